@@ -137,6 +137,10 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
     return problems
 
 
+_VLLM_VOCABULARY = 64
+"""vLLM pads the vocabulary to a multiple of it."""
+
+
 def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
     """What the engine of these settings, on such devices, will say."""
     layout = settings.parallel
@@ -146,9 +150,8 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
     if precision == "auto":
         precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    if settings.kind == "vllm":  # whole tensors as well, which all workers of a replica read from one memory
-        replicas = EngineParallelConfig(tensor=1, data=layout.data)
-        return WeightFormat(replicas, dtype, settings.bucket_mib << 20, one_of=layout.tensor)
+    if settings.kind == "vllm":  # a bucket is of whole tensors, of which each worker takes its slices alone
+        return WeightFormat(layout, dtype, settings.bucket_mib * layout.tensor << 20, vocabulary_multiple=_VLLM_VOCABULARY)
     return WeightFormat(layout, dtype, None)
 
 

@@ -232,6 +232,21 @@ def trainer_slices(table: tuple[TensorSpec, ...], num_layers: int, layout: Paral
     return {spec.name: piece(spec) for spec in table if holds(spec)}
 
 
-def engine_slices(table: tuple[TensorSpec, ...], layout: EngineParallelConfig, rank: int) -> dict[str, Slice]:
-    """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas slowest."""
-    return {spec.name: tensor_slice(spec, rank % layout.tensor, layout.tensor) for spec in table}
+def engine_slices(
+    table: tuple[TensorSpec, ...], layout: EngineParallelConfig, rank: int, vocabulary_multiple: int = 1
+) -> dict[str, Slice]:
+    """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas slowest.
+
+    An engine that pads the vocabulary cuts it as if it had the next multiple of `vocabulary_multiple` entries.
+    """
+
+    def piece(spec: TensorSpec) -> Slice:
+        if spec.layer is not None or spec.axis is None:
+            return tensor_slice(spec, rank % layout.tensor, layout.tensor)
+        size = spec.shape[spec.axis]
+        step = -(-size // vocabulary_multiple) * vocabulary_multiple // layout.tensor
+        start, stop = (min(at * step, size) for at in (rank % layout.tensor, rank % layout.tensor + 1))
+        is_whole = layout.tensor == 1 or start == stop  # padding alone has no slice
+        return Slice(spec.name, None, 0, 0) if is_whole else Slice(spec.name, spec.axis, start, stop)
+
+    return {spec.name: piece(spec) for spec in table}

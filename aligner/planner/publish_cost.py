@@ -7,7 +7,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import absent_inputs, read_shape
 from aligner.placement.roles import has_generator, uses_gpus
 from aligner.resharding.remote_publisher import plan_between_worlds
-from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
+from aligner.resharding.transfer_plan import TransferPlan, plan_to_engine
 from aligner.resharding.transport import steps
 from aligner.schema import Config
 
@@ -72,10 +72,7 @@ def cost_of(config: Config) -> PublishCost:
     to = weight_format(config.engine, "cuda" if uses_gpus(config) else "cpu")
     shape, trainer = read_shape(config, absent_inputs(config)), config.actor.parallel
     try:
-        if has_generator(config):
-            plan = plan_between_worlds(shape, trainer, to)
-        else:
-            plan = plan_resharding(shape, trainer, to.layout, itemsize=to.dtype.itemsize, one_of=to.one_of)
+        plan = plan_between_worlds(shape, trainer, to) if has_generator(config) else plan_to_engine(shape, trainer, to)
         return publish_cost(plan, to.group_bytes, config.engine.bucket_mib << 20)
     except AlignerError as error:
         raise ConfigError(str(error)) from error

@@ -22,7 +22,7 @@ from aligner.models.shape import ModelShape
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.rank_store import open_store
-from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
+from aligner.resharding.transfer_plan import TransferPlan, plan_to_engine
 from aligner.resharding.transport import Read
 from aligner.resharding.weight_update import PublishStats, WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, ParallelConfig
@@ -37,9 +37,7 @@ _END_S = 2.0
 
 def plan_between_worlds(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat) -> TransferPlan:
     """The plan from the trainer's ranks to the generator's, which are counted behind them."""
-    return plan_resharding(
-        shape, trainer, to.layout, first_engine_rank=trainer.ranks, itemsize=to.dtype.itemsize, one_of=to.one_of
-    )
+    return plan_to_engine(shape, trainer, to, first_engine_rank=trainer.ranks)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from aligner.errors import AlignerError
 from aligner.models.layouts import engine_problems, layout_problems
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Slice, TensorSpec, engine_slices, trainer_slices, weight_table
+from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 Slices = Mapping[int, Mapping[str, Slice]]
@@ -133,13 +134,12 @@ def plan_resharding(
     *,
     first_engine_rank: int = 0,
     itemsize: int = 4,
-    one_of: int = 1,
+    vocabulary_multiple: int = 1,
 ) -> TransferPlan:
     """The plan from a trainer's layout to an engine's; elements travel as `itemsize` bytes.
 
     Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share their processes,
-    `trainer.ranks` where they are worlds of their own. The engine has `one_of` times as many ranks as its layout: of so many
-    in a row the first is one of the layout's, and the others take nothing.
+    `trainer.ranks` where they are worlds of their own; `vocabulary_multiple` as in `engine_slices`.
     Raises AlignerError naming everything of the model that does not divide as a layout says.
     """
     if problems := [*layout_problems("actor.parallel", trainer, shape), *engine_problems(engine, shape)]:
@@ -148,11 +148,20 @@ def plan_resharding(
     return plan_transfers(
         table,
         {rank: trainer_slices(table, shape.num_layers, trainer, rank) for rank in range(trainer.ranks)},
-        {
-            first_engine_rank + rank: {} if rank % one_of else engine_slices(table, engine, rank // one_of)
-            for rank in range(engine.ranks * one_of)
-        },
+        {first_engine_rank + rank: engine_slices(table, engine, rank, vocabulary_multiple) for rank in range(engine.ranks)},
         itemsize,
+    )
+
+
+def plan_to_engine(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat, first_engine_rank: int = 0) -> TransferPlan:
+    """`plan_resharding` to an engine that takes its weights so."""
+    return plan_resharding(
+        shape,
+        trainer,
+        to.layout,
+        first_engine_rank=first_engine_rank,
+        itemsize=to.dtype.itemsize,
+        vocabulary_multiple=to.vocabulary_multiple,
     )
 
 

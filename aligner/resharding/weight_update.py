@@ -15,12 +15,12 @@ class WeightFormat:
     """How an engine takes its weights."""
 
     layout: EngineParallelConfig
-    """To publish to, over the engine's ranks that take weights."""
+    """To publish to, over the engine's ranks."""
     dtype: torch.dtype
     group_bytes: int | None
     """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
-    one_of: int = 1
-    """Of so many of the engine's ranks in a row the first takes weights, for all of them."""
+    vocabulary_multiple: int = 1
+    """To which the engine pads the vocabulary before it is cut."""
 
 
 class WeightUpdate(Protocol):

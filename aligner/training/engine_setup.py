@@ -20,7 +20,7 @@ from aligner.placement.roles import has_generator
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.remote_publisher import GeneratorCalls, RemotePublisher, plan_between_worlds
-from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.transfer_plan import plan_to_engine
 from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import together
@@ -84,7 +84,7 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         engine.wake()
         return engine.begin_update(version)
 
-    plan = plan_resharding(policy.runner.shape, world.layout, to.layout, itemsize=to.dtype.itemsize, one_of=to.one_of)
+    plan = plan_to_engine(policy.runner.shape, world.layout, to)
     link = Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device)
     return Publisher.to_engine(
         plan, link, config.engine, to, read=weights.read, begin_update=begin_update, copied=weights.copied

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.data.types import Prompt, Sample
@@ -19,7 +20,7 @@ from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest,
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import engine_slices, stored_tensors, weight_table
+from aligner.models.weight_slices import engine_slices, weight_table
 from aligner.resharding.weight_update import WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig, TensorRTLLMConfig, VLLMConfig
 from tests.engines.vllm import shared_clients
@@ -115,18 +116,22 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def write(engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
-    """Load a directory's tensors, in groups as small as the engine wants them."""
-    tensors, limit = file_tensors(directory), engine.weight_format.group_bytes
-    names = [name for name in stored_tensors(weight_table(shape_of(directory))) if name != leave_out]
+    """Load this rank's slices of a directory's tensors, in groups as small as the engine wants them."""
+    to, table = engine.weight_format, weight_table(shape_of(directory))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    slices = dict(read_slices(directory, table, engine_slices(table, to.layout, rank, to.vocabulary_multiple)))
+    slices.pop(leave_out, None)
     groups: list[list[str]] = [[]]
-    for name in names:
-        if limit is not None and groups[-1] and sum(tensors[one].nbytes for one in (*groups[-1], name)) > limit:
-            groups.append([])
+    for name, piece in slices.items():
+        if to.group_bytes is not None and groups[-1]:
+            held = sum(slices[one].nbytes for one in groups[-1])
+            if held + piece.nbytes > to.group_bytes:
+                groups.append([])
         groups[-1].append(name)
     for group in groups:
         views = update.views(group)
         for name in group:
-            views[name].copy_(tensors[name])
+            views[name].copy_(slices[name])
         update.load(group)
 
 

@@ -19,11 +19,11 @@ from aligner.engines.foreign.gpu_places import gpu_name
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
-    SharedTensors,
+    Placed,
+    SharedPieces,
     checksum,
-    device_uuid,
     opened,
-    tensor_at,
+    taken,
 )
 from aligner.resharding.link import Link
 from aligner.resharding.remote_publisher import Snapshots, on_stream
@@ -90,25 +90,24 @@ def test_another_process_opens_the_same_memory():
 def take(pipe: Connection, device: torch.device) -> None:
     """Open buckets as a worker of vLLM's does, and tell what is in them."""
     while (handle := pipe.recv()) is not None:
-        pipe.send(taken(handle, device))
+        pipe.send(read(handle, device))
 
 
-def taken(handle: dict[str, Any], device: torch.device) -> tuple[int, dict[str, list]]:
+def read(handle: dict[str, Any], device: torch.device) -> tuple[int, dict[str, list]]:
     with opened(handle["memory"], device) as memory:
-        found = checksum(memory)
-        copies = {name: tensor_at(memory, *entry).to(device, copy=True) for name, *entry in handle["tensors"]}
+        found, copies = checksum(memory), dict(taken(memory, handle["pieces"], device))
     del memory
     return found, {name: copy.tolist() for name, copy in copies.items()}
 
 
-@pytest.mark.parametrize("reader", [0, 1])
-def test_a_bucket_reaches_a_process_to_which_its_own_gpu_is_the_first(monkeypatch, reader):
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_a_bucket_reaches_a_process_to_which_that_gpu_is_the_first(monkeypatch, gpu):
     """The sender's memory is free again after every one of them."""
-    if reader >= torch.cuda.device_count():
+    if gpu >= torch.cuda.device_count():
         pytest.skip("needs two CUDA devices")
-    memory_of = functools.partial(DeviceMemory, torch.device("cuda", 0), [device_uuid(reader)])
-    visible = [gpu_name(os.environ, ordinal) for ordinal in dict.fromkeys((reader, 0))]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(visible))
+    here = torch.device("cuda", gpu)
+    memory_of = functools.partial(DeviceMemory, here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu_name(os.environ, gpu))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take, args=(theirs, torch.device("cuda", 0)), daemon=True)
@@ -116,18 +115,19 @@ def test_a_bucket_reaches_a_process_to_which_its_own_gpu_is_the_first(monkeypatc
     try:
         for size in (3, 1 << 18):
             tensors = {
-                "matrix": torch.randn(size, 5, device="cuda:0").bfloat16(),
-                "vector": torch.randn(size, device="cuda:0"),
+                "matrix": torch.randn(size, 5, device=here).bfloat16(),
+                "vector": torch.randn(size, device=here),
             }
-            held = torch.cuda.memory_allocated(0)
-            shared = SharedTensors(tensors, memory_of)
+            held = torch.cuda.memory_allocated(here)
+            placed = [Placed(name, list(tensor.shape), None, 0, tensor) for name, tensor in tensors.items()]
+            shared = SharedPieces(placed, memory_of)
             ours.send(shared.handle)
             assert ours.poll(120)
             found, values = ours.recv()
             assert found == shared.handle["checksum"]
             assert values == {name: tensor.tolist() for name, tensor in tensors.items()}
             shared.close()
-            assert torch.cuda.memory_allocated(0) == held
+            assert torch.cuda.memory_allocated(here) == held
         ours.send(None)
     finally:
         process.join(timeout=30)

@@ -7,9 +7,9 @@ import pytest
 
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
-from aligner.models.weight_slices import coordinates, stage_layers, trainer_slices, weight_table
+from aligner.models.weight_slices import Slice, coordinates, engine_slices, stage_layers, trainer_slices, weight_table
 from aligner.placement.placement_table import describe_layout
-from aligner.schema import ParallelConfig
+from aligner.schema import EngineParallelConfig, ParallelConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,3 +113,14 @@ def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
     assert all(spec.name != "lm_head.weight" for spec in table)
     for rank in range(2):
         assert "model.embed_tokens.weight" in trainer_slices(table, 8, ParallelConfig(pipeline=2), rank)
+
+
+def test_an_engine_that_pads_the_vocabulary_has_the_rows_that_are_not_padding():
+    table = weight_table(dataclasses.replace(DENSE, vocab_size=72))
+    name = "model.embed_tokens.weight"
+    ranks = [engine_slices(table, EngineParallelConfig(tensor=2), rank, 64) for rank in range(2)]
+    assert [slices[name] for slices in ranks] == [Slice(name, 0, 0, 64), Slice(name, 0, 64, 72)]
+    even = [engine_slices(table, EngineParallelConfig(tensor=2), rank) for rank in range(2)]
+    assert [slices[name] for slices in even] == [Slice(name, 0, 0, 36), Slice(name, 0, 36, 72)]
+    for with_padding, without in zip(ranks, even, strict=True):
+        assert {at for at in table if with_padding[at.name] != without[at.name]} == {at for at in table if 72 in at.shape}

@@ -58,7 +58,8 @@ def plans(draw) -> TransferPlan:
     assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
     engine = EngineParallelConfig(tensor=draw(SIZES), data=draw(SIZES))
     first = draw(st.sampled_from([0, trainer.ranks]))
-    return plan_resharding(shape, trainer, engine, first_engine_rank=first)
+    padding = draw(st.sampled_from([1, 24]))  # of 32 entries, so that ranks' rows are uneven, or one has padding alone
+    return plan_resharding(shape, trainer, engine, first_engine_rank=first, vocabulary_multiple=padding)
 
 
 @settings(max_examples=40, deadline=None)

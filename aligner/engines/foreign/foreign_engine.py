@@ -3,21 +3,30 @@
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.weight_files import assemble
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, request_problems
 from aligner.engines.foreign.client import Client
 from aligner.engines.foreign.replica import Replica, ReplicaGeneration
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import stored_tensors, weight_table
+from aligner.models.weight_slices import Slice, TensorSpec, cut_shape, engine_slices, stored_tensors, weight_table
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a weight; all pieces of one tensor of a file come together, in their order there."""
+
+    spec: TensorSpec
+    slice: Slice
+    tensor: Tensor
 
 
 class ForeignEngine(GenerationEngine):
@@ -26,8 +35,7 @@ class ForeignEngine(GenerationEngine):
     The workers are processes of the program's own. A replica's first rank drives them; the others hand over weights, and
     return the same samples.
 
-    An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`. The program's
-    workers take whole tensors, and cut their shares out of them: `weight_format` says which ranks are given these.
+    An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`.
     """
 
     def __init__(
@@ -54,7 +62,7 @@ class ForeignEngine(GenerationEngine):
         self._table = weight_table(shape)
         self._last: dict[str, Tensor] = {}
         """What the last update wrote, in this process's memory, where the next one tells only what has changed."""
-        self._device, self._replica = torch.device(device), Replica(name, rank % size, size, group)
+        self._device, self._replica, self._rank = torch.device(device), Replica(name, rank % size, size, group), rank
         self._version: int | None = None
         self._cache_asleep = False
 
@@ -78,8 +86,8 @@ class ForeignEngine(GenerationEngine):
         """What of it the program can not do."""
 
     @abstractmethod
-    def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Handles, JSON, by which the workers find this rank's whole tensors, until the client has loaded them."""
+    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Handles, JSON, by which the workers find this rank's pieces of tensors, until the client has loaded them."""
 
     @abstractmethod
     def _unshare(self) -> None:
@@ -153,9 +161,10 @@ class StreamedUpdate:
 
     def __init__(self, engine: ForeignEngine, version: int) -> None:
         self._engine, self._version, self._replica, self._device = engine, version, engine._replica, engine._device
+        to = engine.weight_format
         self._specs = {spec.name: spec for spec in engine._table}
-        takes = engine.weight_format.one_of == 1 or engine._replica.rank == 0
-        self._missing = stored_tensors(engine._table) if takes else {}
+        self._slices = engine_slices(engine._table, to.layout, engine._rank, to.vocabulary_multiple)
+        self._missing = stored_tensors(engine._table)
         self._views: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
         self._overwrites = False
@@ -163,12 +172,12 @@ class StreamedUpdate:
         self._open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Whole tensors in the engine's precision, on this rank's device; of those that the model has."""
+        """This rank's slices in the engine's precision, on its device; of tensors that the model has."""
         self._check_open()
         last, keeps = self._engine._last, self._engine._settings.publish == "changes"
         dtype, device = self._engine.weight_format.dtype, torch.device("cpu") if keeps else self._device
         views = {
-            name: last[name] if name in last else torch.empty(self._specs[name].shape, dtype=dtype, device=device)
+            name: last[name] if name in last else torch.empty(self._shape(name), dtype=dtype, device=device)
             for name in names
             if name in self._specs
         }
@@ -179,10 +188,10 @@ class StreamedUpdate:
 
     def load(self, names: Sequence[str]) -> None:
         """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""
-        taken: dict[str, Tensor] = {}
+        taken: list[Piece] = []
 
         def take() -> bool:
-            taken.update(self._take(names))
+            taken.extend(self._take(names))
             return bool(taken)
 
         has_some = any(self._replica.gather("taking weights", take))
@@ -206,18 +215,22 @@ class StreamedUpdate:
         if self._open:
             self._end()
 
-    def _hand_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give whole tensors to the replica's workers, and wait until every one has loaded its share."""
+    def _shape(self, name: str) -> tuple[int, ...]:
+        piece = self._slices[name]
+        return cut_shape(self._specs[name].shape, piece.axis, piece.start, piece.stop)
+
+    def _hand_over(self, pieces: Sequence[Piece]) -> None:
+        """Give the ranks' pieces to the replica's workers, and wait until every one has loaded its own."""
         handles: dict[str, Any] = {}
-        for mine in self._replica.gather("sharing weights", lambda: self._engine._share(tensors)):
+        for mine in self._replica.gather("sharing weights", lambda: self._engine._share(pieces)):
             handles |= mine
         try:
             self._replica.drive("loading weights", lambda client: client.update_weights(handles))
         finally:
             self._engine._unshare()
 
-    def _take(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """The tensors of a file that are whole once these have been written; the rest wait for their other parts."""
+    def _take(self, names: Sequence[str]) -> Sequence[Piece]:
+        """Of the tensors of a file that are complete once these have been written; the rest wait for their other parts."""
         self._check_open()
         if unasked := [name for name in names if name not in self._views]:
             raise AlignerError(f"views of {', '.join(unasked)} were not asked for, or are loaded already")
@@ -225,13 +238,10 @@ class StreamedUpdate:
         complete = {
             stored: specs for stored, specs in self._missing.items() if all(spec.name in self._written for spec in specs)
         }
-        parts = [spec for specs in complete.values() for spec in specs]
-        tensors = dict(assemble(parts, lambda spec: self._written[spec.name]))
-        for spec in parts:
-            del self._written[spec.name]
         for stored in complete:
             del self._missing[stored]
-        return tensors
+        parts = [spec for specs in complete.values() for spec in specs]
+        return [Piece(spec, self._slices[spec.name], self._written.pop(spec.name)) for spec in parts]
 
     def _check_complete(self) -> None:
         self._check_open()

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
+from aligner.data.weight_files import assemble
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.foreign.foreign_engine import ForeignEngine
+from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places
 from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, gpu_index
 from aligner.errors import AlignerError
@@ -47,6 +48,8 @@ class TensorRTLLMEngine(ForeignEngine):
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         super().__init__(NAME, shape, settings, weight_format, rank, group, device, context)
+        self._shared: dict[str, Tensor] = {}
+        """What the workers look into."""
         places = gpu_places(self._replica, self._device)
         self._uuid: str = places[self._replica.rank]["uuid"]
 
@@ -64,12 +67,15 @@ class TensorRTLLMEngine(ForeignEngine):
             return "it does not tell which experts it chose"
         return None
 
-    def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        parts = {piece.spec.name: piece.tensor for piece in pieces}
+        self._shared = dict(assemble([piece.spec for piece in pieces], lambda spec: parts[spec.name]))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the workers read the memory itself
-        return ipc_handles(tensors, self._uuid)
+        return ipc_handles(self._shared, self._uuid)
 
     def _unshare(self) -> None:
+        self._shared = {}
         if self._device.type == "cuda":
             gc.collect()
             torch.cuda.ipc_collect()

@@ -215,7 +215,7 @@ class VLLMClient(Client):
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors that are shared; None ends an update and forgets keys and values."""
-        work = self._program.order("finish") if handles is None else self._program.order("load", **handles)
+        work = self._program.order("finish") if handles is None else self._program.order("load", of_ranks=handles)
         self._loop.run("loading weights", work, self._update_timeout_s)
 
     def release(self) -> None:

@@ -1,18 +1,17 @@
 """The vLLM engine: vLLM, in an environment of its own, generates on the replica's devices."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, weight_format
-from aligner.engines.foreign.foreign_engine import ForeignEngine
+from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places
-from aligner.engines.vllm.program.weight_memory import DeviceMemory, HostMemory, Memory, SharedTensors
+from aligner.engines.vllm.program.weight_memory import DeviceMemory, HostMemory, Memory, Placed, SharedPieces
 from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -20,7 +19,7 @@ from aligner.vllm_environment import vllm_python
 
 
 class VLLMEngine(ForeignEngine):
-    """vLLM's workers; weights reach them through vLLM's own interface for that, from memory that the first rank shares."""
+    """vLLM's workers; each takes the slices of the rank in its place, from that rank's memory, by vLLM's own interface."""
 
     def __init__(
         self,
@@ -42,10 +41,10 @@ class VLLMEngine(ForeignEngine):
         """
         takes = weight_format(settings, device)
         super().__init__(NAME, shape, settings, takes, rank, group, device, context)
-        self._shared: SharedTensors | None = None
+        self._shared: SharedPieces | None = None
         places = gpu_places(self._replica, self._device) if self._device.type == "cuda" else []
-        gpus, uuids = [place["name"] for place in places], [place["uuid"] for place in places]
-        self._memory_of: Callable[[int], Memory] = functools.partial(DeviceMemory, self._device, uuids) if gpus else HostMemory
+        gpus = [place["name"] for place in places]
+        self._memory_of: Callable[[int], Memory] = functools.partial(DeviceMemory, self._device) if gpus else HostMemory
 
         def start() -> None:
             python = vllm_python(settings.vllm)
@@ -60,13 +59,18 @@ class VLLMEngine(ForeignEngine):
             return "asked for the experts of each token"
         return None
 
-    def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        if self._replica.rank > 0:  # whole tensors are the same on all
-            return {}
-        self._shared = SharedTensors(tensors, self._memory_of)
-        return self._shared.handle
+    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        self._shared = SharedPieces([_placed(piece) for piece in pieces], self._memory_of)
+        return {str(self._replica.rank): self._shared.handle}
 
     def _unshare(self) -> None:
         if self._shared is not None:
             self._shared.close()
             self._shared = None
+
+
+def _placed(piece: Piece) -> Placed:
+    """Where a rank's piece lies in the tensor of a checkpoint, of which it may be a part's slice."""
+    stored = piece.spec.stored
+    axis = piece.slice.axis if stored.axis is None else stored.axis
+    return Placed(stored.name, list(stored.shape), axis, stored.start + piece.slice.start, piece.tensor)

@@ -162,7 +162,7 @@ class EngineMemory:
     weights: int
     """With the spare copy of update=atomic."""
     transfer: int
-    """While new weights arrive: buckets, and what TensorRT-LLM takes whole."""
+    """While new weights arrive: buckets, and what another program takes from there."""
     cache: int
     work: int
     """Of a pass over prompts, or of drawing tokens."""
@@ -185,9 +185,9 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
     tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
-    if engine.kind != "embedded":  # whole tensors, which the program takes from there; vLLM's packed once more
-        whole = max(min(bucket, itemsize * engine_weights(shape, 1)), itemsize * largest_tensor(shape))
-        transfer += whole * (2 if engine.kind == "vllm" else 1)
+    if engine.kind != "embedded":  # whole tensors, which the program takes from there; of vLLM slices, packed once more
+        cut, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
+        transfer += copies * max(min(bucket, itemsize * engine_weights(shape, cut)), itemsize * largest_tensor(shape) // cut)
     logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
     held = weights + transfer + work + beside

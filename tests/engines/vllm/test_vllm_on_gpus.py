@@ -13,7 +13,6 @@ import torch
 from aligner.engines.foreign import gpu_places
 from aligner.engines.foreign.replica import Replica
 from aligner.engines.vllm import program_client, vllm_engine
-from aligner.engines.vllm.program.weight_memory import device_uuid
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig, EngineParallelConfig, VLLMConfig
 from benchmarks.models import shape_of
@@ -77,7 +76,7 @@ def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, vis
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     for rank in (0, 2):
         engine = start(monkeypatch, rank, parallel=EngineParallelConfig(tensor=2, data=2))
-        assert engine._memory_of.args == (torch.device("cuda", rank), [device_uuid(rank), device_uuid(rank + 1)])
+        assert engine._memory_of.args == (torch.device("cuda", rank),)
         engine._replica.client.shutdown()
     environments = [each["environment"] for each in pretended]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen

@@ -8,6 +8,7 @@ import inspect
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ from aligner.engines.vllm.program import weight_memory
 from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
     HostMemory,
-    SharedTensors,
+    Memory,
+    Placed,
+    SharedPieces,
     checksum,
-    device_uuid,
     opened,
+    taken,
     tensor_at,
 )
 
@@ -53,18 +56,22 @@ def _ordinal(device: torch.device | int) -> int:
     return device if isinstance(device, int) else device.index or 0
 
 
-def sent(shared: SharedTensors) -> dict:
+def shared_whole(tensors: dict[str, torch.Tensor], memory_of: Callable[[int], Memory] = HostMemory) -> SharedPieces:
+    return SharedPieces([Placed(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()], memory_of)
+
+
+def sent(shared: SharedPieces) -> dict:
     """Its handle on the other side of a socket."""
     return json.loads(json.dumps(shared.handle))
 
 
 def test_who_opens_a_handle_has_the_tensors_and_keeps_them_when_it_is_closed():
-    shared = SharedTensors(TENSORS, HostMemory)
+    shared = shared_whole(TENSORS)
     handle = sent(shared)
     with opened(handle["memory"], CPU) as memory:
         assert checksum(memory) == handle["checksum"]
         shared.close()
-        found = {name: tensor_at(memory, *entry) for name, *entry in handle["tensors"]}
+        found = dict(taken(memory, handle["pieces"], CPU))
         assert list(found) == list(TENSORS)
         for name, tensor in TENSORS.items():
             assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype and not found[name].requires_grad
@@ -72,8 +79,29 @@ def test_who_opens_a_handle_has_the_tensors_and_keeps_them_when_it_is_closed():
         pass
 
 
+def test_a_piece_comes_in_a_tensor_of_the_whole_shape_that_has_no_number_elsewhere():
+    whole = {"fused": torch.randn(4, 6), "column": torch.randn(5, 3).bfloat16(), "all": torch.randn(2)}
+    pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]  # as of two parts that lie in one tensor
+    placed = [
+        Placed(name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start))
+        for name, axis, start, stop in pieces
+    ]
+    shared = SharedPieces([*placed, Placed("all", [2], None, 0, whole["all"])], HostMemory)
+    handle = sent(shared)
+    with opened(handle["memory"], CPU) as memory:
+        found = dict(taken(memory, handle["pieces"], CPU))
+    shared.close()
+    assert list(found) == list(whole) and torch.equal(found["all"], whole["all"])
+    for name, tensor in found.items():
+        has_come = torch.zeros(tensor.shape, dtype=torch.bool)
+        for _, axis, start, stop in (piece for piece in pieces if piece[0] == name):
+            has_come.narrow(axis, start, stop - start).fill_(True)
+        if name != "all":
+            assert torch.equal(tensor[has_come], whole[name][has_come]) and tensor[~has_come].isnan().all()
+
+
 def test_what_a_reader_writes_is_its_own():
-    shared = SharedTensors({"one": torch.ones(8)}, HostMemory)
+    shared = shared_whole({"one": torch.ones(8)})
     with opened(sent(shared)["memory"], CPU) as memory:
         memory.fill_(9)
     with opened(sent(shared)["memory"], CPU) as memory:
@@ -108,41 +136,30 @@ def test_a_checksum_is_the_sum_of_words_times_places_however_many_are_added_at_a
     assert checksum(memory) == sum(place * word for place, word in enumerate(words, 1)) % 2**64
 
 
-def test_every_reader_of_a_gpus_memory_has_a_handle_of_its_own(gpus, monkeypatch):
+def test_a_process_on_the_same_gpu_opens_its_memory(gpus, monkeypatch):
     arguments = []
-    readers = [device_uuid(0), device_uuid(1)]
-    shared = SharedTensors(TENSORS, functools.partial(DeviceMemory, CPU, readers))
+    shared = shared_whole(TENSORS, functools.partial(DeviceMemory, CPU))
     handle = sent(shared)
     assert handle["memory"]["kind"] == "cuda" and handle["memory"]["device"] == "GPU-a0"
-    assert [*handle["memory"]["handles"]] == ["GPU-a0", "GPU-b0"]
-    assert len(gpus) == 2, "each lowers a counter of its own when it lets go"
 
     def open_storage(*given):
         arguments.append(given)
         return gpus[0]
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
-    with opened(handle["memory"], torch.device("cuda", 1)) as memory:
+    with opened(handle["memory"], torch.device("cuda", 0)) as memory:
         assert checksum(memory) == handle["checksum"]
-        for name, *entry in handle["tensors"]:
-            assert torch.equal(tensor_at(memory, *entry), TENSORS[name])
+        for name, tensor in taken(memory, handle["pieces"], CPU):
+            assert torch.equal(tensor, TENSORS[name])
     (given,) = arguments
-    assert given == (0, *SHARED[1:6], b"", False), "on the sender's GPU as this process counts it, without its event"
+    assert given == (0, *SHARED[1:6], b"", False), "on that GPU as this process counts it, without the sender's event"
     shared.close()
 
 
-@pytest.mark.parametrize(
-    ("readers", "sender", "told"),
-    [
-        (["GPU-c0"], 0, "weights were shared with workers on GPU-c0, and this one is on GPU-a0"),
-        (["GPU-a0"], None, "weights are in the memory of GPU-d0, and this worker sees GPU-a0, GPU-b0 alone"),
-    ],
-)
-def test_gpus_that_do_not_know_each_other_are_refused_by_name(gpus, readers, sender, told):
-    handle = sent(SharedTensors(TENSORS, functools.partial(DeviceMemory, CPU, readers)))
-    if sender is None:
-        handle["memory"]["device"] = "GPU-d0"
-    with pytest.raises(ValueError, match=told), opened(handle["memory"], torch.device("cuda", 0)):
+def test_a_process_on_another_gpu_is_refused_by_name(gpus):
+    handle = sent(shared_whole(TENSORS, functools.partial(DeviceMemory, CPU)))
+    told = "weights are in the memory of GPU-a0, and this worker is on GPU-b0"
+    with pytest.raises(ValueError, match=told), opened(handle["memory"], torch.device("cuda", 1)):
         pass
 
 

@@ -1,7 +1,7 @@
-"""What vLLM's workers import of ours: the receiving side of weights, whole tensors in memory that a rank shares.
+"""What vLLM's workers import of ours: the receiving side of weights, in memory that the rank in a worker's place shares.
 
-A worker's vLLM cuts its share out of each tensor, fuses and pads it as it would a file's; what the worker's platform makes of
-loaded weights (a packed copy, another layout) is made when the update ends.
+A worker has the slices that are its own, each in a tensor of the whole shape: vLLM cuts, fuses and pads it as it would a
+file's. What the worker's platform makes of loaded weights (a packed copy, another layout) is made when the update ends.
 """
 
 import functools
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -18,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
-from weight_memory import checksum, opened, tensor_at
+from weight_memory import checksum, opened, taken
 
 
 @dataclass
@@ -27,20 +28,18 @@ class Nothing(WeightTransferInitInfo):
 
 
 @dataclass
-class SharedTensors(WeightTransferUpdateInfo):
-    """Some of the model's tensors, one behind another in memory: the handle of `weight_memory.SharedTensors`."""
+class SharedPieces(WeightTransferUpdateInfo):
+    """Some of the model's tensors."""
 
-    memory: dict[str, Any]
-    tensors: list[tuple[str, str, list[int], int]]
-    """Name, type, shape and first byte of each."""
-    checksum: int
+    of_ranks: dict[str, dict[str, Any]]
+    """Handles of `weight_memory.SharedPieces`, by the tensor-parallel rank whose slices they are."""
 
 
-class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
+class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
     """Loads what the trainer's side wrote, after its checksum has been found right."""
 
     init_info_cls = Nothing
-    update_info_cls = SharedTensors
+    update_info_cls = SharedPieces
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
@@ -77,14 +76,19 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
                 elif weight is not None:
                     weights.add(id(weight))
 
-    def receive_weights(self, update_info: SharedTensors) -> None:
+    def receive_weights(self, update_info: SharedPieces) -> None:
         """Raises ValueError where bytes were damaged on the way, or this worker cannot open the memory."""
-        with opened(update_info.memory, self.device) as memory:
-            if (found := checksum(memory)) != update_info.checksum:
-                raise ValueError(f"weights have the checksum {found:016x}, {update_info.checksum:016x} was sent")
-            self.model.load_weights(self._tensors(memory, update_info))
+        handle = update_info.of_ranks[str(get_tensor_model_parallel_rank())]
+        with opened(handle["memory"], self.device) as memory:
+            if (found := checksum(memory)) != handle["checksum"]:
+                raise ValueError(f"weights have the checksum {found:016x}, {handle['checksum']:016x} was sent")
+            self.model.load_weights(self._noticed(taken(memory, handle["pieces"], self.device)))
         if self._of_no_use:
             raise ValueError(f"vLLM's model has no place for {', '.join(sorted(self._of_no_use))}")
+
+    def without_numbers(self) -> list[str]:
+        """Parameters with a NaN in them. Those that a CPU's worker has packed are not looked into."""
+        return [name for name, parameter in self.model.named_parameters() if parameter.isnan().any()]
 
     def _notice(self, parameter: Any, name: str) -> None:
         """Strike the parameter off those without weights, and what is loaded into it off what is of no use."""
@@ -99,12 +103,11 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedTensors]):
         self.unfilled.add(name)
         parameter.weight_loader = noticed
 
-    def _tensors(self, memory: Tensor, update_info: SharedTensors) -> Iterator[tuple[str, Tensor]]:
-        for name, kind, shape, start in update_info.tensors:
+    def _noticed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
             self._of_no_use.add(name)
             self._last = name  # vLLM loads one before it asks for the next
-            # A copy: what waits for the rest of its layer must not keep, or look into, the sender's memory.
-            yield name, tensor_at(memory, kind, shape, start).to(self.device, copy=True)
+            yield name, tensor
 
     def shutdown(self) -> None:
         """Nothing."""
@@ -154,10 +157,12 @@ class AlignerWorker:
         return None
 
     def end_update(self) -> None:
-        """Raises ValueError naming the parameters that have had no weights: vLLM would serve what was there."""
+        """Raises ValueError naming parameters without weights, or whose weights are not all numbers: vLLM would serve them."""
         if names := sorted(self.weight_transfer_engine.unfilled):
             raise ValueError(f"vLLM's model wants {', '.join(names)}, which did not come")
         self.finish_weight_update()
+        if names := self.weight_transfer_engine.without_numbers():
+            raise ValueError(f"vLLM's model has weights that are no numbers in {', '.join(names)}")
 
     def give_up(self) -> None:
         """End an update that will not be complete. For a worker that failed to load it is over, but its layers still wait."""

@@ -1,14 +1,16 @@
 """The memory by which weights reach vLLM's workers, for both ends of that way: it imports torch alone.
 
-The sender packs tensors one behind another and makes a handle of JSON values, by which every worker of the replica opens the
-same memory: the machine's, or on a GPU that GPU's own, over CUDA IPC. A worker copies what it takes before it answers, and
-the memory is the sender's again.
+A rank of the replica packs its slices of tensors one behind another and makes a handle of JSON values, by which the worker in
+its place opens the same memory: the machine's, or that of the GPU that they share, over CUDA IPC. The worker copies what it
+takes before it answers, and the memory is the rank's again.
 """
 
 import base64
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -59,29 +61,24 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """A GPU's, which other processes of this machine open over CUDA IPC.
+    """A GPU's, which another process on that GPU opens over CUDA IPC.
 
-    torch counts who has yet to let go of it, and frees it after the last of them: so each reader has a handle of its own. For
-    one that never opens it, since its update fails, the memory stays taken as long as this process lives.
+    torch frees it when the reader has let go of it. Where none opens it, since its update fails, the memory stays taken as
+    long as this process lives.
     """
 
     kind = "cuda"
 
-    def __init__(self, device: torch.device, readers: Sequence[str], size: int) -> None:
-        """For one process on each of the GPUs `readers`, which are named by `device_uuid`."""
-        self._readers = readers
+    def __init__(self, device: torch.device, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def share(self) -> dict[str, Any]:
         """See `Memory`."""
         device = self.bytes.device
-        torch.cuda.synchronize(device)  # readers wait for no event
-        handles = {reader: self._share() for reader in self._readers}
-        return {"kind": self.kind, "device": device_uuid(device), "handles": handles}
-
-    def _share(self) -> list[Any]:
+        torch.cuda.synchronize(device)  # the reader waits for no event
         _, allocation, size, start, counter, place, _, _ = self.bytes.untyped_storage()._share_cuda_()
-        return [base64.b64encode(allocation).decode(), size, start, base64.b64encode(counter).decode(), place]
+        handle = [base64.b64encode(allocation).decode(), size, start, base64.b64encode(counter).decode(), place]
+        return {"kind": self.kind, "device": device_uuid(device), "handle": handle}
 
     def close(self) -> None:
         """See `Memory`."""
@@ -90,42 +87,67 @@ class DeviceMemory:
 
     @staticmethod
     def open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """Bytes [n] where they are, for a reader on `device`, which may be another GPU.
-
-        Raises ValueError naming the GPUs where nothing was shared with this one, or this process does not see the sender's.
-        """
-        mine, theirs, handles = device_uuid(device), handle["device"], handle["handles"]
-        if mine not in handles:
-            raise ValueError(f"weights were shared with workers on {', '.join(handles)}, and this one is on {mine}")
-        visible = {device_uuid(ordinal): ordinal for ordinal in range(torch.cuda.device_count())}
-        if theirs not in visible:
-            raise ValueError(f"weights are in the memory of {theirs}, and this worker sees {', '.join(visible)} alone")
-        allocation, size, start, counter, place = handles[mine]
+        """Bytes [n] where they are, for a reader on `device`. Raises ValueError naming both GPUs where it is another one."""
+        if (mine := device_uuid(device)) != (theirs := handle["device"]):
+            raise ValueError(f"weights are in the memory of {theirs}, and this worker is on {mine}")
+        allocation, size, start, counter, place = handle["handle"]
         allocation, counter = base64.b64decode(allocation), base64.b64decode(counter)
-        opened = torch.UntypedStorage._new_shared_cuda(visible[theirs], allocation, size, start, counter, place, b"", False)
+        opened = torch.UntypedStorage._new_shared_cuda(device.index, allocation, size, start, counter, place, b"", False)
         return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)
 
 
-class SharedTensors:
-    """Tensors that other processes of this machine open by `handle`."""
+@dataclass(frozen=True)
+class Placed:
+    """A piece of a checkpoint's tensor: what begins at `start` along `axis`; all of it where `axis` is None."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], memory_of: Callable[[int], Memory]) -> None:
-        """`memory_of` so many bytes is where they are packed."""
-        entries: list[tuple[str, str, list[int], int]] = []
+    name: str
+    shape: Sequence[int]
+    """Of the whole tensor."""
+    axis: int | None
+    start: int
+    piece: Tensor
+
+
+class SharedPieces:
+    """Pieces of tensors that another process of this machine opens by `handle`."""
+
+    def __init__(self, pieces: Sequence[Placed], memory_of: Callable[[int], Memory]) -> None:
+        """Those of one tensor are neighbours. `memory_of` so many bytes is where they are packed."""
+        entries: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
         size = 0
-        for name, tensor in tensors.items():
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        for placed in pieces:
+            piece, kind = placed.piece, str(placed.piece.dtype).removeprefix("torch.")
+            entries.append((placed.name, kind, [*placed.shape], placed.axis, placed.start, [*piece.shape], size))
+            size += -(-piece.nbytes // _ALIGNED) * _ALIGNED
         self._memory = memory_of(size)
         packed = self._memory.bytes
-        for (_, kind, shape, start), tensor in zip(entries, tensors.values(), strict=True):
-            tensor_at(packed, kind, shape, start).copy_(tensor.detach())
+        for (_, kind, *_, shape, begin), placed in zip(entries, pieces, strict=True):
+            tensor_at(packed, kind, shape, begin).copy_(placed.piece.detach())
         sent = checksum(packed)
-        self.handle: dict[str, Any] = {"memory": self._memory.share(), "tensors": entries, "checksum": sent}
+        self.handle: dict[str, Any] = {"memory": self._memory.share(), "pieces": entries, "checksum": sent}
 
     def close(self) -> None:
-        """All have answered, or never will."""
+        """It has been answered, or never will be."""
         self._memory.close()
+
+
+def taken(memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Copies of a handle's tensors on `device`, by name and of the whole shape: NaN where a piece has not come.
+
+    So whoever cuts them otherwise than the sender has no number that could be taken for a weight.
+    """
+    for name, of_one in itertools.groupby(pieces, key=lambda entry: entry[0]):
+        whole: Tensor | None = None
+        for _, kind, shape, axis, start, part, begin in of_one:
+            piece = tensor_at(memory, kind, part, begin)
+            if list(part) == list(shape):
+                whole = piece.to(device, copy=True)
+                break
+            if whole is None:
+                whole = torch.full(shape, torch.nan, dtype=piece.dtype, device=device)
+            whole.narrow(axis, start, part[axis]).copy_(piece)
+        assert whole is not None
+        yield name, whole
 
 
 @contextlib.contextmanager
