@@ -4,6 +4,8 @@ VENV ?= .venv
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
+# Images of CI often have it, and then each of a run's processes would compile aligner anew.
+unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-rest test-all lint types docs gpu-check install clean
