@@ -1,8 +1,10 @@
 """The `aligner` command. Nothing heavy is imported before it is known to be needed."""
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def run() -> NoReturn:
+    """`main`, as all that this process is for.
+
+    Python's own end would then take apart all that was imported, which takes most of a second of torch: what it does before
+    that for threads and handlers is done here.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):  # Python's own end has words and a code for it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code)
+        raise
 
 
 def _report(error: BaseException, parsed: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from aligner.cli import main
+from aligner.cli import run as run_command
 from aligner.cli.command_table import load
 from aligner.cli.rank_processes import ROLES, stored_config
 from aligner.errors import AlignerError
@@ -90,7 +90,7 @@ def run() -> NoReturn:
     os.environ["SPT_NOENV"] = "1"  # a title has the command line's place alone: by their environment processes are found
     setproctitle(" ".join(["aligner.cli.fork_server", *sys.argv[1:]]))  # finds that place: not once the environment differs
     serve(Path(sys.argv[1]), sys.argv[2:])
-    main()
+    run_command()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,33 @@ def test_a_configuration_is_checked_without_torch() -> None:
     arguments = ["validate", "experiment=tiny_ppo"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "trainer" in done.stdout, done.stderr
+
+
+ENDING = """
+import atexit, sys, threading, time
+from aligner import cli
+
+class Held:
+    def __del__(self):
+        print("taken apart")
+
+def work():
+    time.sleep(0.2)
+    print("thread")
+
+held = Held()
+atexit.register(print, "handler")
+threading.Thread(target=work).start()
+cli.run()
+"""
+
+
+@pytest.mark.parametrize("arguments, code", [(["--version"], 0), (["nothing"], 2)])
+def test_a_commands_process_ends_in_order_and_takes_nothing_apart(arguments: list[str], code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["thread", "handler"]
+    command, buffered = [sys.executable, "-m", "aligner", *arguments], {**os.environ, "PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as full:
+        lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered, text=True, check=False)
+    assert lost.returncode == (code or 120) and ("No space left" in lost.stderr) == (code == 0)  # in Python's own words
