@@ -16,7 +16,7 @@ from tests.worker_pool import WorkerPool
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-_LONGEST_FIRST = ("system", "servers", "launch")
+_LONGEST_FIRST = ("system", "servers", "launcher", "gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
