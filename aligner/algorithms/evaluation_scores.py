@@ -101,6 +101,31 @@ def evaluation_metrics(scores: Tensor, pass_threshold: float, reference_scores: 
     return metrics
 
 
+def judged_metrics(wins: Tensor) -> dict[str, float]:
+    """`eval/judge_win_rate` with its interval, and `eval/judge_ties`, `…_order_bias` and `…_unreadable`.
+
+    wins: [P, K, 2]: what each of K responses to P prompts has won against its reference, 0 to 1, where the judge was shown it
+    first, and second; not a number where an answer could not be read. A comparison's two are averaged, for judges prefer a
+    place (Zheng et al. 2023, "Judging LLM-as-a-Judge with MT-Bench and Chatbot Arena", section 3.4): of comparisons, ties are
+    the share that nobody has won, and the order bias that in which the same place won both times, which are ties too. What
+    could not be read is counted, and left out of all else; a prompt of which nothing is left is none of the trials.
+    """
+    readable = ~wins.isnan().any(-1)
+    metrics = {"eval/judge_unreadable": float((~readable).sum())}
+    if not bool(readable.any()):
+        return metrics
+    first, second = wins[readable].double().unbind(-1)
+    shares = torch.stack([each[its].double().mean() for each, its in zip(wins.mean(-1), readable, strict=True) if its.any()])
+    interval = wilson_interval(min(float(shares.sum()), len(shares)), len(shares))
+    return (
+        {"eval/judge_win_rate": float(shares.mean())}
+        | _bounds("eval/judge_win_rate", interval)
+        | {"eval/judge_ties": float((first + second == 1).double().mean())}
+        | {"eval/judge_order_bias": float(((first - second).abs() == 1).double().mean())}
+        | metrics
+    )
+
+
 def group_metrics(scores: Tensor, pass_threshold: float, groups: Sequence[str]) -> dict[str, float]:
     """`eval/score/GROUP` and `eval/pass@1/GROUP` with its interval, of scores [P, K] whose prompts are of P groups."""
     metrics: dict[str, float] = {}

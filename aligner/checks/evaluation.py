@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.checks.data import path_problem
+from aligner.checks.reward import unasked_problems
+from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import fields_problems
+from aligner.schema.reward_sources import evaluation_judge
 from aligner.schema.scoring_functions import function_problem
 
 
@@ -41,8 +44,23 @@ def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     yield from fields_problems("evaluation.fields", settings.fields)
     if settings.function is not None and (problem := function_problem(settings.function)):
         yield f"evaluation.function={settings.function}: {problem}"
+    yield from _judge_problems(config)
     if settings.greedy and settings.samples > 1:
         yield (
             f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
             " evaluation.greedy=false, or one sample"
         )
+
+
+def _judge_problems(config: Config) -> Iterator[str]:
+    """What is wrong with what compares responses with references."""
+    try:
+        judge = evaluation_judge(config.evaluation)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if judge is None:
+        return
+    yield from unasked_problems(config, judge)
+    if config.environment.draws_episodes:
+        yield f"{judge.key}: compares responses to one prompt, and episodes of several turns have several; leave it out"

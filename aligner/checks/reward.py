@@ -87,10 +87,15 @@ def _judge_patience(source: JudgeSource) -> str:
     )
 
 
-def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
-    """What keeps a judge from being asked, or its answers from being waited for."""
+def unasked_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+    """What keeps a judge from being asked."""
     if config.cluster.kind == "local" and (problem := judge_key_problem(source)):
         yield problem  # a job has an environment of its own
+
+
+def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+    """What keeps a judge from being asked, or its answers from being waited for."""
+    yield from unasked_problems(config, source)
     patience_s = config.server.request_timeout_s
     if source.longest_s >= patience_s:
         limit = f"server.request_timeout_s={patience_s:g}"

@@ -152,6 +152,7 @@ _GENERATE = (
 )
 _EVALUATE = (
     *_SAMPLING,
+    _add("overrides", nargs="*", metavar="evaluation.judge.KEY=VALUE", help="have a judge compare responses with references"),
     _add("--function", required=True, metavar="NAME", help="scorer: a built-in one's name, or module:callable"),
     _add("--pass-threshold", type=float, default=1.0, metavar="SCORE", help="a response passes with this score or above (1)"),
     _add(

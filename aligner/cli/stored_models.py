@@ -24,6 +24,7 @@ from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+from aligner.schema.reward_sources import JudgeSource, evaluation_judge
 
 _PLAIN = "tiny_ppo"
 """An experiment without an environment, which one is added to."""
@@ -55,7 +56,7 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
     if parsed.reference is not None:
         reference = find_source(parsed.reference, "--reference")
         initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
-    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold)
+    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _judge(parsed))
     with _shown_progress(len(answers.requests)) as show:
         metrics = evaluate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)
     if parsed.json:
@@ -80,6 +81,17 @@ def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
             "--min-score, --as-messages and environment.KEY are of episodes; give environment.target=module:Class"
         )
     return chosen
+
+
+def _judge(parsed: argparse.Namespace) -> JudgeSource | None:
+    """What compares responses with references. Raises ConfigError for anything else among the overrides."""
+    keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
+    if wrong := [key for key in keys if not key.startswith("evaluation.judge.")]:
+        raise ConfigError(f"{wrong[0]}: not read here; allowed: evaluation.judge.judge_url=URL and the other judge_… keys")
+    added = [f"+{text.lstrip('+')}" for text in parsed.overrides]  # which is how Hydra takes an entry of a mapping
+    return (
+        evaluation_judge(compose_config([f"experiment={_PLAIN}", "evaluation.every=1", *added]).evaluation) if keys else None
+    )
 
 
 def _prompts(parsed: argparse.Namespace) -> list[Record]:

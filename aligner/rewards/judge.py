@@ -1,4 +1,4 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples are scores."""
+"""A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples are scores, or wins."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 from aligner.checks.reward import judge_key_problem
@@ -35,6 +36,10 @@ _LIKELY_TOKENS = 20
 """Of the first token so many are told, the most that endpoints allow."""
 _MILLION = 1_000_000
 _SHOWN = 200  # characters of an answer
+
+
+class _Unreadable(ScoringError):
+    """What the judge said cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,23 @@ class Judge:
         """
         return self._ways[self._source.judge_asks](requests)
 
+    def compare(self, requests: Sequence[ScoringRequest], others: Sequence[str]) -> list[tuple[float, float] | None]:
+        """What each response has won, 0 to 1, against the other to its prompt: where it was shown first, and where second.
+
+        None where either answer could not be read. Equal texts tie, and nothing is asked about them. The source asks for
+        comparisons (`pairwise`). Raises as a call does, but for answers that could not be read.
+        """
+        questions = []
+        for request, other in zip(requests, others, strict=True):
+            if request.response != other:
+                questions += [self._pair(request, *order) for order in permutations((request.response, other))]
+        answers = iter(self._answers(questions, leaves_out=True))
+        found: list[tuple[float, float] | None] = []
+        for request, other in zip(requests, others, strict=True):
+            first, second = (0.5, 0.5) if request.response == other else (next(answers), next(answers))
+            found.append(None if first is None or second is None else (first, 1 - second))
+        return found
+
     def _scores(self, requests: Sequence[ScoringRequest]) -> list[float]:
         source = self._source
         lowest, highest = source.judge_lowest, source.judge_highest
@@ -94,13 +116,10 @@ class Judge:
         return self._answers([self._question(request, read, response=request.response) for request in requests])
 
     def _wins(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        def read(answer: JudgeAnswer) -> float | None:
-            return read_verdict(answer.content or "")
-
         groups = by_prompt(requests)
         pairs = [list(permutations(different_texts(requests, places), 2)) for places in groups]
         questions = [
-            self._question(requests[places[0]], read, response_a=first, response_b=second)
+            self._pair(requests[places[0]], first, second)
             for places, of_prompt in zip(groups, pairs, strict=True)
             for first, second in of_prompt
         ]
@@ -136,12 +155,21 @@ class Judge:
                 scores[place] = worth[requests[place].response]
         return scores
 
+    def _pair(self, request: ScoringRequest, first: str, second: str) -> _Question:
+        def read(answer: JudgeAnswer) -> float | None:
+            return read_verdict(answer.content or "")
+
+        return self._question(request, read, response_a=first, response_b=second)
+
     def _question(self, request: ScoringRequest, read: Callable[[JudgeAnswer], Any], **ours: str) -> _Question:
         text = question(self._source.template, request, **ours)
         return _Question(text, read, f"prompt {request.prompt!r} and response {request.response!r}")
 
-    def _answers(self, questions: Sequence[_Question]) -> list[Any]:
-        """What the judge says to each, from the ledger where it is known; equal ones are asked once."""
+    def _answers(self, questions: Sequence[_Question], *, leaves_out: bool = False) -> list[Any]:
+        """What the judge says to each, from the ledger where it is known; equal ones are asked once.
+
+        An answer that cannot be read is an error, or None where it `leaves_out` such ones.
+        """
         bodies = [self._body(each.text) for each in questions]
         names = [hashlib.sha256(body).hexdigest() for body in bodies]
         different = {name: (body, each) for name, body, each in zip(names, bodies, questions, strict=True)}
@@ -173,9 +201,9 @@ class Judge:
             list(threads.map(ask, left))  # what is not foreseen is raised here
         for kind in (ScorerUnavailable, ScoringError):
             for error in errors.values():
-                if isinstance(error, kind):
+                if isinstance(error, kind) and not (leaves_out and isinstance(error, _Unreadable)):
                     raise error
-        return [found[name] for name in names]
+        return [found.get(name) for name in names]
 
     def _asked(self, name: str, body: bytes, each: _Question, tried: int) -> Any:
         """What the judge says, asked for as often as it takes and may, `tried` times before. Raises ScoringError."""
@@ -193,10 +221,10 @@ class Judge:
             if tried >= tries:
                 raise self._unreadable(tried, answer, each)
 
-    def _unreadable(self, tried: int, answer: JudgeAnswer, each: _Question) -> ScoringError:
+    def _unreadable(self, tried: int, answer: JudgeAnswer, each: _Question) -> _Unreadable:
         source = self._source
         shown = "no answer of the protocol's" if answer.content is None else repr(answer.content[-_SHOWN:])
-        return ScoringError(
+        return _Unreadable(
             f"{source.judge_model} at {self._endpoint.url} was asked {tried} times (judge_tries), and what it said could not"
             f" be read, last {shown}; for {each.about}"
         )
@@ -225,7 +253,12 @@ def _told(answer: bytes) -> JudgeAnswer:
 
 def build_judge(source: JudgeSource, paths: RunPaths) -> Judge:
     """The judge of a run. Raises ConfigError for what its environment or its directory lacks."""
+    return opened_judge(source, judge_directory(source, paths), judge_run(paths))
+
+
+def opened_judge(source: JudgeSource, directory: Path, run: str) -> Judge:
+    """One whose answers are kept in a directory, and counted as those of `run`. Raises as `build_judge`."""
     try:
-        return Judge(source, JudgeLedger(judge_directory(source, paths), judge_run(paths)))
+        return Judge(source, JudgeLedger(directory, run))
     except ScoringError as error:
         raise ConfigError(str(error)) from error

@@ -36,3 +36,8 @@ class EvaluationConfig:
         3600.0, "deadline of a function of the user's own for all responses", minimum=0.1, read=".function!=null"
     )
     pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")
+    judge: dict[str, Any] = option(
+        {},
+        "a judge that compares each response with its prompt's reference, in both orders, for eval/judge_win_rate: judge_url,"
+        " judge_model and the other judge_… keys of reward; none when empty",
+    )

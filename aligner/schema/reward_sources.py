@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError
-from aligner.schema import RewardConfig
+from aligner.schema import EvaluationConfig, RewardConfig
 from aligner.schema.judge_questions import ASKINGS, COMPARISONS, pattern_problem, record_fields, template_problem
 from aligner.schema.keys import schema_keys
 from aligner.schema.options import is_finite_number, key_hint
@@ -15,6 +15,7 @@ from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.scoring_functions import function_problem
 
 _SHORTEST_TIMEOUT_S = 0.1
+_OF_SCORES = ("judge_pattern", "judge_lowest", "judge_highest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,24 @@ def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
     return tuple(source for source in reward_sources(reward) if isinstance(source, JudgeSource))
 
 
+def evaluation_judge(evaluation: EvaluationConfig) -> JudgeSource | None:
+    """What compares responses with references; None where nothing does. Raises ConfigError as `reward_sources`."""
+    key, given = "evaluation.judge", evaluation.judge
+    if not given:
+        return None
+    asks = given.get("judge_asks", "pairwise")
+    problems = [] if asks == "pairwise" else [f"{key}.judge_asks={asks}: an evaluation compares two responses; leave it out"]
+    problems += [
+        f"{key}.{entry}: a win has no such thing; leave it out"
+        for entry in ("kind", "weight", "task_weights", "gain", "bias", *_OF_SCORES)
+        if entry in given
+    ]
+    entries = {"kind": "judge", "judge_asks": "pairwise"} | given
+    if problems := problems or list(_source_problems(key, entries)):
+        raise ConfigError("\n".join(problems))
+    return JudgeSource(name="evaluation", key=key, **{entry: value for entry, value in entries.items() if entry != "kind"})
+
+
 def asked_address(source: Source) -> str | None:
     """Where a source that asks another program over HTTP does so; None for any other."""
     if isinstance(source, RemoteSource):
@@ -230,7 +249,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
         if needed not in entries:
             yield f"{key}.{needed}: missing; kind={entries['kind']} needs it"
     if kind is JudgeSource:
-        yield from _judge_problems(key, entries)
+        yield from _judge_problems(key, {entry: value for entry, value in entries.items() if entry in allowed})
 
 
 def _judge_problems(key: str, entries: Mapping[str, Any]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Evaluation while training: the newest weights' responses to held-out prompts, scored and compared."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics, perplexity
+from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics, judged_metrics, perplexity
 from aligner.data.collectives import broadcast_json
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -21,27 +22,36 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.paths import run_paths
+from aligner.rewards.judge import Judge, build_judge
 from aligner.rewards.scorers import ScoringRequest, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
 from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
-from aligner.rollout.services import Services
+from aligner.rollout.services import Services, together
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
+from aligner.schema.reward_sources import evaluation_judge
 from aligner.training.engine_setup import build_options
 
 
-def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> Tensor:
-    """float64 [B]: of what was said last in each sample, to all before it, as texts without special tokens, each with what
-    the data says about its prompt.
+def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
+    """What was said last in each sample, to all before it, as texts without special tokens, each with what the data says
+    about its prompt.
     """
+    return [
+        ScoringRequest(tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata)
+        for prompt, sample, last in zip(prompts, samples, (sample.turns()[-1] for sample in samples), strict=True)
+    ]
 
-    def requests() -> list[ScoringRequest]:
-        return [
-            ScoringRequest(tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata)
-            for prompt, sample, last in zip(prompts, samples, (sample.turns()[-1] for sample in samples), strict=True)
-        ]
 
-    return scorer.raw(ScoringBatch(requests))
+def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> Tensor:
+    """float64 [B], of `scoring_requests`."""
+    return scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer)))
+
+
+def judged_wins(told: Sequence[tuple[float, float] | None], prompts: int) -> Tensor:
+    """What `Judge.compare` tells of the responses to so many prompts, float64 [P, K, 2]; NaN where it could not be read."""
+    pairs = [(math.nan, math.nan) if wins is None else wins for wins in told]
+    return torch.tensor(pairs, dtype=torch.float64).view(prompts, -1, 2)
 
 
 def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -95,7 +105,10 @@ class Evaluator:
     references_file: Path
     writes: bool
     """Whether this rank is the one that writes files."""
+    judge: Judge | None = None
+    """What compares the responses with the references, where `evaluation.judge` says so, on the rank that writes."""
     _reference_scores: Tensor | None = field(default=None, init=False)
+    _reference_texts: list[str] = field(default_factory=list, init=False)
 
     def is_due(self, step: int) -> bool:
         """Whether the weights of `step` are to be evaluated: the initial ones, every so many steps', and the last."""
@@ -119,11 +132,20 @@ class Evaluator:
             metrics |= group_metrics(scores.nan_to_num(), self.settings.pass_threshold, groups)
         if lost:
             metrics["eval/lost_episodes"] = float(lost)
+        if self.settings.judge:
+            metrics |= judged_metrics(judged_wins(together(lambda: self._compared(prompts, samples)), len(self.prompts)))
         batch = collate(samples, self.tokenizer.pad_token_id)
         logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         return metrics
+
+    def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[float, float] | None] | None:
+        """What the judge says of each sample against the prompt's reference; None on ranks that ask nothing."""
+        if self.judge is None:
+            return None
+        others = [text for text in self._reference_texts for _ in range(self.settings.samples)]
+        return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), others)
 
     def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
         """[B]: what each sample is worth, with what its environment gave."""
@@ -157,10 +179,11 @@ class Evaluator:
         drawn = self.builder.generate(lacking, 1, replace(self.options, greedy=True)) if lacking else []
         samples = reference_samples(self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids))
         scores = self._scores(self.prompts, samples)
+        self._reference_texts = [self.tokenizer.decode(sample.response) for sample in samples]
         if self.writes:
             lines = []
-            for prompt, sample, score in zip(self.prompts, samples, scores.tolist(), strict=True):
-                response = self.tokenizer.decode(sample.response)
+            told = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
+            for prompt, sample, response, score in told:
                 record: dict[str, Any] = {"prompt": prompt.text, "response": response}
                 record |= {"response_tokens": sample.response.tolist(), "score": score, "scorer": self.settings.function}
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
@@ -185,6 +208,7 @@ class Evaluator:
                 f"{self.references_file}: it has scores by evaluation.function={function}; go on with that, not with"
                 f" {self.settings.function}"
             )
+        self._reference_texts = [record["response"] for record in records]
         return torch.tensor([record["score"] for record in records], dtype=torch.float64)
 
 
@@ -198,7 +222,7 @@ def build_evaluator(
 ) -> Evaluator | None:
     """What evaluates the run; None where `evaluation.every` is 0. Prompts tell the model of the tools.
 
-    Raises ConfigError for prompts that can not be used, or a scorer that is not there.
+    Raises ConfigError for prompts that can not be used, or a scorer or a judge that is not there.
     """
     settings = config.evaluation
     if not settings.every:
@@ -207,6 +231,7 @@ def build_evaluator(
     if settings.function is not None:
         deadline = settings.function_timeout_s
         scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function", deadline))
+    writes, judge = policy.world.rank == 0, evaluation_judge(settings)
     return Evaluator(
         settings=settings,
         last_step=config.run.steps,
@@ -229,5 +254,6 @@ def build_evaluator(
         services=services,
         scorer=scorer,
         references_file=run_paths(config).references,
-        writes=policy.world.rank == 0,
+        writes=writes,
+        judge=build_judge(judge, run_paths(config)) if judge is not None and writes else None,
     )

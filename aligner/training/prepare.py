@@ -15,7 +15,7 @@ from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.keys import only_read
 from aligner.schema.reasoning_tasks import TASK
-from aligner.schema.reward_sources import FunctionSource, judge_sources, reward_sources
+from aligner.schema.reward_sources import FunctionSource, JudgeSource, evaluation_judge, judge_sources, reward_sources
 
 
 def prepare_run(config: Config) -> None:
@@ -40,23 +40,25 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     if config.algorithm.trainer == "online" and config.evaluation.every:
         evaluated = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
         scored += evaluated if config.evaluation.function is None else ()
+        if (judge := evaluation_judge(config.evaluation)) is not None:
+            _check_judged([judge], evaluated)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, listed, tokenizer)
         answers = config.algorithm.has_demonstrations
         prompts = open_prompts(config.data, tokenizer, config.seed, answers=answers, tools=tools)
         scored += prompts.examples()
-        _check_judged(config, scored)
+        _check_judged(judge_sources(config.reward), scored)
         _check_tasks(config, scored)
         return prompts.notices
     return open_run_data(config, tokenizer).notices
 
 
-def _check_judged(config: Config, prompts: Iterable[Prompt]) -> None:
+def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:
     """Raise ConfigError for a prompt whose record lacks a field that a judge's template has."""
-    judges = [source for source in judge_sources(config.reward) if source.record_fields]
-    for prompt in prompts if judges else ():
-        for source in (judge for judge in judges if judge.is_asked(prompt.metadata)):
+    asking = [source for source in judges if source.record_fields]
+    for prompt in prompts if asking else ():
+        for source in (judge for judge in asking if judge.is_asked(prompt.metadata)):
             for field in source.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(

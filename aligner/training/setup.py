@@ -34,7 +34,7 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.reward_sources import judge_sources, source_names
+from aligner.schema.reward_sources import evaluation_judge, judge_sources, source_names
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
@@ -169,8 +169,11 @@ def _loop_parts(
 
 
 def _judge_meter(config: Config) -> JudgeMeter | None:
-    """What reads the counts of the run's judges, from where the reward's processes keep them."""
+    """What reads the counts of the run's judges, from where those who ask keep them."""
     paths, judges = run_paths(config), judge_sources(config.reward) if config.algorithm.generates else ()
+    evaluates = config.algorithm.trainer == "online" and config.evaluation.every
+    if evaluates and (judge := evaluation_judge(config.evaluation)) is not None:
+        judges = (*judges, judge)
     directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))
     return JudgeMeter(directories, judge_run(paths)) if directories else None
 

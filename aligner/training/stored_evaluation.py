@@ -7,16 +7,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aligner.algorithms.evaluation_scores import evaluation_metrics, perplexity
+from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metrics, perplexity
 from aligner.data.export import Source
 from aligner.data.prompts import drawn_tokens
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
 from aligner.errors import ConfigError
+from aligner.paths import cache_directory
+from aligner.rewards.judge import opened_judge
+from aligner.rewards.judge_ledger import JudgeMeter
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
-from aligner.training.evaluator import reference_samples, text_scores, without_reference
+from aligner.schema.reward_sources import JudgeSource
+from aligner.training.evaluator import judged_wins, reference_samples, scoring_requests, text_scores, without_reference
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class EvaluationJob:
     """One response of the initial model, whose perplexity is measured too, to each prompt that has no `reference`."""
     scorer: TextSource
     pass_threshold: float
+    judge: JudgeSource | None = None
+    """What compares the responses with the references."""
 
     @property
     def compares(self) -> bool:
@@ -35,11 +41,13 @@ class EvaluationJob:
         return self.initial is not None or not without_reference(self.answers.prompts)
 
 
-def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_threshold: float) -> EvaluationJob:
+def plan_evaluation(
+    answers: Job, initial: Job | None, scorer: TextSource, pass_threshold: float, judge: JudgeSource | None = None
+) -> EvaluationJob:
     """The job of measuring `answers`; `initial` is that of one response of the initial model to each of the same prompts.
 
     Raises ConfigError for models with different tokenizers, a `reference` that is no text, and where without an initial
-    model some of the prompts only have one.
+    model some of the prompts only have one, or none and a judge is to compare.
     """
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
@@ -52,11 +60,15 @@ def plan_evaluation(answers: Job, initial: Job | None, scorer: TextSource, pass_
                 f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`, the first {lacking[0].text!r}: give"
                 " one to all of them, or --reference MODEL, whose responses then take its place"
             )
-        return EvaluationJob(answers, None, scorer, pass_threshold)
+        if judge is not None and lacking:
+            raise ConfigError(
+                f"{judge.key}: there is nothing to compare with: give every prompt a `reference`, or --reference MODEL"
+            )
+        return EvaluationJob(answers, None, scorer, pass_threshold, judge)
     ours, its = (job.source.companions / "tokenizer.json" for job in (answers, initial))
     if ours.read_bytes() != its.read_bytes():
         raise ConfigError(f"--reference: its tokenizer, {its}, is not that of SOURCE, {ours}")
-    return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold)
+    return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold, judge)
 
 
 def evaluate(
@@ -67,43 +79,66 @@ def evaluate(
     overwrite: bool = False,
     progress: Callable[[Progress], None],
 ) -> dict[str, float]:
-    """Draw the responses, score them and measure: the metrics, `eval/…`.
+    """Draw the responses, score them and measure: the metrics, `eval/…`, and of a judge `judge/…`.
 
     Into `output`, as `generate.generate` writes it, goes a JSON object a sample with its `score` and, where there are
-    references, `reference_score`. Raises what that and the scorer do.
+    references, `reference_score`, and where a judge compares, `judge_wins`. Raises what that, the scorer and the judge do.
     """
+    asking = None if job.judge is None else _Asking(job.judge, str(job.answers.source.directory))
     with ExitStack() as stack:
         file = None if output is None else stack.enter_context(generate.written(output, overwrite))
         samples = list(generate.draw(job.answers, settings, progress))
         asked = [job.answers.prompts[sample.prompt_id] for sample in samples]
         scores = _scores(job, asked, samples).view(len(job.answers.prompts), -1)
-        references = _reference_scores(job, settings) if job.compares else None
-        metrics = evaluation_metrics(scores, job.pass_threshold, references)
+        others = _references(job, settings) if job.compares else []
+        references = _scores(job, job.answers.prompts, others) if others else None
+        metrics, wins = evaluation_metrics(scores, job.pass_threshold, references), None
+        if asking is not None:
+            wins, told = asking.compared(job, asked, samples, others)
+            metrics |= told
         batch = collate(samples, job.answers.tokenizer.pad_token_id)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         if job.initial is not None:
             metrics["eval/reference_perplexity"] = _perplexity(job.initial.source, settings, samples)
         if file is not None:
-            for sample, score in zip(samples, scores.flatten().tolist(), strict=True):
+            for place, (sample, score) in enumerate(zip(samples, scores.flatten().tolist(), strict=True)):
                 record = generate.sample_record(job.answers, sample) | {"score": score}
                 if references is not None:
                     record["reference_score"] = float(references[sample.prompt_id])
+                if wins is not None:
+                    record["judge_wins"] = wins[place]
                 file.write(generate.json_line(record))
     return metrics
+
+
+class _Asking:
+    """A judge whose answers are kept in the cache, and what it has cost since this was made."""
+
+    def __init__(self, source: JudgeSource, run: str) -> None:
+        directory = cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
+        self._judge, self._meter = opened_judge(source, directory, run), JudgeMeter([directory], run)
+
+    def compared(
+        self, job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample], references: Sequence[Sample]
+    ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
+        """What each sample has won against its prompt's reference, and the metrics of that."""
+        tokenizer = job.answers.tokenizer
+        others = [tokenizer.decode(references[sample.prompt_id].response) for sample in samples]
+        wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), others)
+        return wins, judged_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
 
 
 def _scores(job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
     return text_scores(job.scorer, prompts, samples, job.answers.tokenizer)
 
 
-def _reference_scores(job: EvaluationJob, settings: EngineConfig) -> Tensor:
-    """float64 [P]"""
+def _references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:
+    """What each prompt's responses are compared with."""
     drawn: list[Sample] = []
     if job.initial is not None and job.initial.prompts:
         drawn = list(generate.draw(job.initial, settings, lambda now: None))
     answers = job.answers
-    samples = reference_samples(answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids))
-    return _scores(job, answers.prompts, samples)
+    return reference_samples(answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids))
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:

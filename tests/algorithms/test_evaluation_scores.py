@@ -12,6 +12,7 @@ from aligner.algorithms.evaluation_scores import (
     bootstrap_interval,
     evaluation_metrics,
     group_metrics,
+    judged_metrics,
     pass_at_k,
     perplexity,
     wilson_interval,
@@ -120,3 +121,31 @@ def test_each_group_has_the_measures_of_its_own_prompts() -> None:
         for end in ("_low", "_high"):
             assert metrics[f"eval/pass@1/{group}{end}"] == expected[f"eval/pass@1{end}"]
     assert len(metrics) == 8
+
+
+def test_what_a_judge_says_in_both_orders_becomes_wins_ties_and_order_bias() -> None:
+    """Against sums in a loop; what could not be read is in none of them."""
+    told = [
+        [(1.0, 1.0), (1.0, 0.0), None],  # won, tie for the place, unreadable
+        [(0.5, 0.5), (0.0, 0.0), (0.5, 1.0)],
+        [None, None, None],
+        [(0.0, 1.0), (1.0, 1.0), (0.0, 0.5)],
+    ]
+    wins = torch.tensor([[[math.nan] * 2 if pair is None else pair for pair in prompt] for prompt in told])
+    read = [[pair for pair in prompt if pair is not None] for prompt in told]
+    rates = [sum((a + b) / 2 for a, b in prompt) / len(prompt) for prompt in read if prompt]
+    pairs = [pair for prompt in read for pair in prompt]
+    metrics = judged_metrics(wins)
+    low, high = wilson_interval(sum(rates), 3)
+    assert metrics == pytest.approx(
+        {
+            "eval/judge_win_rate": sum(rates) / 3,
+            "eval/judge_win_rate_low": low,
+            "eval/judge_win_rate_high": high,
+            "eval/judge_ties": sum(a + b == 1 for a, b in pairs) / len(pairs),
+            "eval/judge_order_bias": sum({a, b} == {0.0, 1.0} for a, b in pairs) / len(pairs),
+            "eval/judge_unreadable": 4.0,
+        }
+    )
+    assert (metrics["eval/judge_ties"], metrics["eval/judge_order_bias"]) == (3 / 8, 2 / 8)
+    assert judged_metrics(torch.full((2, 1, 2), math.nan)) == {"eval/judge_unreadable": 2.0}

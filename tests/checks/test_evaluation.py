@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from aligner.checks import checkpoint, evaluation
-from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EvaluationConfig
+from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EnvironmentConfig, EvaluationConfig
 from aligner.schema.derived import draws_greedily
+
+JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
@@ -25,6 +27,7 @@ def problems(trainer: str, **sections: Any) -> list[str]:
             {"evaluation": EvaluationConfig(every=3, prompts=["a"]), "checkpoint": CheckpointConfig(best_metric="eval/score")},
         ),
         ("online", {"checkpoint": CheckpointConfig(best_metric="reward/mean")}),
+        ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], judge=JUDGE)}),
         ("sft", {"data": DataConfig(held_out=2), "checkpoint": CheckpointConfig(best_metric="eval/loss")}),
     ],
 )
@@ -44,6 +47,29 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
             "online",
             {"evaluation": EvaluationConfig(function="nope")},
             "evaluation.function=nope: must be one of digit_fraction, ",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge={"judge_url": "http://a/v1"})},
+            "evaluation.judge.judge_model: missing",
+        ),
+        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_asks": "score"})}, "judge_asks=score: an evaluation"),
+        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_lowest": 1})}, "judge.judge_lowest: a win has no"),
+        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_cash": "a"})}, "mean evaluation.judge.judge_cache"),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_template": "{response}"})},
+            "evaluation.judge.judge_template: must have {response_a} and {response_b}",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_key_variable": "TEST_NO_KEY"})},
+            "evaluation.judge.judge_key_variable=TEST_NO_KEY: there is no such variable",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE), "environment": EnvironmentConfig(target="a:B")},
+            "evaluation.judge: compares responses to one prompt, and episodes",
         ),
         ("online", {"evaluation": EvaluationConfig(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
         ("online", {"checkpoint": CheckpointConfig(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),

@@ -119,6 +119,23 @@ def test_the_samples_of_a_prompt_are_ranked_by_one_question(tmp_path: Path) -> N
     assert "<response_2>\n5\n</response_2>" in max(server.questions)
 
 
+def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """Who prefers the first of two, but for one pair; about equal texts nothing is asked."""
+    answers = {"5|6": "VERDICT: B", "6|5": "VERDICT: A", "four|6": "VERDICT: A", "6|four": "VERDICT: A"}
+    with judging(lambda question, _: says(answers.get(question, "Hm."), 100, 20)) as server:
+        judge = judge_of(server, tmp_path, judge_asks="pairwise", judge_template="{response_a}|{response_b}")
+        others = ["6", "6", "6", "6"]
+        requests = [REQUESTS[1], REQUESTS[2], REQUESTS[0], ScoringRequest("2+2=", "6")]
+        wins = judge.compare(requests, others)
+        assert wins == [(0.0, 0.0), (1.0, 0.0), None, (0.5, 0.5)]
+        assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
+        assert judge.compare(requests, others) == wins  # what could not be read is not asked again
+        assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
+    assert counted(tmp_path)["unreadable"] == 2
+    with judging(lambda *_: Reply(401, b"no")) as server, pytest.raises(ScoringError, match="answered with status 401"):
+        judge_of(server, tmp_path / "b", judge_asks="pairwise", judge_template=None).compare(requests, others)
+
+
 @pytest.mark.parametrize("asks", ["pairwise", "ranking"])
 @pytest.mark.parametrize("requests", [REQUESTS[:1], [ScoringRequest("", "a"), ScoringRequest("", "b")]])
 def test_what_has_nothing_to_be_compared_with_is_refused(tmp_path: Path, asks: str, requests: list[ScoringRequest]) -> None:

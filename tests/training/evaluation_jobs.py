@@ -13,6 +13,8 @@ from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
+from aligner.paths import run_paths
+from aligner.rewards.judge import build_judge
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema import (
@@ -26,6 +28,7 @@ from aligner.schema import (
     RolloutConfig,
     RunConfig,
 )
+from aligner.schema.reward_sources import evaluation_judge
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import Evaluator, build_evaluator
 
@@ -78,6 +81,19 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
     samples = first.builder.generate(first.prompts, 1, first.options)
     found["responses"] = [sample.response.tolist() for sample in samples]
+    worlds.shutdown()
+    return found
+
+
+def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
+    """Metrics of the initial weights by a judge, of a run, and of it again where it goes on in its directory."""
+    config = configuration(model, run, ranks, **evaluation)
+    world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
+    Path(run).mkdir(exist_ok=True)
+    first, source = evaluator(config, world), evaluation_judge(config.evaluation)
+    assert source is not None
+    again = replace(first, judge=first.judge and build_judge(source, run_paths(config)))
+    found = [first.evaluate(0), again.evaluate(2)]
     worlds.shutdown()
     return found
 

@@ -15,6 +15,7 @@ from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig, EvaluationConfig
 from tests.megatron.reference import save_llama
+from tests.rewards.judge_server import Reply, judging, says
 from tests.training import evaluation_jobs
 from tests.worker_pool import WorkerPool
 
@@ -95,6 +96,33 @@ def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_sco
         assert "references.jsonl: no such file, so that there is nothing to compare" in found[ranks]["lost"]
         assert "references.jsonl: it has the references of other prompts" in found[ranks]["other prompts"]
         assert "references.jsonl: it has scores by evaluation.function=" in found[ranks]["other scorer"]
+
+
+def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes_on_asks_nothing_twice(
+    pool: WorkerPool, llama: Path, tmp_path: Path
+) -> None:
+    """It takes the text that comes first by its letters, and has nothing to say about one of the prompts."""
+
+    def alphabetic(question: str, _: int) -> Reply:
+        prompt, first, second = question.split("|")
+        return says("Hm." if prompt == "hello" else f"VERDICT: {'A' if first < second else 'B'}")
+
+    with judging(alphabetic) as server:
+        judge = {"judge_url": server.url, "judge_model": "tester", "judge_tries": 1}
+        judge["judge_template"] = "{prompt}|{response_a}|{response_b}"
+        drawn = {"prompts": PROMPTS, "samples": 3, "judge": judge}
+        first, second = pool.run(evaluation_jobs.judged, 2, str(llama), str(tmp_path / "run"), 2, **drawn)
+        assert first == second and first[0] == first[1]
+        assert len(set(server.questions)) == len(server.questions)
+    references = {
+        record["prompt"]: record["response"]
+        for record in map(json.loads, (tmp_path / "run" / "references.jsonl").read_text().splitlines())
+    }
+    asked = {tuple(question.split("|")) for question in server.questions}
+    wins = {prompt: [a < b for name, a, b in asked if name == prompt and b == references[prompt]] for prompt in PROMPTS}
+    assert all(len(each) == 3 for each in wins.values())  # all differ from the reference
+    assert first[0]["eval/judge_win_rate"] == pytest.approx((sum(wins["abc"]) + sum(wins["1+1="])) / 6)
+    assert (first[0]["eval/judge_unreadable"], first[0]["eval/judge_order_bias"], first[0]["eval/judge_ties"]) == (3, 0, 0)
 
 
 def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:

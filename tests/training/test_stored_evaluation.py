@@ -16,6 +16,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from tests.engines.test_generate import save_critic
 from tests.megatron import families
+from tests.rewards.judge_server import judging, says
 
 PROMPTS: list[dict[str, Any]] = [{"prompt": "hello"}, {"prompt": "a b", "reference": "12x"}, {"prompt": "2+2="}]
 OPTIONS = ("--function", "digit_fraction", "--max-new-tokens", 6, "--no-stop-at-eos")
@@ -97,6 +98,27 @@ def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
     assert metrics["eval/reference_perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_judge_compares_with_the_references_and_an_evaluation_that_is_repeated_asks_nothing(
+    model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
+    output = tmp_path / "samples.jsonl"
+    with judging(lambda question, _: says("VERDICT: A", tokens_in=len(question))) as server:
+        asked = [f"evaluation.judge.judge_{name}" for name in (f"url={server.url}", "model=tester", "input_price=1000")]
+        arguments = (model, *asked, "--prompts", prompts, *OPTIONS, "--reference", initial, "--json", "--output", output)
+        code, out, error = aligner_evaluate(*arguments)
+        assert (code, error) == (0, "")
+        metrics, again = json.loads(out), json.loads(aligner_evaluate(*arguments, "--overwrite")[1])
+        assert len(server.asked) == 2 * len(PROMPTS)
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["judge_wins"] for record in records] == [[1.0, 0.0]] * 3
+    assert all("12x" in question for question in server.questions if "a b" in question)
+    assert (metrics["eval/judge_win_rate"], metrics["eval/judge_ties"], metrics["eval/judge_order_bias"]) == (0.5, 1.0, 1.0)
+    assert metrics["judge/questions"] == again["judge/from_cache"] == 6 and again["judge/questions"] == 0
+    assert metrics["judge/cost"] == pytest.approx(sum(map(len, server.questions)) * 1000 / 1e6)
+    assert all(again[name] == measured for name, measured in metrics.items() if not name.startswith("judge/"))
+
+
 def test_one_response_a_prompt_is_greedy_and_a_model_ties_with_itself(
     model: Path, tmp_path: Path, aligner_evaluate: Evaluate
 ) -> None:
@@ -129,6 +151,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         assert (code, out) == (2, "")
         return error
 
+    asked = ("evaluation.judge.judge_url=http://localhost:1/v1", "evaluation.judge.judge_model=tester")
+    assert "evaluation.judge.judge_model: missing" in refused(*OPTIONS, asked[0])
+    assert "reward.kind: not read here" in refused(*OPTIONS, "reward.kind=judge")
+    plain = tmp_path / "plain.txt"
+    plain.write_text("hello\n")
+    code, _, error = aligner_evaluate(model, "--prompts", plain, *OPTIONS, *asked)
+    assert code == 2 and "evaluation.judge: there is nothing to compare with: give every prompt a `reference`" in error
     assert "2 of 3 prompts have no `reference`, the first 'hello'" in refused(*OPTIONS)
     assert "--function=digit: must be one of" in refused("--function", "digit")
     assert "2 samples a prompt, all greedy, would be the same" in refused(*OPTIONS, "--samples", 2, "--greedy")

@@ -100,6 +100,7 @@ def lengths(config: Config) -> Values:
         "evaluation.every": min(evaluation.every, config.dry_run.steps),
         "evaluation.count": min(evaluation.count or 4, 4),
         "evaluation.samples": min(evaluation.samples, 2),
+        "evaluation.judge": {},  # which would be paid for what random models say
         "rollout.max_response_tokens": longest,
         "algorithm.target_length": min(config.algorithm.target_length, longest),
         "rollout.min_response_tokens": (
