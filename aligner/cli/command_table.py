@@ -112,8 +112,14 @@ _OVERRIDES = (
     _add("--config-dir", type=Path, metavar="DIR", help="your own conf groups, such as DIR/experiment/"),
 )
 _RANK = (*_OVERRIDES, _add("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides"))
+_STORED = _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
+_COMPUTING = (
+    _add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)"),
+    _add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)"),
+    _add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given"),
+)
 _SAMPLING = (
-    _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format("")),
+    _STORED,
     _add(
         "--prompts",
         type=Path,
@@ -137,9 +143,7 @@ _SAMPLING = (
     _add("--stop-at-eos", action=argparse.BooleanOptionalAction, default=True, help="end at an end-of-sequence token"),
     _add("--seed", type=_at_least(0), default=1, help="a sample depends on it, the prompt's place and the sample's index (1)"),
     _add("--engine", choices=("embedded", "tensorrt_llm", "vllm"), default="embedded", help="generation backend (embedded)"),
-    _add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs (auto)"),
-    _add("--batch-size", type=_at_least(1), default=64, metavar="N", help="responses under way at a time, at most (64)"),
-    _add("--kv-cache-mib", type=_at_least(1), metavar="N", help="memory for keys and values; no limit if not given"),
+    *_COMPUTING,
 )
 
 _GENERATE = (
@@ -220,6 +224,17 @@ COMMANDS = {
         "aligner.cli.stored_models:evaluate_samples",
         "score a stored model's responses to prompts, and compare them with references",
         _EVALUATE,
+        draws_samples=True,
+    ),
+    "serve-model": Command(
+        "aligner.cli.stored_models:serve_model",
+        "serve a stored model over OpenAI's chat completions, for a judge or any client; it prints the address",
+        (
+            _STORED,
+            _add("--host", default="127.0.0.1", help="address to listen at; whoever reaches it is answered (127.0.0.1)"),
+            _add("--port", type=_at_least(0), default=0, metavar="N", help="one that is free if not given"),
+            *_COMPUTING,
+        ),
         draws_samples=True,
     ),
     "convert": Command(

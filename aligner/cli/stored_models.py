@@ -18,6 +18,7 @@ from aligner.data.records import Record
 from aligner.engines.generate import Progress as Generated
 from aligner.engines.generate import generate, plan_job
 from aligner.errors import ConfigError
+from aligner.extras import lacking
 from aligner.launcher.processes import end_with_launcher
 from aligner.observability.console import metrics_table
 from aligner.rewards.scorers import resolve_scorer
@@ -65,6 +66,21 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
 
 
+def serve_model(parsed: argparse.Namespace) -> None:
+    """Serve a model, and print where, until interrupted."""
+    if lack := lacking("agents"):
+        raise ConfigError(f"aligner serve-model: {lack}")
+    from aligner.engines.model_endpoint import ModelEndpoint  # what the agents extra brings
+
+    endpoint = ModelEndpoint(find_source(parsed.source), _engine(parsed), parsed.host, parsed.port)
+    endpoint.start()
+    print(f"{endpoint.address}/v1", flush=True)
+    try:
+        endpoint.work()
+    except KeyboardInterrupt:  # which is how it ends
+        endpoint.close()
+
+
 def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
     """What episodes are drawn in. Raises ConfigError for anything else among the overrides, and where none is chosen."""
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
@@ -106,7 +122,7 @@ def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _engine(parsed: argparse.Namespace) -> EngineConfig:
     chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    return EngineConfig(kind=parsed.engine, update="in_place", **chosen)
+    return EngineConfig(kind=getattr(parsed, "engine", "embedded"), update="in_place", **chosen)
 
 
 def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:

@@ -102,13 +102,7 @@ def plan_job(
     A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model that generates no text
     or has no tokenizer, sampling options that do not fit, and a prompt that leaves no room for the response, by its place.
     """
-    shape = read_config(source.config, "the model's config.json")
-    if source.head != "vocabulary":
-        raise ConfigError(
-            f"{source.given_as} is a value or reward model, which generates no text; give a policy or a language model"
-        )
-    if not (source.companions / "tokenizer.json").is_file():
-        raise ConfigError(f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}")
+    shape = require_generating(source)
     stops = shape.eos_token_ids if stop_at_eos else ()
     try:
         options = SamplingOptions(max_new_tokens, stop_token_ids=stops, **sampling)
@@ -130,6 +124,18 @@ def plan_job(
         for place, record in enumerate(prompts)
     ]
     return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, listed)
+
+
+def require_generating(source: Source) -> ModelShape:
+    """The shape of a stored model. Raises ConfigError for one that generates no text, or has no tokenizer."""
+    shape = read_config(source.config, "the model's config.json")
+    if source.head != "vocabulary":
+        raise ConfigError(
+            f"{source.given_as} is a value or reward model, which generates no text; give a policy or a language model"
+        )
+    if not (source.companions / "tokenizer.json").is_file():
+        raise ConfigError(f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}")
+    return shape
 
 
 def generate(

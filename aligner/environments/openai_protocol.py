@@ -119,6 +119,24 @@ class ChatBody(CompletionBody):
             raise Refused(400, f"response_format={kind!r}: answers are not made to fit a format; allowed: text", "unsupported")
 
 
+class ModelChatBody(ChatBody):
+    """A request to `/v1/chat/completions` of a model that is served by itself, which draws as it is asked to."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def refuse(self) -> None:
+        """As `CompletionBody`."""
+        super().refuse()
+        if self.stops or self.tools:
+            raise Refused(400, "stop, tools: answers end where the model ends them, and call nothing", "unsupported")
+        if self.top_logprobs and self.limit != 1:
+            raise Refused(
+                400, f"top_logprobs={self.top_logprobs}: told of the first token alone; give max_tokens=1", "unsupported"
+            )
+
+
 class RewardBody(BaseModel):
     """What an agent says that its episode is worth, more than what it has said before."""
 
@@ -148,6 +166,12 @@ class DrawnToken:
 
     text: str
     logprob: float
+    likeliest: tuple["DrawnToken", ...] = ()
+    """What could have come in its place, where that was asked for: the most probable first."""
+
+    def told(self) -> dict[str, Any]:
+        """As a chat's log-probs have it, without the others."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": [*self.text.encode()]}
 
 
 @dataclass(frozen=True)
@@ -226,10 +250,7 @@ def _logprobs(body: CompletionBody, answer: Answer) -> dict[str, Any] | None:
         return None
     if isinstance(body, ChatBody):
         return {
-            "content": [
-                {"token": token.text, "logprob": token.logprob, "bytes": [*token.text.encode()], "top_logprobs": []}
-                for token in answer.tokens
-            ]
+            "content": [token.told() | {"top_logprobs": [each.told() for each in token.likeliest]} for token in answer.tokens]
         }
     texts, logprobs = [token.text for token in answer.tokens], [token.logprob for token in answer.tokens]
     offsets = [len("".join(texts[:at])) for at in range(len(texts))]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.data.types import Prompt
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
-from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
 from aligner.engines.embedded.generation import EmbeddedGeneration
@@ -29,6 +30,8 @@ from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
 """On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
+_PASS_TOKENS = 8192
+"""Of prompts that are run in one pass, padded to the longest."""
 _STEPS_ON_GPUS = 8
 """`engine.steps_per_sync` there: what a processor does between two steps of a GPU is then an eighth of it a step."""
 
@@ -106,6 +109,28 @@ class EmbeddedEngine(GenerationEngine):
             self._reserve(requests, options)
         self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
         return self._generation
+
+    def next_logits(self, prompts: Sequence[Tensor]) -> Tensor:
+        """float32 [N, V] on the host: what the token after each of these prompts, int64 [P], is drawn by; of one rank alone.
+
+        Raises AlignerError for prompts that do not fit, and where the engine has no weights or is generating.
+        """
+        options = SamplingOptions(max_new_tokens=1)
+        requests = [GenerationRequest(Prompt(place, "", tokens), 0) for place, tokens in enumerate(prompts)]
+        self.start(requests, options).cancel()
+        found, machine = [], self._machine
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        rows = max(1, min(machine.cache.size.rows, _PASS_TOKENS // max(map(len, prompts))))
+        for first in range(0, len(prompts), rows):
+            part = prompts[first : first + rows]
+            lengths = torch.tensor([len(tokens) for tokens in part], device=self._device)
+            copies, places = torch.arange(len(part), device=self._device), list(range(len(part)))
+            run = Prompts(torch.cat(list(part)).to(self._device), lengths, int(lengths.max()), copies, places)
+            with torch.inference_mode():
+                logits = machine.decoder.gather_logits(machine.forward(Step(none, none, 1, run), machine.cache))
+            assert logits is not None
+            found.append(logits.float().cpu())
+        return torch.cat(found)
 
     def take_guesses(self) -> tuple[int, int]:
         """As `GenerationEngine`; every guess counts, those behind a wrong one too."""
