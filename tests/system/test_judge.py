@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
 import signal
+import sqlite3
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from benchmarks.runs import Launch, run_to_end
+from tests.engines.calling_model import saved
+from tests.engines.serving_model import served
 from tests.rewards.judge_server import JudgeServer, Reply, judging, says
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,7 +38,26 @@ class HalfBroken:
         if number % 2 or (self.most is not None and self.given >= self.most):
             return Reply(500, b"out of memory")
         self.given += 1
+        return self.answer(question, number)
+
+    def answer(self, question: str, number: int) -> Reply:
+        """What it says where it says something."""
         return says(f"SCORE: {sum(character.isdigit() for character in question) % 11}", tokens_in=30)
+
+
+class PassedOn(HalfBroken):
+    """As often broken; what it says is a served model's, which it asks the same."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.server: JudgeServer
+
+    def answer(self, question: str, number: int) -> Reply:
+        """What the model does."""
+        body = json.dumps(self.server.asked[number]).encode()
+        with urllib.request.urlopen(f"{self.url}/chat/completions", body, timeout=60) as response:
+            return Reply(200, response.read())
 
 
 def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
@@ -62,3 +87,54 @@ def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_ti
     again = run.metrics[2:]  # behind the checkpoint of step 2
     assert sum(step["judge/from_cache"] for step in again) >= SAMPLES
     assert run.metrics[-1]["judge/cost_total"] == pytest.approx(len(server.answered) * 30 * 1000 / 1e6)
+
+
+def judging_model(directory: Path) -> Path:
+    """A tiny model that has learned to find B better of two texts, and to say yes and no to one."""
+    texts = random.Random(1)
+
+    def text() -> str:
+        return "".join(texts.choices("abcdefgh 0123456789.,", k=12))
+
+    asked = [(f"{text()}|{text()}", "B") for _ in range(8)] + [(text(), answer) for answer in ("yes", "no") * 4]
+    conversations = [[{"role": "user", "content": one}, {"role": "assistant", "content": said}] for one, said in asked]
+    return saved(directory, "qwen", conversations, [])
+
+
+def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_twice(tmp_path: Path) -> None:
+    """The reward is its probability of yes; responses are compared with references, always for B, so that all are ties."""
+    asks = {"url": "{}", "model": "tiny", "max_tokens": "1", "tries": "1", "input_price": "1000"}
+    prompts, steps = 3, 4
+    (directory := tmp_path / "judge").mkdir()
+    with served(judging_model(directory)) as url, judging(judge := PassedOn(url)) as server:
+        judge.server, asks["url"] = server, server.url
+        judge.most = 4 * prompts + 2 * SAMPLES + SAMPLES // 2  # in the middle of a step
+        overrides = (
+            *("algorithm=grpo", "reward=judge", "reward.judge_asks=yes_no", "reward.judge_template='{response}'"),
+            *(f"reward.judge_{name}={value}" for name, value in asks.items()),
+            *(f"+evaluation.judge.judge_{name}={value}" for name, value in asks.items()),
+            "+evaluation.judge.judge_template='{response_a}|{response_b}'",
+            *("evaluation.every=2", "evaluation.samples=2", "evaluation.function=digit_fraction"),
+            "evaluation.prompts=[abc, 12, x]",
+            *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", f"run.stop_after={steps}", "checkpoint.every=2"),
+            "logging.tensorboard=false",
+        )
+        with Launch(tmp_path / "run", *overrides) as launch:
+            wait_until_silent(server, judge.most, launch)
+            launch.interrupt(signal.SIGKILL)
+            launch.finish(30, orphans_s=60)
+        before, judge.most = len(server.answered), None
+        run = run_to_end(tmp_path / "run", *overrides, "run.resume=auto")
+        assert len(set(server.answered)) == len(server.answered) > before
+    assert [step["step"] for step in run.metrics] == list(range(steps + 1))
+    assert all(0 < step["reward/mean"] < 1 and step["rollout/skipped"] == 0 for step in run.metrics[1:])
+    evaluated = [step for step in run.metrics if "eval/score" in step]
+    assert [step["step"] for step in evaluated] == [0, 2, 4]
+    for step in evaluated:
+        assert step["eval/judge_unreadable"] == 0
+        assert (step["eval/judge_win_rate"], step["eval/judge_ties"], step["eval/judge_order_bias"]) == (0.5, 1, 1)
+    with sqlite3.connect(run.paths.judge / "answers.sqlite") as database:
+        answers = [json.loads(answer) for (answer,) in database.execute("SELECT answer FROM answers")]
+    assert len(answers) == len(server.answered)
+    cost = sum(answer["tokens_in"] for answer in answers) * 1000 / 1e6
+    assert run.metrics[-1]["judge/cost_total"] == pytest.approx(cost)
