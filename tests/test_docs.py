@@ -47,7 +47,7 @@ ELSEWHERE = {
     r"wandb |curl |scancel |grep |eval ": "another program's command, or one line of a shell",
     r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": "what a command's arguments are, to be filled in",
     r"aligner (launch|validate) ": "models, data or files of the reader's own: tests/cli/test_first_run.py runs the like",
-    r"aligner (generate|evaluate|convert|report|status|plan|new|fetch|completion|--version|--help|view)": (
+    r"aligner (generate|evaluate|serve-model|convert|report|status|plan|new|fetch|completion|--version|--help|view)": (
         "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and tests/planner run it"
     ),
     r"aligner:? ": "what it prints",

@@ -25,6 +25,7 @@ _SHOWN = {
     "eval/score": "held-out score {:.3f}",
     "eval/pass@1": "pass@1 {:.3f}",
     "eval/win_rate": "win rate {:.3f}",
+    "eval/judge_win_rate": "judged win rate {:.3f}",
 }
 _COMPARED = {
     "reward/mean": "reward",

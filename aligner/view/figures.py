@@ -107,7 +107,8 @@ PANELS = (
     Panel(
         "pass",
         "Evaluation: pass rate and win rate",
-        {**{f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}, "eval/win_rate": "win rate"},
+        {f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}
+        | {"eval/win_rate": "win rate", "eval/judge_win_rate": "judged win rate"},
     ),
     Panel("perplexity", "Evaluation: the initial model's perplexity", {"eval/reference_perplexity": "perplexity"}),
     Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
