@@ -1,6 +1,7 @@
 """The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score, convert."""
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -74,10 +75,13 @@ def serve_model(parsed: argparse.Namespace) -> None:
 
     endpoint = ModelEndpoint(find_source(parsed.source), _engine(parsed), parsed.host, parsed.port)
     endpoint.start()
+    if endpoint.notice is not None:
+        print(f"aligner: note: {endpoint.notice}", file=sys.stderr)
     print(f"{endpoint.address}/v1", flush=True)
     try:
-        endpoint.work()
-    except KeyboardInterrupt:  # which is how it ends
+        with contextlib.suppress(KeyboardInterrupt):  # which is how it ends
+            endpoint.work()
+    finally:
         endpoint.close()
 
 

@@ -60,11 +60,13 @@ class ModelEndpoint(OpenAIServer):
         shape = require_generating(source)
         self._tokenizer, self._positions = Tokenizer(source.companions), shape.max_positions
         self._name, self._stops = source.directory.name, shape.eos_token_ids
+        self._chat: ChatTurns | None = None
+        self.notice: str | None = None
+        """What a person should know."""
         try:
-            chat = ChatTurns(self._tokenizer, None)
-        except ConfigError:
-            chat = None
-        self._chat = chat
+            self._chat = ChatTurns(self._tokenizer, None)
+        except ConfigError as error:
+            self.notice = f"{error}; it is asked with the messages' texts alone"
         self._engine = EmbeddedEngine(shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
         load(self._engine, source)
         self._waiting = queue.SimpleQueue[_Ask]()

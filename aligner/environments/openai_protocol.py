@@ -131,10 +131,9 @@ class ModelChatBody(ChatBody):
         super().refuse()
         if self.stops or self.tools:
             raise Refused(400, "stop, tools: answers end where the model ends them, and call nothing", "unsupported")
-        if self.top_logprobs and self.limit != 1:
-            raise Refused(
-                400, f"top_logprobs={self.top_logprobs}: told of the first token alone; give max_tokens=1", "unsupported"
-            )
+        if self.top_logprobs and (self.limit, self.top_p) != (1, 1):
+            told = f"top_logprobs={self.top_logprobs}: told of the first token alone, among all"
+            raise Refused(400, f"{told}; give max_tokens=1, and no top_p", "unsupported")
 
 
 class RewardBody(BaseModel):

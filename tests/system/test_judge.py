@@ -89,6 +89,9 @@ def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_ti
     assert run.metrics[-1]["judge/cost_total"] == pytest.approx(len(server.answered) * 30 * 1000 / 1e6)
 
 
+WHICH, GOOD = " WHICH WHICH", " GOOD GOOD"
+
+
 def judging_model(directory: Path) -> Path:
     """A tiny model that has learned to find B better of two texts, and to say yes and no to one."""
     texts = random.Random(1)
@@ -96,7 +99,8 @@ def judging_model(directory: Path) -> Path:
     def text() -> str:
         return "".join(texts.choices("abcdefgh 0123456789.,", k=12))
 
-    asked = [(f"{text()}|{text()}", "B") for _ in range(8)] + [(text(), answer) for answer in ("yes", "no") * 4]
+    asked = [(f"{text()}|{text()}{WHICH}", "B") for _ in range(8)]
+    asked += [(f"{text()}{GOOD}", answer) for answer in ("yes", "no") * 4]
     conversations = [[{"role": "user", "content": one}, {"role": "assistant", "content": said}] for one, said in asked]
     return saved(directory, "qwen", conversations, [])
 
@@ -110,10 +114,10 @@ def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_t
         judge.server, asks["url"] = server, server.url
         judge.most = 4 * prompts + 2 * SAMPLES + SAMPLES // 2  # in the middle of a step
         overrides = (
-            *("algorithm=grpo", "reward=judge", "reward.judge_asks=yes_no", "reward.judge_template='{response}'"),
+            *("algorithm=grpo", "reward=judge", "reward.judge_asks=yes_no", f"reward.judge_template='{{response}}{GOOD}'"),
             *(f"reward.judge_{name}={value}" for name, value in asks.items()),
             *(f"+evaluation.judge.judge_{name}={value}" for name, value in asks.items()),
-            "+evaluation.judge.judge_template='{response_a}|{response_b}'",
+            f"+evaluation.judge.judge_template='{{response_a}}|{{response_b}}{WHICH}'",
             *("evaluation.every=2", "evaluation.samples=2", "evaluation.function=digit_fraction"),
             "evaluation.prompts=[abc, 12, x]",
             *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", f"run.stop_after={steps}", "checkpoint.every=2"),
