@@ -104,7 +104,7 @@ class ModelEndpoint(OpenAIServer):
         asks = [_Ask(body, read, most, loop.create_future()) for _ in range(body.n)]
         for ask in asks:
             self._waiting.put(ask)
-        return await self.answer(request, body, asyncio.gather(*(ask.given for ask in asks)))
+        return await self.answer(request, body, _all_given(asks))
 
     def _read(self, body: ModelChatBody) -> Tensor:
         """What the model is to answer, int64 [T]. Raises Refused."""
@@ -168,6 +168,15 @@ class ModelEndpoint(OpenAIServer):
         text = text_behind(self._tokenizer, ask.read, drawn[:-1] if ended else drawn)
         answer = Answer(text, "stop" if ended else "length", len(ask.read), tuple(tokens))
         self.call(_unless_done(ask.given, ask.given.set_result), answer)
+
+
+async def _all_given(asks: Sequence[_Ask]) -> list[Answer]:
+    """All answers; where this is cancelled, or one fails, nobody wants the others."""
+    try:
+        return [await ask.given for ask in asks]
+    finally:
+        for ask in asks:
+            ask.given.cancel()
 
 
 def _unless_done(future: "asyncio.Future[Answer]", then: Callable[..., None]) -> Callable[..., None]:

@@ -6,15 +6,19 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
 def served(model: Path) -> Iterator[str]:
-    """Its address, as OpenAI clients have it; the command is told to end, and must end well."""
+    """Its address, as OpenAI clients have it; the command is told to end, must end well, and tells of nothing but notes."""
     command = [sys.executable, "-m", "aligner", "serve-model", str(model), "--precision", "fp32"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as error,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
@@ -23,4 +27,5 @@ def served(model: Path) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             ended = process.wait(30)
-    assert ended == 0
+        error.seek(0)
+        assert ended == 0 and [line for line in error if not line.startswith("aligner: note: ")] == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -105,6 +108,17 @@ def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> Non
     assert "at most 1023 leave room" in refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
+
+
+def test_a_client_that_goes_before_it_is_answered_disturbs_nobody(url: str) -> None:
+    place = urlsplit(url)
+    body = json.dumps({"messages": [said("user", "a?")], "max_tokens": 900, "n": 3}).encode()
+    for _ in range(3):
+        with socket.create_connection((str(place.hostname), int(place.port or 0))) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            time.sleep(0.2)
+    assert len(ask(url, "a?", max_tokens=2)["choices"]) == 1
 
 
 @pytest.mark.slow
