@@ -29,6 +29,9 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(t
     with pytest.raises(ConfigError, match=told):
         prepare_run(compose_config(evaluated))
     prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction"]))
+    judge = "{judge_url: http://a/v1, judge_model: b, judge_template: '{rubric}|{response_a}|{response_b}'}"
+    with pytest.raises(ConfigError, match=told.replace("reward", r"evaluation\.judge")):
+        prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction", f"+evaluation.judge={judge}"]))
     prepare_run(compose_config(given))
 
 
