@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.advantages import Estimate, group_whiten
-from aligner.algorithms.distillation import distillation_advantages
+from aligner.algorithms.distillation import distillation_advantages, distillation_loss
 from aligner.algorithms.extension import find_estimator, find_loss, find_selection
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.online_losses import LossContext, OnlineLoss, ratio_denominator
@@ -16,7 +16,7 @@ from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import FINISH_REASONS, Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
-from aligner.schema import AlgorithmConfig, Config
+from aligner.schema import AlgorithmConfig, Config, TeacherConfig
 from aligner.schema.derived import asks_before_update, overlong_buffer, rows_together
 
 
@@ -38,8 +38,8 @@ class OnlineAlgorithm:
     max_response_tokens: int
     asks_before_update: bool
     """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss takes its own."""
-    distillation_weight: float = 0.0
-    """Of what a teacher's log-probs add to the advantages."""
+    teacher: TeacherConfig | None = None
+    """How what a teacher says is learned from; None without one."""
 
     def scored_samples(
         self,
@@ -100,9 +100,9 @@ class OnlineAlgorithm:
                     estimated[rows] = masked_whiten(estimated[rows], mask[rows])
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
-        if samples.teacher_logprobs is not None:
+        if samples.teacher_logprobs is not None and self.teacher is not None and self.teacher.loss == "advantage":
             student = ratio_denominator(samples, settings)
-            distilled = distillation_advantages(student, samples.teacher_logprobs, mask, self.distillation_weight)
+            distilled = distillation_advantages(student, samples.teacher_logprobs, mask, self.teacher.weight)
             estimated = estimated + distilled.to(estimated.dtype)
         experience = Experience(**vars(samples), advantages=estimated, returns=returns)
         return experience.select(has_ended(samples).nonzero()[:, 0]) if settings.overlong_filter else experience
@@ -156,6 +156,9 @@ class OnlineAlgorithm:
             kl = context.total(approximate_kl(logprobs, reference, self.settings.kl_estimator), mask)
             loss = loss + kl_coefficient * kl
             stats["kl_loss"] = kl.detach()
+        if self.teacher is not None and rows.candidates is not None:
+            term, seen = distillation_loss(rows, self.teacher, lambda terms: context.total(terms, mask))
+            loss, stats = loss + term, stats | seen
         if self.settings.entropy_coefficient:
             loss = loss - self.settings.entropy_coefficient * context.total(entropy, mask)
         loss = scale * loss
@@ -183,7 +186,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         group=rows_together(config),
         max_response_tokens=config.rollout.max_response_tokens,
         asks_before_update=asks_before_update(config),
-        distillation_weight=config.teacher.weight if config.has_teacher else 0.0,
+        teacher=config.teacher if config.has_teacher else None,
     )
 
 

@@ -1,6 +1,7 @@
 """The teacher against the policy, the layout and the algorithm."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aligner.checks.algorithm import OWN_TARGET
@@ -23,7 +24,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     except ConfigError as error:
         yield str(error)
         return
-    if settings.loss in OWN_TARGET:
+    if config.teacher.loss != "advantage":
+        yield from _divergence_problems(config, sources)
+    elif settings.loss in OWN_TARGET:
         yield (
             f"{sources[0].key}.path={sources[0].path}: what a teacher says is an advantage of each token, and"
             f" algorithm.loss={settings.loss} takes no advantages; give clip, cispo or reinforce"
@@ -36,6 +39,22 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from micro_batch_problems(config, "teacher", config.teacher)
     for source in sources:
         yield from _model_problems(config, source, model, expected)
+
+
+def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:
+    """What the divergence from a teacher in the policy's loss does not go with."""
+    key, loss, rollout = f"teacher.loss={config.teacher.loss}", config.algorithm.loss, config.rollout
+    if loss in ("copg", "dpo"):
+        yield f"{key}: it is a mean over tokens, and algorithm.loss={loss} compares whole responses; give another loss"
+    left = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    for name in (name for name, leaves_out in left.items() if leaves_out):
+        yield (
+            f"{key}: rollout.{name}={getattr(rollout, name):g} leaves tokens out of the policy's distribution, which the"
+            " teacher may find probable; draw among all of them"
+        )
+    for one, other in itertools.combinations(sources, 2):
+        if not one.tasks or not other.tasks or set(one.tasks) & set(other.tasks):
+            yield f"{key}: {one.key} and {other.key} are for the same prompts; give each tasks of its own"
 
 
 def _model_problems(

@@ -173,6 +173,12 @@ class Rows:
     """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None: everywhere all"""
     routes: Tensor | None = field(default=None, kw_only=True)
     """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
+    candidates: Tensor | None = field(default=None, kw_only=True)
+    """int32 [B, S-1, k]: tokens whose log-probs the loss sees beside the row's own, such as a teacher's most probable ones"""
+    candidate_logprobs: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B, S-1, k+1]: the policy's of these, and of all other tokens together; differentiable, None but in a loss"""
+    candidate_targets: Tensor | None = field(default=None, kw_only=True)
+    """float32 [B, S-1, k+1]: a teacher's of the same"""
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from aligner.data.kept_tokens import KeptTokens
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.grouped_experts import GroupedExperts, can_group
-from aligner.megatron.logprobs import vocab_parallel_logprobs
+from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from aligner.megatron.packing import PackedSequences, Routes
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head
@@ -234,19 +234,16 @@ class VocabularyHead(ColumnParallelLinear):
         chunk_tokens: int,
         with_entropy: bool = False,
         kept: KeptTokens | None = None,
+        candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and entropies if asked for, among
-        what they were drawn among (`kept` [M]; None: all).
+        what they were drawn among (`kept` [M]; None: all); with `candidates` as `vocab_parallel_logprobs` has them.
 
         `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are float32 [M], equal on
         every tensor rank and differentiable.
         """
-        if self.sequence_parallel:
-            chosen = gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(0, index)
-        else:
-            chosen = copy_to_tensor_model_parallel_region(hidden.index_select(0, index), group=self.tp_group)
         return vocab_parallel_logprobs(
-            chosen,
+            self._chosen(hidden, index),
             self.projection,
             targets,
             temperature=temperature,
@@ -254,7 +251,18 @@ class VocabularyHead(ColumnParallelLinear):
             group=self.tp_group,
             with_entropy=with_entropy,
             kept=kept,
+            candidates=candidates,
         )
+
+    def top(self, hidden: Tensor, index: Tensor, count: int, *, below: int, chunk_tokens: int) -> Tensor:
+        """The `count` most probable ids below `below` after the tokens at `index` int64 [M]; int64 [M, count]."""
+        sizes: dict[str, Any] = {"below": below, "chunk_tokens": chunk_tokens, "group": self.tp_group}
+        return vocab_parallel_top(self._chosen(hidden, index), self.projection, count, **sizes)
+
+    def _chosen(self, hidden: Tensor, index: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(0, index)
+        return copy_to_tensor_model_parallel_region(hidden.index_select(0, index), group=self.tp_group)
 
 
 class ScalarHead(nn.Module):

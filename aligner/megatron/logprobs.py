@@ -5,6 +5,9 @@ p = exp(s) / Z, a target's log-probability is s[target] - log Z and the entropy 
 
     d logprob / d s = onehot(target) - p          d H / d s = -p (log p + H)
 
+and the log-probability of all tokens but some candidates, whose exponentials sum to R, is log R - log Z, with the gradient
+exp(s) / R - p at these, and -p at the candidates.
+
 What is kept between the passes is relative to each token's largest score on this rank: exponentials e = exp(s - peak), and
 `log_scale` with p = e exp(-log_scale).
 """
@@ -46,64 +49,79 @@ class _VocabParallelLogprobs(Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
         kept: KeptTokens | None,
+        candidates: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `vocab_parallel_logprobs`."""
-        local, here = _local_targets(targets, len(weight), group)
-        # By token: the largest score, and relative to it the sum of exponentials, that sum weighted with the scores, and
-        # the target's score.
-        peak, normalizer, weighted, chosen = hidden.new_zeros(4, len(targets), dtype=torch.float32)
+        wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)
+        local, here = _local_targets(wanted, len(weight), group)
+        # By token: the largest score, and relative to it the sum of exponentials, that sum weighted with the scores, the sum
+        # without the candidates, and the scores of the target and the candidates.
+        peak, normalizer, weighted, rest = hidden.new_zeros(4, len(targets), dtype=torch.float32)
+        chosen = hidden.new_zeros(local.shape, dtype=torch.float32)
         rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
         buffer = hidden.new_empty(rows, len(weight), dtype=torch.float32)
-        fused = score_passes.are_fused(buffer)
+        fused = score_passes.are_fused(buffer) and candidates is None
         spare = buffer.new_empty(_block_rows(buffer), len(weight)) if with_entropy and not fused else None
         for tokens in _chunks(len(targets), chunk_tokens):
             scores = _scores(hidden[tokens], weight, temperature, buffer)
             _leave_out(scores, kept, tokens, group)
             if fused:
-                found = score_passes.compiled(score_passes.sums)(scores, local[tokens])
-                peak[tokens], normalizer[tokens], weighted[tokens], chosen[tokens] = found
+                found = score_passes.compiled(score_passes.sums)(scores, local[tokens, 0])
+                peak[tokens], normalizer[tokens], weighted[tokens], chosen[tokens, 0] = found
                 continue
             for part, block in _blocks(scores, tokens.start):
                 peak[part] = block.amax(-1)
                 block.sub_(peak[part, None])
-                chosen[part] = block.gather(-1, local[part, None])[:, 0]
+                chosen[part] = block.gather(-1, local[part])
                 relative = None if spare is None else spare[: len(block)].copy_(block)
                 normalizer[part] = block.exp_().sum(-1)
                 if relative is not None:
                     weighted[part] = relative.mul_(block).sum(-1)
+                if candidates is not None:
+                    places = _places_of_candidates(local[part], here[part])
+                    among, block[places] = block[places], 0.0
+                    rest[part] = block.sum(-1)
+                    block[places] = among
         shift = _shift_to_common_peak(peak, group)
         scale = shift.exp()
-        sums = torch.stack(
-            [normalizer * scale, (weighted + normalizer * shift) * scale, torch.where(here, chosen + shift, 0.0)]
-        )
+        totals = torch.stack([normalizer * scale, (weighted + normalizer * shift) * scale, rest * scale])
+        sums = torch.cat([totals, torch.where(here, chosen + shift[:, None], 0.0).t()])
         if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
-        normalizer, weighted, chosen = sums
-        log_normalizer = normalizer.log()
+        normalizer, weighted, rest, chosen = *sums[:3], sums[3:].t()
+        log_normalizer, log_rest = normalizer.log(), rest.clamp(min=torch.finfo(rest.dtype).tiny).log()
         entropy = log_normalizer - weighted / normalizer
-        context.save_for_backward(hidden, weight, local, here, peak, log_normalizer - shift, entropy, buffer)
+        logprobs = torch.cat([chosen, log_rest[:, None]], 1) - log_normalizer[:, None]
+        scales = log_normalizer - shift, log_rest - shift
+        context.save_for_backward(hidden, weight, local, here, peak, *scales, entropy, buffer)
         context.temperature, context.chunk_tokens, context.kept, context.group = temperature, chunk_tokens, kept, group
-        context.weight = weight
+        context.weight, context.has_candidates = weight, candidates is not None
         context.set_materialize_grads(False)
-        return chosen - log_normalizer, entropy if with_entropy else None
+        return logprobs if candidates is not None else logprobs[:, 0], entropy if with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, for_logprobs: Tensor | None, for_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states (this rank's part) and of the weight, which goes into its buffer where it has one."""
-        hidden, weight, local, here, peak, log_scale, entropy, buffer = context.saved_tensors
-        temperature = context.temperature
-        upstream = torch.zeros_like(peak) if for_logprobs is None else for_logprobs / temperature
+        hidden, weight, local, here, peak, log_scale, log_rest_scale, entropy, buffer = context.saved_tensors
+        temperature, has_candidates = context.temperature, context.has_candidates
+        upstream = hidden.new_zeros(len(peak), local.shape[1] + has_candidates, dtype=torch.float32)
+        if for_logprobs is not None:
+            upstream = for_logprobs.reshape(upstream.shape) / temperature
         scale = (-log_scale).exp()
-        # The gradient of a score is factor e + entropy_factor e log(e), and `upstream` more at the target.
-        factor, entropy_factor = -upstream * scale, torch.zeros_like(scale)
+        # The gradient of a score is factor e + entropy_factor e log(e), `upstream` more at the target and the candidates, and
+        # rest_factor e more where there is no candidate.
+        factor, entropy_factor = -upstream.sum(1) * scale, torch.zeros_like(scale)
+        if has_candidates:
+            rest_factor = upstream[:, -1] * (-log_rest_scale).exp()
         if for_entropy is not None:
             entropy_factor = -for_entropy / temperature * scale
             factor += entropy_factor * (entropy - log_scale)
-        upstream = torch.where(here, upstream, 0.0)
+        upstream = torch.where(here, upstream[:, : local.shape[1]], 0.0)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = total = getattr(context.weight, "main_grad", None)  # megatron-core's buffer
-        chunks, fused = _chunks(len(local), context.chunk_tokens), score_passes.are_fused(buffer)
+        chunks = _chunks(len(local), context.chunk_tokens)
+        fused = score_passes.are_fused(buffer) and not has_candidates
         for tokens in reversed(chunks):
             if tokens is chunks[-1]:
                 gradient = buffer[: tokens.stop - tokens.start]
@@ -111,25 +129,31 @@ class _VocabParallelLogprobs(Function):
                 gradient = _scores(hidden[tokens], weight, temperature, buffer)
                 _leave_out(gradient, context.kept, tokens, context.group)
             if fused:
-                columns = (each[tokens] for each in (peak, factor, entropy_factor, upstream, local))
+                columns = (each[tokens] for each in (peak, factor, entropy_factor, upstream[:, 0], local[:, 0]))
                 gradient = score_passes.compiled(score_passes.gradient)(gradient, *columns, hidden.dtype)
             else:
                 for part, block in _blocks(gradient, tokens.start):
                     if tokens is not chunks[-1]:
                         block.sub_(peak[part, None]).exp_()
                     spread = None if for_entropy is None else torch.xlogy(block, block)
-                    block.mul_(factor[part, None])
+                    if has_candidates:
+                        places = _places_of_candidates(local[part], here[part])
+                        among = block[places] * factor[part][places[0]]
+                        block.mul_((factor + rest_factor)[part, None])
+                        block[places] = among
+                    else:
+                        block.mul_(factor[part, None])
                     if spread is not None:
                         block.addcmul_(spread, entropy_factor[part, None])
-                    block.scatter_add_(-1, local[part, None], upstream[part, None])
+                    block.scatter_add_(-1, local[part], upstream[part])
             gradient = gradient.to(hidden.dtype)
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
         if total is not None or not context.needs_input_grad[1]:
-            return grad_hidden, told_of_gradient(context.weight), *[None] * 6
+            return grad_hidden, told_of_gradient(context.weight), *[None] * 7
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -184,6 +208,12 @@ def _local_targets(targets: Tensor, size: int, group: dist.ProcessGroup | None) 
     return torch.where(here, local, 0), here
 
 
+def _places_of_candidates(local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows, and columns in this rank's part, of what `_local_targets` found behind each target [m, 1 + k]."""
+    row, column = here[:, 1:].nonzero().unbind(1)
+    return row, local[row, column + 1]
+
+
 def _shift_to_common_peak(peak: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """What to add to scores relative to this rank's peaks [M] to make them relative to the largest over the ranks."""
     if group is None or group.size() == 1:
@@ -203,13 +233,47 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     kept: KeptTokens | None = None,
+    candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if asked for, entropy of each distribution, at a sampling temperature.
 
     `hidden` [M, H] are final hidden states, `weight` [V/TP, H] is this tensor rank's part of the vocabulary projection,
     `targets` int64 [M] are global token ids; both results are float32 [M], equal on every rank of `group`, and both can be
     differentiated, once. `kept` [M] has what each target was drawn among: the distribution, and so the entropy, is then that
-    of these tokens alone. A rank's gradient of `hidden` is its part of a sum over the group, which is left to the caller.
+    of these tokens alone. With `candidates` int64 [M, k], different ids for each target, log-probabilities are [M, 2 + k]: the
+    target's, those of its candidates, and that of all other tokens together. A rank's gradient of `hidden` is its part of a
+    sum over the group, which is left to the caller.
     Never more than `chunk_tokens` rows of float32 logits [., V/TP] exist, or sixteen.
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, with_entropy, kept)
+    return _VocabParallelLogprobs.apply(
+        hidden, weight, targets, temperature, chunk_tokens, group, with_entropy, kept, candidates
+    )
+
+
+@torch.no_grad()
+def vocab_parallel_top(
+    hidden: Tensor, weight: Tensor, count: int, *, below: int, chunk_tokens: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The `count` most probable tokens behind each of M, of the ids below `below`, int64 [M, count], equal on every rank.
+
+    Hidden states, weight and chunks as `vocab_parallel_logprobs` has them; `count` is `below` at most.
+    """
+    found, first = [], 0 if group is None else group.rank() * len(weight)
+    buffer = hidden.new_empty(max(min(chunk_tokens, len(hidden)), batch_invariant.ROWS), len(weight), dtype=torch.float32)
+    for tokens in _chunks(len(hidden), chunk_tokens):
+        scores = _scores(hidden[tokens], weight, 1.0, buffer)
+        scores[:, max(below - first, 0) :] = -torch.inf
+        best, ids = scores.topk(min(count, len(weight)))
+        ids += first
+        if group is not None and group.size() > 1:
+            best, ids = (_gathered(each, group) for each in (best, ids))
+            ids = ids.gather(1, best.topk(count).indices)
+        found.append(ids)
+    return torch.cat(found) if found else torch.empty(0, count, dtype=torch.int64, device=hidden.device)
+
+
+def _gathered(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's columns [m, k] beside each other."""
+    parts = [torch.empty_like(columns) for _ in range(group.size())]
+    dist.all_gather(parts, columns.contiguous(), group=group)
+    return torch.cat(parts, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aligner.data.export import Source
 from aligner.data.kept_tokens import KeptTokens
+from aligner.data.taught_tokens import TaughtTokens
 from aligner.data.types import PolicyLoss, Rows, Stats
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
@@ -108,6 +109,7 @@ class Policy(CheckpointedModel):
         """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm` and `lr`.
 
         Log-probs and entropy are among what tokens were drawn among and through their experts, where the minibatch has these.
+        Of its candidates the loss is given the log-probs with the rows.
         `denominator` is the loss's; the number of tokens in the mask where None. The loss sees every `group` rows in a row
         together, in their order. The mask's log-probs as they are before the step are written to `before`, and its entropies
         to `entropies`, both float32 [B, S-1], on every rank; zero outside the mask.
@@ -120,11 +122,15 @@ class Policy(CheckpointedModel):
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _only_targets(batch, rows.mask)
+            candidates = None if rows.candidates is None else rows.candidates.flatten(0, 1)[batch.target_rows].long()
             logprobs, entropy = _score(
-                self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, with_entropy=True
+                *(self.runner, output, batch, self.temperature, self._chunk_tokens, rows.kept, candidates), with_entropy=True
             )
             assert entropy is not None
             unpacked = {"logprobs": batch.unpack_targets(logprobs), "entropies": batch.unpack_targets(entropy)}
+            if candidates is not None:
+                rows = dataclasses.replace(rows, candidate_logprobs=unpacked["logprobs"][..., 1:])
+                unpacked["logprobs"] = unpacked["logprobs"][..., 0]
             if self.runner.world.speaks_for_outputs:
                 for name in wanted:
                     seen[name][batch.batch_rows, : rows.mask.shape[1]] = unpacked[name].detach().cpu()
@@ -157,6 +163,29 @@ class FrozenPolicy:
         settings: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self._chunk_tokens}
         return _logprobs(self._runner, tokens, lengths, mask, None, None, **settings)
 
+    def taught(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        top: int,
+        below: int,
+        *,
+        mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> TaughtTokens:
+        """Also the `top` most probable tokens of the ids below `below`, at most all of these."""
+        count = min(top, below)
+
+        def read(output: Tensor, batch: PackedBatch) -> Tensor:
+            batch, head = _within(batch, mask, output.device), self._runner.chunks[-1].output_layer
+            ids = head.top(output[0], batch.target_index, count, below=below, chunk_tokens=self._chunk_tokens)
+            found, _ = _score(self._runner, output, batch, temperature, self._chunk_tokens, None, ids)
+            return batch.unpack_targets(torch.cat([found, ids.float()], 1)).flatten(1)
+
+        columns, places = 2 + 2 * count, tokens.shape[1] - 1
+        packed = self._runner.rows(tokens, lengths, places * columns, read)
+        return TaughtTokens.unpacked(packed.view(len(tokens), places, columns))
+
 
 def stored_logprobs(source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     """Log-probability of each next token at temperature 1 under a stored language model, in this process alone.
@@ -187,8 +216,7 @@ def _logprobs(
     chunk_tokens: int,
 ) -> Tensor:
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
-        if mask is not None:
-            batch = _only_targets(batch, mask[batch.batch_rows, : batch.width - 1].to(output.device))
+        batch = _within(batch, mask, output.device)
         its = None if kept is None else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
         return batch.unpack_targets(_score(runner, output, batch, temperature, chunk_tokens, its)[0])
 
@@ -202,10 +230,11 @@ def _score(
     temperature: float,
     chunk_tokens: int,
     kept: KeptTokens | None,
+    candidates: Tensor | None = None,
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of the micro-batch's targets; `kept` is [N, L-1]."""
+    """Log-probs and entropies of the micro-batch's M targets; `kept` is [N, L-1], `candidates` [M, k]."""
     head: VocabularyHead = runner.chunks[-1].output_layer
     return head.logprobs(
         output[0],
@@ -215,7 +244,13 @@ def _score(
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
         kept=None if kept is None else kept.at(torch.unravel_index(batch.target_rows, kept.counts.shape)),
+        candidates=candidates,
     )
+
+
+def _within(batch: PackedBatch, mask: Tensor | None, device: torch.device) -> PackedBatch:
+    """The batch without the targets outside the mask, bool [B, S-1] of all rows."""
+    return batch if mask is None else _only_targets(batch, mask[batch.batch_rows, : batch.width - 1].to(device))
 
 
 def _only_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:

@@ -45,7 +45,7 @@ class RolloutBatch:
     values: PendingRows
     """[B, S] of the batch's rows; of none without a critic."""
     teacher_logprobs: PendingRows = field(default_factory=lambda: PendingRows(()))
-    """[B, S-1] of the batch's rows; of none without a teacher."""
+    """[B, S-1], or with a teacher's most probable tokens [B, S-1, 2+2k], of the batch's rows; of none without a teacher."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.data.collectives import broadcast_json, is_distributed
@@ -18,7 +17,7 @@ from aligner.errors import AlignerError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError, joined_scores
+from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError, joined_scores, wide
 from aligner.servers.teacher_client import TeacherClient
 
 _SIGN_S = 0.25
@@ -59,7 +58,7 @@ class PendingRows:
     """All rows by their width, once they are here; selections share it."""
 
     def result(self, width: int | None = None) -> Tensor:
-        """Wait, and give every rank the rows: [B], or [B, width], cut or zero-padded on the right. Collective.
+        """Wait, and give every rank the rows: [B], or [B, width, ...], cut or zero-padded on the right. Collective.
 
         Raises the server's error on every rank.
         """
@@ -102,7 +101,7 @@ class PendingRows:
         return rows
 
     def _joined(self, parts: Sequence[Tensor], width: int | None) -> Tensor:
-        padded = None if width is None else torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+        padded = None if width is None else torch.cat([wide(part, width) for part in parts])
         return self._with_added(joined_scores(parts) if padded is None else padded)
 
     def _with_added(self, rows: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ class Services:
         return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
 
     def ask_teacher(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask for the log-probs [B, S-1] of some samples' tokens where there is a teacher; float32."""
+        """Ask for what the teacher says of some samples' tokens, where there is one, as `TeacherClient.logprobs`; float32."""
         if self._teacher is None:
             return ()
         return (self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths, metadata),)

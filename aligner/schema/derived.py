@@ -53,13 +53,14 @@ def longest_sequence_keys(config: Config) -> str:
 def asks_before_update(config: Config) -> bool:
     """Whether a step has to know the trainer's log-probs before its update begins.
 
-    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the reward, a teacher) or a
-    function of the user's own may ask for them.
+    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the reward, a teacher's
+    log-probs) or a function of the user's own may ask for them.
     """
     settings = config.algorithm
     in_reward = settings.kl_placement == "reward" and settings.kl_coefficient > 0
+    taught = config.has_teacher and config.teacher.loss == "advantage"
     own = callable_place(settings.advantage) is not None or callable_place(settings.train_on) is not None
-    return settings.epochs * settings.minibatches > 1 or in_reward or config.has_teacher or own
+    return settings.epochs * settings.minibatches > 1 or in_reward or taught or own
 
 
 def has_reference(config: Config) -> bool:

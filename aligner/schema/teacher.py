@@ -26,11 +26,37 @@ class TeacherConfig(MegatronModelConfig):
         " one of these; for all where there are none): several teachers instead of teacher.path",
         read="algorithm.trainer=online",
     )
+    loss: str = option(
+        "advantage",
+        "what is learned from it: the log-prob of each drawn token, less the policy's, is an advantage; or the policy's loss"
+        " gets a divergence of the two at each prefix, over the teacher's most probable tokens: forward_kl is KL(teacher ‖"
+        " policy), reverse_kl KL(policy ‖ teacher), and jensen_shannon the generalized one between",
+        choices=("advantage", "forward_kl", "reverse_kl", "jensen_shannon"),
+    )
+    top_k: int = option(
+        64,
+        "so many of the teacher's most probable tokens, and all others as one; the whole vocabulary where it has no more",
+        minimum=1,
+        read=".loss!=advantage",
+    )
+    beta: float = option(
+        0.5,
+        "the teacher's share of the mixture that both are compared with: towards 0 the forward KL, towards 1 the reverse",
+        above=0,
+        below=1,
+        read=".loss=jensen_shannon",
+    )
     weight: float = option(
         1.0,
-        "of the distillation term: each token's advantage gets this times the teacher's log-prob less the policy's",
+        "of the distillation term: of the teacher's log-prob less the policy's in each token's advantage, or of the divergence"
+        " in the loss",
         above=0,
     )
     logprob_chunk_tokens: int = option(1024, "logits exist for so many tokens at a time", minimum=1)
     replicas: int = option(1, "servers with the same teacher; a request goes to the one with the fewest under way", minimum=1)
     ports: PortsConfig = section(PortsConfig)
+
+    @property
+    def asked_tokens(self) -> int:
+        """How many of its most probable tokens the teacher is asked for; 0: for none."""
+        return 0 if self.loss == "advantage" else self.top_k

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -181,6 +182,11 @@ class RemoteClient:
             if metadata is not None and any(metadata):
                 arrays["metadata"] = np.array([[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object)
             yield rows, arrays
+
+
+def wide(rows: Tensor, width: int) -> Tensor:
+    """Rows [B, S, ...] as [B, width, ...], cut or zero-padded on the right."""
+    return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, width - rows.shape[1]))
 
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:

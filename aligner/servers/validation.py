@@ -127,7 +127,7 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
             raise RequestError("mask: got a value other than 0 and 1, allowed: 0 or 1")
         if not arrays["mask"].any():
             raise RequestError("mask: got no token to train on, allowed: at least one 1")
-    for name in ("sequence_number", "instance", "trace_id", "temperature"):
+    for name in ("sequence_number", "instance", "trace_id", "temperature", "top_k"):
         if name in arrays and (arrays[name] != arrays[name].flat[0]).any():
             raise RequestError(f"{name}: got several values, allowed: the same in every row")
     if "sequence_number" in arrays:
@@ -142,6 +142,8 @@ def _check_scored_tokens(arrays: Arrays) -> None:
         raise RequestError("tokens: got S=1, allowed: 2 and up, for a row's first token has no log-prob")
     if "temperature" in arrays and not 0 < (temperature := float(arrays["temperature"].flat[0])) < float("inf"):
         raise RequestError(f"temperature: got {temperature:g}, allowed: a finite number above 0")
+    if "top_k" in arrays and (count := int(arrays["top_k"].flat[0])) < 1:
+        raise RequestError(f"top_k: got {count}, allowed: 1 and up")
 
 
 def _check_samples(arrays: Arrays, limits: Limits) -> None:

@@ -129,10 +129,17 @@ TEACHER_LOGPROBS = EndpointSpec(
         LENGTHS,
         *RESPONSES,
         _of_request("temperature", np.float32, batching=True),
+        _of_request("top_k", np.int64, batching=True),
         _of_request("sequence_number", np.int64, batching=True),
         _of_request("trace_id", np.bytes_, batching=True),
     ),
-    (TensorSpec("logprobs", np.float32, ("B", "S-1")),),
+    (
+        TensorSpec("logprobs", np.float32, ("B", "S-1")),
+        # Where `top_k` asks for them: the most probable tokens, their log-probs, and that of all others together.
+        TensorSpec("top_ids", np.int32, ("B", "S-1", "K"), optional=True),
+        TensorSpec("top_logprobs", np.float32, ("B", "S-1", "K"), optional=True),
+        TensorSpec("rest_logprobs", np.float32, ("B", "S-1"), optional=True),
+    ),
     batching=True,
 )
 _FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}

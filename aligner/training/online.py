@@ -9,7 +9,8 @@ from torch import Tensor
 
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
-from aligner.data.types import Experience
+from aligner.data.taught_tokens import TaughtTokens
+from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import Policy
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
@@ -83,7 +84,7 @@ class OnlineTrainer(TrainingLoop):
                 each = rollout.batch.samples_per_prompt
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
-        self._teacher_logprobs(rollout)  # where nothing was learned nobody has read them yet
+        self._taught(rollout)  # where nothing was learned nobody has read them yet
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
@@ -117,7 +118,7 @@ class OnlineTrainer(TrainingLoop):
                 batch = rollout.batch
             scores = self._scores(rollout)
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
-            taught = self._teacher_logprobs(rollout)
+            batch, taught = self._taught(rollout)
         samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught)
         if not len(samples.tokens):
             return {}, None
@@ -138,10 +139,16 @@ class OnlineTrainer(TrainingLoop):
         """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
         return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
 
-    def _teacher_logprobs(self, rollout: RolloutBatch) -> Tensor | None:
-        """Wait for the teacher's log-probs [B, S-1] of the batch's rows; None without a teacher."""
-        width = rollout.batch.tokens.shape[1] - 1
-        return rollout.teacher_logprobs.result(width) if self.config.has_teacher else None
+    def _taught(self, rollout: RolloutBatch) -> tuple[SampleBatch, Tensor | None]:
+        """Wait for the teacher's log-probs [B, S-1] of the batch's rows, None without a teacher; the batch has the others."""
+        batch = rollout.batch
+        if not self.config.has_teacher:
+            return batch, None
+        told = rollout.teacher_logprobs.result(batch.tokens.shape[1] - 1)
+        if told.ndim == 2:
+            return batch, told
+        taught = TaughtTokens.unpacked(told)
+        return replace(batch, candidates=taught.ids, candidate_targets=taught.outcomes), taught.logprobs
 
     def _scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B], and shape them."""

@@ -248,5 +248,5 @@ def connect(config: Config, world: World, attempt: int) -> Services:
         generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=is_acting)
     if config.has_teacher:
         limits, temperature = (server.request_timeout_s, server.max_batch_size), config.rollout.temperature
-        teacher = TeacherClient(replicas(endpoints, "teacher"), access, *limits, temperature)
+        teacher = TeacherClient(replicas(endpoints, "teacher"), access, *limits, temperature, config.teacher.asked_tokens)
     return Services(critic, reward, generator, teacher)

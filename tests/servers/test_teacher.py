@@ -11,6 +11,7 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
+from aligner.data.taught_tokens import TaughtTokens
 from aligner.errors import ConfigError
 from aligner.schema.teacher_sources import TeacherSource, teacher_shares
 from aligner.servers.connection import RemoteError
@@ -72,6 +73,32 @@ def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_tempe
 
 
 @pytest.mark.slow
+def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_their_log_probs(server, directory):
+    """Of two ranks that have half of the vocabulary each; 3 of the 72 tokens, and all of them."""
+    from transformers import LlamaForCausalLM
+
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(directory)(TOKENS).logits[:, :-1]
+    expected = (logits / TEMPERATURE).log_softmax(-1)
+    places = torch.arange(1, TOKENS.shape[1])
+    inside = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
+    for count in (3, 100):
+        client = TeacherClient([server.endpoint], server.access, 60, max_batch_size=2, temperature=TEMPERATURE, top_k=count)
+        taught = TaughtTokens.unpacked(client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result())
+        client.close()
+        count = min(count, 72)
+        best = expected.topk(count)
+        assert taught.ids.dtype == torch.int32 and taught.ids.shape == (3, 11, count)
+        assert torch.equal(taught.ids[inside].long(), best.indices[inside])
+        assert not taught.packed()[~inside].any()
+        torch.testing.assert_close(taught.outcomes[inside][:, :-1], best.values[inside], rtol=1e-4, atol=1e-4)
+        drawn = expected.gather(-1, TOKENS[:, 1:, None])[..., 0]
+        torch.testing.assert_close(taught.logprobs[inside], drawn[inside], rtol=1e-4, atol=1e-4)
+        sums = taught.outcomes[inside].exp().sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+@pytest.mark.slow
 def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(client, directory, pool):
     arrays = {"tokens": TOKENS[:2].numpy(), "sequence_lengths": LENGTHS[:2, None].numpy()}
     found = torch.from_numpy(client._infer(TEACHER_LOGPROBS, arrays)["logprobs"].copy())
@@ -86,6 +113,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
         ({"tokens": np.full((1, 3), 72)}, r"tokens: got 72, allowed: 0 to 71"),
         ({"tokens": np.full((1, 129), 5)}, r"tokens: got S=129, allowed: 1 to 128"),
         ({"temperature": np.zeros((1, 1), dtype=np.float32)}, "temperature: got 0, allowed: a finite number above 0"),
+        ({"top_k": np.zeros((1, 1), dtype=np.int64)}, "top_k: got 0, allowed: 1 and up"),
     ):
         arrays = {"tokens": np.full((1, 3), 5), "sequence_lengths": np.array([[3]])} | change
         with pytest.raises(RemoteError, match=told) as caught:
@@ -131,7 +159,7 @@ class Successors:
 
 
 def test_requests_that_are_joined_get_what_each_would_get_alone():
-    handler = Teacher([Successors()], ONE).logprobs  # type: ignore[list-item]
+    handler = Teacher([Successors()], ONE, 72).logprobs  # type: ignore[list-item]
     join = handler.join  # type: ignore[attr-defined]
     widths = (5, 9, 6)
     commands = [
@@ -146,7 +174,7 @@ def test_requests_that_are_joined_get_what_each_would_get_alone():
 
 
 def test_another_temperature_is_not_joined():
-    join = Teacher([Successors()], ONE).logprobs.join  # type: ignore[list-item, attr-defined]
+    join = Teacher([Successors()], ONE, 72).logprobs.join  # type: ignore[list-item, attr-defined]
     tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
     warm, cold = (Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5))
     assert join.kind(warm) != join.kind(cold)
@@ -181,7 +209,7 @@ def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
 
 def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_alone():
     models = [Scaled(1.0), Scaled(10.0)]
-    handler = Teacher(models, SEVERAL).logprobs  # type: ignore[arg-type]
+    handler = Teacher(models, SEVERAL, 72).logprobs  # type: ignore[arg-type]
     tokens, lengths, prompts = torch.arange(15).view(3, 5), torch.tensor([5, 4, 5]), torch.tensor([1, 1, 2])
     plain = handler(tokens, lengths, prompts)
     found = handler(tokens, lengths, prompts, shares=[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
@@ -198,7 +226,23 @@ def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
 
 
 def test_a_prompt_that_nobody_teaches_is_refused_by_name():
-    serve = Teacher([], SEVERAL[1:]).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
+    serve = Teacher([], SEVERAL[1:], 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
     arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy()}
     with pytest.raises(RequestError, match="none is for a prompt whose task is None"):
         serve(arrays)
+
+
+def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
+    serve = Teacher([], SEVERAL, 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
+    arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy(), "top_k": np.full((1, 1), 4)}
+    arrays["metadata"] = np.array([[b'{"task": "sums"}']], dtype=object)
+    with pytest.raises(RequestError, match="top_k: of some rows several teachers speak"):
+        serve(arrays)
+
+
+def test_what_is_packed_is_unpacked_as_it_was():
+    ids = torch.tensor([[[2**24 - 1, 3], [0, 49151]]], dtype=torch.int32)
+    taught = TaughtTokens(torch.randn(1, 2), ids, torch.randn(1, 2, 3))
+    found = TaughtTokens.unpacked(taught.packed())
+    assert torch.equal(found.ids, ids) and found.ids.dtype == torch.int32
+    assert torch.equal(found.logprobs, taught.logprobs) and torch.equal(found.outcomes, taught.outcomes)
