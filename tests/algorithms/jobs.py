@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.online_losses import LossContext, clipped_surrogate
+from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, Stats
 from aligner.megatron import world as worlds
-from aligner.schema import AlgorithmConfig, Config
-from tests.megatron.jobs import make_experience, policy
+from aligner.megatron.policy import FrozenPolicy
+from aligner.schema import AlgorithmConfig, Config, TeacherConfig
+from tests.megatron.jobs import TEMPERATURE, make_experience, policy
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 """An optimizer that leaves the weights as they are, so that one policy serves many algorithms."""
@@ -43,6 +46,31 @@ def corrected_update(directory: str, layout: dict[str, Any], level: str) -> tupl
     stats = actor.train(experience, functools.partial(corrected_loss, level=level))
     worlds.shutdown()
     return logprobs, stats
+
+
+def taught_updates(
+    directory: str, teacher: str, layout: dict[str, Any], micro_batch_tokens: int, configs: Mapping[str, Config]
+) -> dict[str, dict[str, float]]:
+    """The statistics of a policy's update by each configuration's divergence from a teacher at the same layout."""
+    settings = {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL, "logprob_chunk_tokens": 5}
+    actor = policy(directory, layout, settings)
+    of_teacher = TeacherConfig(parallel=actor.world.layout, micro_batch_tokens=micro_batch_tokens)
+    frozen = FrozenPolicy(read_shape(Path(teacher)), actor.world, of_teacher, Path(teacher), chunk_tokens=7)
+    experience = make_experience(actor.runner.shape.vocab_size)
+    of, inside = (experience.tokens, experience.lengths), {"mask": experience.mask, "temperature": TEMPERATURE}
+    found = {}
+    for name, config in configs.items():
+        taught = frozen.taught(*of, config.teacher.top_k, actor.runner.shape.vocab_size, **inside)
+        rows = dataclasses.replace(
+            experience,
+            advantages=torch.zeros_like(experience.advantages),
+            candidates=taught.ids,
+            candidate_targets=taught.outcomes,
+        )
+        algorithm = build_online_algorithm(config)
+        found[name] = actor.train(rows, algorithm.loss(rows, 0.0), denominator=algorithm.denominator(rows))
+    worlds.shutdown()
+    return found
 
 
 def updates(

@@ -1,20 +1,29 @@
-"""Distillation's advantages against loops in float64, and what an algorithm makes of them."""
+"""Distillation's advantages and divergences against loops in float64 and against TRL's; what an algorithm makes of them."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from aligner.algorithms.distillation import distillation_advantages, reverse_kl
+from aligner.algorithms.distillation import distillation_advantages, divergence, reverse_kl
 from aligner.algorithms.online_algorithm import OnlineAlgorithm, build_online_algorithm
 from aligner.config.compose import compose_config
 from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, ScoredSamples, response_mask
-from aligner.schema import Config, TeacherConfig
+from aligner.schema import Config, ParallelConfig, TeacherConfig
 from aligner.schema.derived import asks_before_update
 from aligner.schema.keys import with_values
+from benchmarks.peer_environment import installed_python
+from tests.algorithms import jobs
+from tests.megatron.jobs import TEMPERATURE, make_experience
+from tests.megatron.reference import save_llama
 
 ROWS, PROMPT, WIDTH = 6, 2, 9
 
@@ -113,6 +122,7 @@ def test_a_step_with_a_teacher_knows_the_policys_log_probs_before_its_only_updat
     config = compose_config(["experiment=tiny_ppo", ALONE, "algorithm.minibatches=1"])
     assert not asks_before_update(config)
     assert asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere")))
+    assert not asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere", loss="forward_kl")))
 
 
 def test_rows_that_are_selected_keep_their_own():
@@ -154,3 +164,156 @@ def test_a_teachers_loss_and_its_gradient_are_those_of_loops_over_tokens():
         gradients = [torch.autograd.grad(loss, new)[0] for loss in (found, expected)]
         for pair in ((found, expected), gradients):
             torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-15)
+
+
+KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
+
+
+def by_loops(kind: str, teacher: list[Tensor], policy: list[Tensor], beta: float) -> Tensor:
+    """Of probabilities, outcome by outcome."""
+    total = torch.zeros((), dtype=torch.float64)
+    for one, other in zip(teacher, policy, strict=True):
+        mixture = beta * one + (1 - beta) * other
+        total = total + {
+            "forward_kl": lambda t, p, m: t * torch.log(t / p),
+            "reverse_kl": lambda t, p, m: p * torch.log(p / t),
+            "jensen_shannon": lambda t, p, m: beta * t * torch.log(t / m) + (1 - beta) * p * torch.log(p / m),
+        }[kind](one, other, mixture)
+    return total
+
+
+def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of some tokens and of all others together: logits [..., V] and ids [..., k] to [..., k+1]."""
+    every = logits.log_softmax(-1)
+    others = torch.ones_like(every, dtype=torch.bool).scatter(-1, ids, False)
+    rest = torch.where(others, every, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-500)
+    return torch.cat([every.gather(-1, ids), rest], -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_tokens_and_outcomes(kind):
+    """200 random steps of vocabularies of 2 to 9 tokens, of which the teacher tells 1 to all, with a reward's loss beside."""
+    composed = compose_config(["experiment=tiny_ppo", "algorithm=reinforce_plus_plus", "teacher.path=somewhere"])
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        size = int(torch.randint(2, 10, (), generator=generator))
+        count = int(torch.randint(1, size + 1, (), generator=generator))
+        beta, weight = (0.05 + 0.9 * torch.rand(2, generator=generator)).tolist()
+        settings = {"teacher.loss": kind, "teacher.beta": beta, "teacher.weight": weight}
+        algorithm = build_online_algorithm(with_values(composed, settings))
+        mask = torch.rand(4, 5, generator=generator) > 0.4
+        mask[:, 0] = True
+        logits, its = (3 * torch.randn(4, 5, size, generator=generator, dtype=torch.float64) for _ in range(2))
+        logits.requires_grad_()
+        ids = its.topk(count).indices
+        drawn = torch.where(mask, logits.log_softmax(-1)[..., 0], 0.0)
+        taught = algorithm.experience(random_samples(algorithm, mask, drawn.detach(), torch.zeros_like(drawn)))
+        plain = algorithm.loss(taught, 0.0)(drawn, torch.zeros_like(drawn), taught, float(mask.sum()))[0]
+        seen = {"candidates": ids, "candidate_targets": outcomes(its, ids), "candidate_logprobs": outcomes(logits, ids)}
+        rows = dataclasses.replace(taught, **{name: torch.where(mask[..., None], each, 0) for name, each in seen.items()})
+        found, stats = algorithm.loss(rows, 0.0)(drawn, torch.zeros_like(drawn), rows, float(mask.sum()))
+
+        terms = []
+        teacher, policy = its.softmax(-1), logits.softmax(-1)
+        for row, place in mask.nonzero().tolist():
+            told = ids[row, place].tolist()
+            others = [token for token in range(size) if token not in told]
+            both = [[of[row, place, token] for token in told] for of in (teacher, policy)]
+            if others:
+                both = [[*each, of[row, place, others].sum()] for each, of in zip(both, (teacher, policy), strict=True)]
+            terms.append(by_loops(kind, *both, beta))
+        mean = torch.stack(terms).mean()
+        assert float(stats["teacher_divergence"]) == pytest.approx(float(mean), rel=1e-9)
+        gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, plain + weight * mean)]
+        torch.testing.assert_close(found, plain + weight * mean, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_the_advantages_are_then_the_rewards_alone():
+    _, plain, _ = experience("algorithm=grpo", teacher=False)
+    _, found, _ = experience("algorithm=grpo", "teacher.loss=reverse_kl")
+    assert torch.equal(found.advantages, plain.advantages)
+
+
+def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kls():
+    generator = torch.Generator().manual_seed(4)
+    teacher, policy = (torch.randn(5, 7, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    for kind, beta, share in (("forward_kl", 1e-6, 1e-6), ("reverse_kl", 1 - 1e-6, 1e-6)):
+        found = divergence("jensen_shannon", teacher, policy, beta) / share
+        torch.testing.assert_close(found, divergence(kind, teacher, policy), rtol=1e-4, atol=1e-9)
+    with pytest.raises(ValueError, match="unknown divergence 'kl'; known: forward_kl, reverse_kl, jensen_shannon"):
+        divergence("kl", teacher, policy)
+
+
+@cache
+def of_trl() -> dict[str, Callable[..., Any]] | None:
+    """TRL's divergence and its tail of a teacher's top k, where its environment is here."""
+    python = installed_python("trl")
+    place = "lib/*/site-packages/trl/experimental/server_distillation/server_distillation_trainer.py"
+    found = [] if python is None else list(python.parents[1].glob(place))
+    if not found:
+        return None
+    tree = ast.parse(found[0].read_text(encoding="utf-8"))
+    wanted = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name in ("_jsd_divergence", "_add_tail_bucket")
+    ]
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(compile(ast.Module(wanted, []), str(found[0]), "exec"), names)
+    return names
+
+
+@pytest.mark.skipif(of_trl() is None, reason="TRL's environment is not here")
+@pytest.mark.parametrize(
+    ("kind", "beta", "theirs"), [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jensen_shannon", 0.3, 0.3)]
+)
+def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
+    """200 random cases of the k most probable tokens and a tail."""
+    trl = of_trl()
+    assert trl is not None
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        logits, its = (2 * torch.randn(6, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+        logits.requires_grad_()
+        ids = its.topk(int(torch.randint(1, 12, (), generator=generator))).indices
+        found = divergence(kind, outcomes(its, ids), outcomes(logits, ids), beta).mean()
+        every = torch.ones_like(ids, dtype=torch.bool)
+        policy, mask = trl["_add_tail_bucket"](logits.log_softmax(-1).gather(-1, ids), every)
+        teacher, _ = trl["_add_tail_bucket"](its.log_softmax(-1).gather(-1, ids), every)
+        expected = trl["_jsd_divergence"](policy, teacher, theirs, mask).sum(-1).mean()
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_through_megatron_a_divergence_and_the_norm_of_its_gradients_are_those_of_transformers_at_every_layout(pool, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    directories = [save_llama(tmp_path / name, tied=True, seed=seed) for name, seed in (("policy", 11), ("teacher", 5))]
+    composed = compose_config(["experiment=tiny_ppo", ALONE, "teacher.path=somewhere"])
+    configs = {
+        f"{kind} {count}": with_values(composed, {"teacher.loss": kind, "teacher.top_k": count, "teacher.beta": 0.3})
+        for kind in KINDS
+        for count in (4, 72)
+    }
+    rows, expected = make_experience(72), {}
+    policy, teacher = (LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64) for directory in directories)
+    with torch.no_grad():
+        its = teacher(rows.tokens).logits[:, :-1] / TEMPERATURE
+    for name, config in configs.items():
+        policy.zero_grad()
+        ids = its.topk(config.teacher.top_k).indices
+        logits = policy(rows.tokens).logits[:, :-1] / TEMPERATURE
+        apart = divergence(config.teacher.loss, outcomes(its, ids), outcomes(logits, ids), 0.3)
+        loss = apart[rows.mask].mean()
+        loss.backward()
+        norm = torch.stack([parameter.grad.square().sum() for parameter in policy.parameters()]).sum().sqrt()
+        expected[name] = {"teacher_divergence": float(loss.detach()), "loss": float(loss.detach()), "grad_norm": float(norm)}
+    given = [str(directory) for directory in directories]
+    for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}):
+        for found in pool.run(jobs.taught_updates, ParallelConfig(**layout).ranks, *given, layout, 30, configs):
+            for name, numbers in expected.items():
+                for key, number in numbers.items():
+                    assert found[name][key] == pytest.approx(number, rel=1e-4), (name, layout, key)

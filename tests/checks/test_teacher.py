@@ -20,7 +20,7 @@ from aligner.schema import Config
 from aligner.schema.keys import with_values
 from aligner.schema.references import read_paths
 
-ALONE = "algorithm=on_policy_distillation"
+ALONE, DIVERGENCE = "algorithm=on_policy_distillation", {"teacher.loss": "forward_kl"}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,21 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
         ("deeper-model", ["teacher.parallel.pipeline=3"], r"teacher\.parallel\.pipeline=3: 8 layers do not divide by 3"),
         ("deeper-model", ["teacher.micro_batch_tokens=4"], r"teacher\.micro_batch_tokens=4: must hold the longest sequence"),
         ("deeper-model", ["teacher.precision=fp8"], r"teacher\.precision=fp8: needs GPUs"),
+        (
+            "deeper-model",
+            ["algorithm=copg", "teacher.loss=forward_kl"],
+            r"teacher\.loss=forward_kl: it is a mean over tokens, and algorithm\.loss=copg compares whole responses",
+        ),
+        (
+            "deeper-model",
+            [ALONE, "teacher.loss=reverse_kl", "rollout.top_p=0.9"],
+            r"teacher\.loss=reverse_kl: rollout\.top_p=0\.9 leaves tokens out",
+        ),
+        ("deeper-model", [ALONE, "teacher.loss=kl"], r"teacher\.loss=kl: .*forward_kl"),
+        ("deeper-model", [ALONE, "teacher.loss=forward_kl", "teacher.top_k=0"], r"teacher\.top_k=0: must be at least 1"),
+        ("deeper-model", [ALONE, "teacher.loss=jensen_shannon", "teacher.beta=1"], r"teacher\.beta=1.*: must be below 1"),
+        ("deeper-model", [ALONE, "teacher.top_k=4"], r"teacher\.top_k=4: not read with teacher\.loss=advantage"),
+        ("deeper-model", [ALONE, "teacher.loss=forward_kl", "teacher.beta=0.2"], r"teacher\.beta=0\.2: not read with"),
         ("deeper-model", ["teacher.weight=0"], r"teacher\.weight=0.*: must be above 0"),
         ("deeper-model", ["teacher.replicas=0"], r"teacher\.replicas=0: must be at least 1"),
     ],
@@ -163,6 +178,21 @@ def test_what_is_wrong_with_one_of_several_is_told_by_its_name(
     with pytest.raises(ConfigError) as caught:
         check(several(models_directory, all={"path": "deeper-model"}, sums=entries))
     assert re.search(told, str(caught.value)), caught.value
+
+
+def test_a_divergence_is_from_one_teacher_of_each_prompt(models_directory: Path) -> None:
+    path = str(models_directory / "deeper-model")
+    check(with_values(several(models_directory, **{task: {"path": path, "tasks": [task]} for task in "ab"}), DIVERGENCE))
+    for tasks in ({}, {"tasks": ["b", "a"]}):
+        config = several(models_directory, all={"path": path, **tasks}, sums={"path": path, "tasks": ["a"]})
+        check(config)
+        with pytest.raises(ConfigError, match=r"teacher\.loss=forward_kl: .*all and .*sums are for the same prompts"):
+            check(with_values(config, DIVERGENCE))
+
+
+def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(models_directory: Path) -> None:
+    for algorithm in ("best_of_n", "cispo", "on_policy_distillation", "ppo"):
+        check(composed(models_directory, "deeper-model", f"algorithm={algorithm}", "teacher.loss=forward_kl"))
 
 
 def test_one_teacher_and_several_are_not_given_together(models_directory: Path) -> None:

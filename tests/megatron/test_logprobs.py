@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.kept_tokens import KeptTokens
 from aligner.megatron import score_passes
-from aligner.megatron.logprobs import vocab_parallel_logprobs
+from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
 CHUNKS = (1, 3, 7, 1024)  # tokens at a time, of 7
@@ -36,6 +36,13 @@ def kept_tokens() -> KeptTokens:
     return KeptTokens.in_order(counts, torch.tensor([token for ids in sets for token in ids]).int())
 
 
+def candidate_tokens(count: int) -> Tensor:
+    """int64 [7, count]: different tokens for each target, of one half of the vocabulary where they fit, with it or without."""
+    draw = torch.Generator().manual_seed(11)
+    halves = [8 * (place % 2) + torch.randperm(8, generator=draw) for place in range(7)]
+    return torch.stack([torch.cat([half, (half + 8) % 16])[:count] for half in halves])
+
+
 def outside() -> Tensor:
     """bool [7, V]: what `kept_tokens` leave out."""
     left = torch.ones(7, VOCABULARY, dtype=torch.bool)
@@ -46,22 +53,33 @@ def outside() -> Tensor:
 
 def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     """A different upstream gradient for each token; the entropy takes part when it is there."""
-    total = (logprobs * torch.linspace(-1, 2, 7)).sum()
+    total = (logprobs * torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)).sum()
     return total if entropy is None else total + (entropy * torch.linspace(3, -1, 7)).sum()
 
 
-def dense(with_entropy: bool, *, kept: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs, entropies, and gradients of hidden states and weight."""
+def dense(with_entropy: bool, *, kept: bool = False, candidates: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropies, and gradients of hidden states and weight; with so many candidates where there are any."""
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     left = outside() if kept else torch.zeros(7, VOCABULARY, dtype=torch.bool)
     scores = (hidden[index] @ weight.t() / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
     logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores.masked_fill(left, 0)).sum(-1)
+    if candidates:
+        ids = candidate_tokens(candidates)
+        rows = []
+        for place in range(7):
+            others = [token for token in range(VOCABULARY) if token not in ids[place].tolist()]
+            rows.append(
+                torch.cat([logprobs[place, None], scores[place, ids[place]], scores[place, others].logsumexp(0)[None]])
+            )
+        logprobs = torch.stack(rows)
     objective(logprobs, entropy if with_entropy else None).backward()
     return tuple(tensor.detach().float() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
 
 
-def head_results(sequence: bool, with_entropy: bool, kept: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+def head_results(
+    sequence: bool, with_entropy: bool, kept: bool, candidates: int = 0
+) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """What a head of this rank's part of the vocabulary gives at every chunk size."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -92,20 +110,36 @@ def head_results(sequence: bool, with_entropy: bool, kept: bool) -> list[tuple[T
     for chunk in CHUNKS:
         head.weight.grad, states = None, hidden.clone().requires_grad_()
         options = {"temperature": TEMPERATURE, "chunk_tokens": chunk, "with_entropy": with_entropy}
-        sets = kept_tokens() if kept else None
-        logprobs, entropy = head.logprobs(head(states)[0], index, targets, kept=sets, **options)
+        sets, ids = kept_tokens() if kept else None, candidate_tokens(candidates) if candidates else None
+        logprobs, entropy = head.logprobs(head(states)[0], index, targets, kept=sets, candidates=ids, **options)
         objective(logprobs, entropy).backward()
         results.append((logprobs.detach(), None if entropy is None else entropy.detach(), states.grad, head.weight.grad))
     worlds.shutdown()
     return results
 
 
+LAYOUTS = pytest.mark.parametrize(
+    ("size", "sequence"), [(1, False), (2, False), (4, False), (2, True)], ids=["1", "tp2", "tp4", "sp2"]
+)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
-@pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (4, False), (2, True)], ids=["1", "tp2", "tp4", "sp2"])
+@LAYOUTS
 def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, size, sequence, kept, with_entropy):
-    logprobs, entropy, grad_hidden, grad_weight = dense(with_entropy, kept=kept)
-    ranks = pool.run(head_results, size, sequence, with_entropy, kept)
+    check(pool.run(head_results, size, sequence, with_entropy, kept), dense(with_entropy, kept=kept), sequence, with_entropy)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("count", [1, 5, 15])
+def test_so_are_those_of_candidates_and_of_all_other_tokens_together(pool, size, sequence, count):
+    ranks = pool.run(head_results, size, sequence, True, False, count)
+    check(ranks, dense(True, candidates=count), sequence, True)
+
+
+def check(ranks: list[list[tuple[Tensor, ...]]], expected: tuple[Tensor, ...], sequence: bool, with_entropy: bool) -> None:
+    """Every rank's results at every chunk size are as expected."""
+    logprobs, entropy, grad_hidden, grad_weight = expected
     for results in zip(*ranks, strict=True):  # one chunk size, every rank
         for result in results:
             torch.testing.assert_close(result[0], logprobs, rtol=1e-5, atol=1e-5)
@@ -199,6 +233,38 @@ def test_an_entropy_alone_can_be_differentiated():
     )
     objective(torch.zeros(7), entropy).backward()
     torch.testing.assert_close(hidden.grad, dense(True)[2] - dense(False)[2], rtol=1e-4, atol=1e-5)
+
+
+def test_all_other_tokens_keep_their_log_prob_and_gradients_where_their_share_is_far_below_rounding():
+    """Of exp(-60) and less, where 1 less the candidates' share would be 0."""
+    hidden, weight = torch.eye(4), 60 * torch.eye(4).index_fill(1, torch.tensor(3), 0.0)
+    states, targets, ids = hidden[:1].clone().requires_grad_(), torch.tensor([1]), torch.tensor([[0]])
+    found, _ = vocab_parallel_logprobs(states, weight, targets, temperature=1.0, chunk_tokens=3, candidates=ids)
+    exact = (states.detach().double() @ weight.double().t()).requires_grad_()
+    rest = exact.log_softmax(-1)[0, 1:].logsumexp(0)
+    torch.testing.assert_close(found[0, -1], rest.float())
+    (expected,) = torch.autograd.grad(rest, exact)
+    (gradient,) = torch.autograd.grad(found[0, -1], states)
+    torch.testing.assert_close(gradient, (expected @ weight.double()).float())
+
+
+@pytest.mark.parametrize("below", [16, 11, 5])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_most_probable_tokens_are_those_of_the_whole_vocabulary(pool, size, below):
+    hidden, weight, index, _ = inputs()
+    expected = (hidden[index] @ weight.t())[:, :below].topk(5).indices
+    for found in pool.run(most_probable, size, 5, below):
+        assert torch.equal(found, expected)
+
+
+def most_probable(count: int, below: int) -> Tensor:
+    """By a rank's part of the vocabulary and the others'."""
+    import torch.distributed as dist
+
+    hidden, weight, index, _ = inputs()
+    part = weight.chunk(dist.get_world_size())[dist.get_rank()]
+    sizes = {"below": below, "chunk_tokens": 3, "group": dist.group.WORLD}
+    return vocab_parallel_top(hidden[index], part, count, **sizes)
 
 
 def test_scores_that_overflow_an_exponential_stay_finite():

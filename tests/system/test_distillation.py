@@ -25,19 +25,26 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_policy_becomes_like_its_teacher_without_a_reward(tmp_path: Path, teacher: Path) -> None:
-    run = run_to_end(tmp_path / "run", ALONE, f"teacher.path={teacher}", "run.steps=25", "rollout.micro_batches=2")
+@pytest.mark.parametrize("learned", [(), ("teacher.loss=jensen_shannon", "teacher.top_k=16", "teacher.weight=4")])
+def test_a_policy_becomes_like_its_teacher_without_a_reward(tmp_path: Path, teacher: Path, learned: tuple[str, ...]) -> None:
+    more = ("run.steps=25", "rollout.micro_batches=2", *learned)
+    run = run_to_end(tmp_path / "run", ALONE, f"teacher.path={teacher}", *more)
+    if learned:
+        apart = [step["policy/teacher_divergence"] for step in run.metrics]
+        assert min(apart) > 0 and fmean(apart[-5:]) < 0.8 * fmean(apart[:4])
     apart = [step["distill/reverse_kl"] for step in run.metrics]
     assert min(apart) > 0 and fmean(apart[-5:]) < 0.9 * fmean(apart[:4])
     assert all(step["policy/grad_norm"] > 0 for step in run.metrics)
 
 
 @pytest.mark.slow
-def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("learned", [(), ("teacher.loss=forward_kl", "teacher.parallel.tensor=2")])
+def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path, learned: tuple[str, ...]) -> None:
     directory = tmp_path / "run"
     more = (f"teacher.path={directory / 'initial_model'}", "run.steps=1", "actor.optimizer.clip_grad_norm=0")
-    run = run_to_end(directory, ALONE, *more)
+    run = run_to_end(directory, ALONE, *more, *learned)
     (step,) = run.metrics
+    assert abs(step.get("policy/teacher_divergence", 0.0)) < 1e-6
     assert abs(step["distill/reverse_kl"]) < 1e-5 and abs(step["distill/response_reverse_kl"]) < 1e-4
     assert step["policy/grad_norm"] < 1e-4
     logs = {file.name for file in (run.paths.root / "logs").iterdir()}
@@ -45,11 +52,19 @@ def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("learned", [(), ("teacher.loss=reverse_kl", "teacher.top_k=8")])
 def test_beside_a_reward_and_ahead_of_training_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
-    tmp_path: Path, teacher: Path
+    tmp_path: Path, teacher: Path, learned: tuple[str, ...]
 ) -> None:
     settings = (
-        *("algorithm=grpo", f"teacher.path={teacher}", "teacher.weight=0.1", "teacher.replicas=2", "run.name=taught"),
+        *(
+            "algorithm=grpo",
+            f"teacher.path={teacher}",
+            "teacher.weight=0.1",
+            "teacher.replicas=2",
+            "run.name=taught",
+            *learned,
+        ),
         *("engine.placement=server", "rollout.max_staleness=1", "algorithm.truncated_importance=token", "run.steps=4"),
         *("actor.optimizer.warmup_steps=2", "checkpoint.every=2", "checkpoint.keep=4", "logging.tensorboard=false"),
     )
