@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             root / "run",
             *("model.source=directory", f"model.path={student}", "data=openings", "algorithm=on_policy_distillation"),
             *(f"teacher.path={teacher}", f"teacher.loss={parsed.loss}", "rollout.prompts_per_step=8"),
+            "algorithm.kl_coefficient=0",
             *(
                 "rollout.samples_per_prompt=4",
                 "rollout.micro_batches=1",
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stdout=subprocess.DEVNULL,
         )
         after = forward_kl(teacher, root / "taught", rows)
-    steps = [step for step in run.metrics if "time/step" in step]
+        steps = [step for step in run.metrics if "time/step" in step]
     seen = {
         name: [step[name] for step in (steps[0], steps[-1])] for name in ("policy/teacher_divergence", "distill/reverse_kl")
     }
