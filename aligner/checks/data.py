@@ -10,7 +10,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
-from aligner.schema import Config
+from aligner.schema import Config, DataConfig
 from aligner.schema.data_sources import FUNCTION, data_sources, is_dataset
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.reasoning_tasks import ReasoningTask, reasoning_tasks
@@ -27,6 +27,7 @@ _RECORDS = {
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with what is learned from, but for the records' content."""
     yield from _source_problems(config, expected)
+    yield from _difficulty_problems(config.data, expected)
     normalization = config.data.normalization
     if normalization is not None and not is_expected(normalization, expected) and not Path(normalization).exists():
         yield f"data.normalization={normalization}: no such file"
@@ -51,6 +52,24 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     for source in sources:
         if not is_expected(source.path, expected) and (problem := path_problem(source.path, trainer)):
             yield f"{source.given_as}: {problem}"
+
+
+def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator[str]:
+    """What is wrong with which prompts are learned from, and when, by how hard they are."""
+    for key, bounds in {"data.pass_rate": data.pass_rate, "data.curriculum.between": data.curriculum.between}.items():
+        if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
+            given = ", ".join(f"{bound:g}" for bound in bounds)
+            yield f"{key}=[{given}]: must be [LOW, HIGH], two pass rates from 0 to 1, the lower one first"
+    if data.sort_by is not None and data.shuffle:
+        yield f"data.sort_by={data.sort_by}: data.shuffle=true mixes what was put in order; give data.shuffle=false"
+    if (samples := data.pass_rate_samples) is not None:
+        if not is_expected(samples, expected) and (problem := path_problem(Path(samples), "sft")):
+            yield f"data.pass_rate_samples={samples}: {problem}"
+        if not data.pass_rate and data.sort_by is None:
+            yield (
+                f"data.pass_rate_samples={samples}: nothing goes by pass rates; give data.pass_rate=[LOW, HIGH], or"
+                " data.sort_by=-pass_rate with data.shuffle=false"
+            )
 
 
 def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:

@@ -4,6 +4,7 @@ A plain prompt begins with the special tokens that the model's tokenizer itself 
 beginning-of-sequence token; a chat template has them in its words. Nothing is put before a response.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from aligner.data.conversations import PromptText, asked_messages, exchange, prompt_text, with_tools
+from aligner.data.pass_rates import DrawRule, PassRates, passes
 from aligner.data.records import (
     BadRecord,
-    LongPrompt,
+    LeftOut,
     Record,
     convert,
     given_examples,
@@ -36,11 +38,24 @@ _EVALUATION_IDS = 2**40
 
 
 class PromptStream(ExampleStream[Prompt]):
-    """An endless stream of prompts, as `ExampleStream` orders them."""
+    """An endless stream of prompts, as `ExampleStream` orders them, some of which a rule may pass over."""
+
+    rule: DrawRule | None = None
+    """None: every prompt is drawn."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """The `count` prompts at positions `start` and up; a prompt's id is its position."""
         return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
+
+    def draw(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
+        """The first `count` prompts from a position on that are drawn at these pass rates, and the position behind them.
+
+        Raises AlignerError where too few are left.
+        """
+        if self.rule is None or rates is None or count < 1:
+            return self.take(start, count), start + count
+        chosen = self.rule.chosen(self._origins(start), count, rates)
+        return [self.take(position, 1)[0] for position in chosen], chosen[-1] + 1
 
 
 def open_prompts(
@@ -62,12 +77,19 @@ def open_prompts(
     a usable prompt of at most `data.max_prompt_tokens` tokens, with its place; of longer ones as `data.long_prompts` says.
     """
 
+    told = _told_pass_rates(data)
+
     def parse(record: Record) -> Prompt:
+        record = _with_pass_rate(record, data, tokenizer, told)
         prompt = _parsed(with_tools(record, tools), tokenizer, data, messages)
         return replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer)}) if answers else prompt
 
     sources, weights, notices = read_examples(data, parse)
-    return PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+    if data.sort_by is not None:
+        sources = [sorted(source, key=functools.partial(_sort_key, data.sort_by)) for source in sources]
+    stream = PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+    stream.rule = DrawRule(data.curriculum, seed) if data.curriculum.chooses else None
+    return stream
 
 
 def open_evaluation_prompts(
@@ -111,6 +133,44 @@ def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bo
     return Prompt(0, text, tokens, _metadata(record) | (asked_messages(record) if messages else {}))
 
 
+def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
+    """By a prompt's text the share of its samples that pass, of `data.pass_rate_samples`; None without them."""
+    if data.pass_rate_samples is None:
+        return None
+
+    def sample(record: Record) -> tuple[str, float]:
+        return record.text("prompt"), record.number("score")
+
+    key, scores = "data.pass_rate_samples=", dict[str, list[float]]()
+    for text, score in convert(read_lines(Path(data.pass_rate_samples), key), sample, f"{key}{data.pass_rate_samples}")[0]:
+        scores.setdefault(text, []).append(score)
+    limit = data.pass_threshold
+    return {text: float(passes(torch.tensor(each), limit).mean()) for text, each in scores.items()}
+
+
+def _with_pass_rate(record: Record, data: DataConfig, tokenizer: Tokenizer, told: Mapping[str, float] | None) -> Record:
+    """The record with the `pass_rate` that was told of its prompt. Raises LeftOut where that, or its own, is not wanted."""
+    if told is not None:
+        text = prompt_text(record, tokenizer).text
+        if text not in told:
+            raise BadRecord(f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of its prompt")
+        record = replace(record, values={**record.values, "pass_rate": told[text]})
+    if data.sort_by is not None:
+        record.number(data.sort_by.removeprefix("-"))
+    if data.pass_rate:
+        (low, high), rate = data.pass_rate, record.number("pass_rate")
+        if not 0 <= rate <= 1:
+            raise BadRecord(f"{record.origin}: `pass_rate` is {rate:g}; it is a share, 0 to 1")
+        if not low <= rate <= high:
+            raise LeftOut(f"{record.origin}: the pass_rate {rate:g} is outside data.pass_rate=[{low:g}, {high:g}]")
+    return record
+
+
+def _sort_key(sort_by: str, prompt: Prompt) -> float:
+    value = float(prompt.metadata[sort_by.removeprefix("-")])
+    return -value if sort_by.startswith("-") else value
+
+
 def _answer(record: Record, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a record answers, as the tokens that it was drawn as, else those of its text and an end. BadRecord for none."""
     tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
@@ -132,7 +192,7 @@ def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data
         return text, within(tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}")
     except BadRecord as error:
         if data.long_prompts == "drop" and tokens.numel():
-            raise LongPrompt(str(error)) from error
+            raise LeftOut(str(error)) from error
         if data.long_prompts != "error" and prompt.is_worded:
             raise BadRecord(f"{error}; data.long_prompts={data.long_prompts} would break the chat template's words") from error
         raise

@@ -12,6 +12,7 @@ from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
+from aligner.schema.options import is_finite_number
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")
@@ -21,8 +22,8 @@ class BadRecord(ConfigError):
     """A record is not as it must be; says where it was read, and which field is wrong."""
 
 
-class LongPrompt(BadRecord):
-    """A prompt is longer than those that are wanted; its record is left out whatever becomes of bad ones."""
+class LeftOut(BadRecord):
+    """A prompt is not among those that are wanted, such as too long; its record is left out whatever becomes of bad ones."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,14 @@ class Record:
             raise BadRecord(f"{self.origin}: `{name}` is an empty list")
         return value
 
-    def _value(self, name: str, kind: type, wanted: str) -> Any:
+    def number(self, name: str) -> float:
+        """A field that must be a finite number."""
+        value = self._value(name, (int, float), "a number")
+        if not is_finite_number(value):
+            raise BadRecord(f"{self.origin}: `{name}` is {value}, not a finite number")
+        return float(value)
+
+    def _value(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
         if name not in self.values:
             raise missing(self.origin, name, f" with {wanted}", self.values)
         value = self.values[name]
@@ -124,7 +132,7 @@ def convert(
 ) -> tuple[list[Example], list[str]]:
     """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields to the data's own.
 
-    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one always is for LongPrompt.
+    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one always is for LeftOut.
     Raises ConfigError where all were; `what` is where the lines are from.
     """
     kept: list[Example] = []
@@ -133,7 +141,7 @@ def convert(
         try:
             kept.append(parse(_record(line, fields or {})))
         except BadRecord as error:
-            if not (skip or isinstance(error, LongPrompt)):
+            if not (skip or isinstance(error, LeftOut)):
                 raise
             bad.append(error)
     if not bad:

@@ -13,6 +13,8 @@ import numpy as np
 from aligner.errors import ConfigError
 
 Example = TypeVar("Example")
+_AT_ONCE = 1024
+"""Positions that are looked at together where nobody knows how many it takes."""
 
 
 class ExampleStream(Generic[Example]):
@@ -94,6 +96,13 @@ class ExampleStream(Generic[Example]):
         for source, index in _places(self._weights, start, count):
             number, place = divmod(index, len(self._sources[source]))
             yield source, int(self._order(source, number)[place]), number
+
+    def _origins(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Position, example and pass as `origin` tells them, from `start` on without an end."""
+        firsts = [0, *itertools.accumulate(map(len, self._sources))]
+        for position in itertools.count(start, _AT_ONCE):
+            taken = enumerate(self._taken(position, _AT_ONCE), start=position)
+            yield from ((at, firsts[source] + place, number) for at, (source, place, number) in taken)
 
     def _pass_order(self, source: int, number: int) -> np.ndarray:
         """int64 [N]: which of a source's examples comes when in a pass."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, unbegun
 from aligner.engines.engine_protocol import SamplingOptions
@@ -148,7 +149,9 @@ class RolloutBuilder:
         self._rounds, self._compared = dynamic_sampling_rounds, compared
         self._truncate_token, self._is_alone = truncate_token, is_alone
         self.position = 0
-        """Prompts taken from the stream so far: what a resumed run sets."""
+        """Prompts of the stream that were taken, or passed over, so far: what a resumed run sets."""
+        self._rates: PassRates | None = None
+        """Of the prompts, as the step that is drawn knows them."""
         self._under_way: tuple[Straggler, ...] = ()
         self._skipped = 0
         """Prompts of this step that could not be drawn."""
@@ -170,12 +173,12 @@ class RolloutBuilder:
             )
         self._under_way = tuple(stragglers)
 
-    def take(self) -> RolloutBatch:
-        """The samples of the next training step, equal on every rank. Collective.
+    def take(self, rates: PassRates | None = None) -> RolloutBatch:
+        """The samples of the next training step, equal on every rank, of prompts as they are drawn at these rates. Collective.
 
-        Raises AlignerError when dynamic sampling does not find enough prompts.
+        Raises AlignerError when dynamic sampling, or the stream, does not find enough prompts.
         """
-        generated, self._skipped = _Generated(), 0
+        generated, self._skipped, self._rates = _Generated(), 0, rates
         self._generate_and_ask(generated, self._settings.prompts_per_step)
         rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
         self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
@@ -282,8 +285,7 @@ class RolloutBuilder:
 
     def _admit(self, count: int) -> None:
         """Have at least `count` prompts under way."""
-        fresh = self._prompts.take(self.position, max(0, count - len(self._under_way)))
-        self.position += len(fresh)
+        fresh, self.position = self._prompts.draw(self.position, max(0, count - len(self._under_way)), self._rates)
         each = self._settings.samples_per_prompt
         self._under_way += tuple(Straggler(prompt, tuple(unbegun([prompt], each))) for prompt in fresh)
 

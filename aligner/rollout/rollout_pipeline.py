@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
+from aligner.data.pass_rates import PassRates
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
 from aligner.files import write_file
@@ -105,6 +106,8 @@ class RolloutPipeline:
         """What the checkpoint that was begun holds."""
         self._held_from = _Progress()
         """Where the batches before them had come to."""
+        self.pass_rates: PassRates | None = None
+        """Of the prompts, of the steps that are done: a version's batch is drawn by those at its publish. Every rank's."""
         self._needed = 0
         """The first prompt that who goes on from the last checkpoint draws, on rank 0, or is in the middle of."""
 
@@ -137,7 +140,7 @@ class RolloutPipeline:
             return
         served = self._served = self._serving.submit(weights.serve, version)
         while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
-            self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served)))
+            self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates)))
             self._next += 1
 
     def await_published(self) -> None:
@@ -154,7 +157,7 @@ class RolloutPipeline:
     def take(self) -> RolloutBatch:
         """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
         if not self.is_ahead:
-            rollout = self._rollouts.take()
+            rollout = self._rollouts.take(self.pass_rates)
             self._taken = _Progress(self._rollouts.position)
             return rollout
         taken: list[RolloutBatch] = []
@@ -207,11 +210,11 @@ class RolloutPipeline:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
 
-    def _draw(self, served: Future[None]) -> tuple[RolloutBatch, _Progress]:
+    def _draw(self, served: Future[None], rates: PassRates | None) -> tuple[RolloutBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
-        return self._ahead.take(), _Progress(self._ahead.position, self._ahead.under_way)
+        return self._ahead.take(rates), _Progress(self._ahead.position, self._ahead.under_way)
 
     def _write(self, directory: Path) -> int:
         held, progress = [], self._held_from

@@ -11,7 +11,7 @@ from aligner.schema.algorithm import AlgorithmConfig, PreferenceConfig
 from aligner.schema.checkpoint import CheckpointConfig
 from aligner.schema.cluster import ClusterConfig, SlurmRoleConfig
 from aligner.schema.critic import TRAINED, CriticConfig
-from aligner.schema.data import DataConfig
+from aligner.schema.data import CurriculumConfig, DataConfig
 from aligner.schema.dry_run import DryRunConfig
 from aligner.schema.engine import EngineConfig, EngineParallelConfig, SpeculationConfig, TensorRTLLMConfig, VLLMConfig
 from aligner.schema.environment import EnvironmentConfig

@@ -3,7 +3,43 @@
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.schema.options import option
+from aligner.schema.options import option, section
+
+
+@dataclass
+class CurriculumConfig:
+    """Which prompts are drawn again, by their pass rates in the run: the share of their samples that passed."""
+
+    between: list[float] = option(
+        [], "[LOW, HIGH]: a prompt of a lower or higher pass rate rests; []: none does. [0.01, 0.99]: never or always right"
+    )
+    rest_passes: int = option(
+        1,
+        "so many passes over its source a prompt that rests is not drawn; then it is tried again. 0: it is left out for good",
+        minimum=0,
+        read=".between!=[]",
+    )
+    target: float | None = option(
+        None,
+        "the further a prompt's pass rate is from this, the less often it is drawn: with 0.5 by 4p(1-p); null: no matter",
+        above=0,
+        below=1,
+    )
+    least_chance: float = option(
+        0.1, "of a prompt to be drawn, whatever its pass rate", above=0, maximum=1, read=".target!=null"
+    )
+    memory: float = option(
+        1.0,
+        "what a prompt's earlier samples count once it is drawn again. 1: all of the run's samples count alike; 0: those of"
+        " its last draw alone",
+        minimum=0,
+        maximum=1,
+    )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any prompt is passed over."""
+        return bool(self.between) or self.target is not None
 
 
 @dataclass
@@ -90,6 +126,29 @@ class DataConfig:
         read="algorithm.trainer=sft|dpo|reward_model or algorithm.trainer=online and evaluation.every>0",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
+    sort_by: str | None = option(
+        None,
+        "a field of the records, a number: each source's records lie in its order, least first; -FIELD: greatest first, as"
+        " -pass_rate from easy to hard",
+        read="algorithm.trainer=online|preferences",
+    )
+    pass_rate: list[float] = option(
+        [],
+        "[LOW, HIGH]: records whose field `pass_rate`, 0 to 1, is outside are left out",
+        read="algorithm.trainer=online|preferences",
+    )
+    pass_rate_samples: str | None = option(
+        None,
+        "samples of the prompts with scores, as aligner evaluate writes into --output: `pass_rate` is the share of a prompt's"
+        " that pass",
+        read="algorithm.trainer=online|preferences",
+    )
+    pass_threshold: float | None = option(
+        1.0,
+        "a sample passes with this score or above, as the reward gives it; null: its score, cut to 0..1, is how far it passes",
+        read="algorithm.trainer=online or .pass_rate_samples!=null",
+    )
+    curriculum: CurriculumConfig = section(CurriculumConfig, read="algorithm.trainer=online")
     batch_size: int = option(32, "rows of a training step", minimum=1, read="algorithm.trainer=sft|dpo|reward_model")
     held_out: int = option(
         0,

@@ -3,12 +3,16 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
+from aligner.data.claim import writing
+from aligner.data.pass_rates import PassRates
+from aligner.data.prompts import PromptStream
 from aligner.data.taught_tokens import TaughtTokens
 from aligner.data.types import Experience, SampleBatch
 from aligner.megatron.policy import Policy
@@ -16,7 +20,7 @@ from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.rollout_pipeline import RolloutPipeline
-from aligner.rollout.services import Services
+from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import source_names
@@ -25,7 +29,7 @@ from aligner.training.evaluator import Evaluator
 from aligner.training.loop import StepResult, TrainingLoop
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import (
-    epoch_metrics,
+    draw_metrics,
     experience_metrics,
     publish_metrics,
     rollout_metrics,
@@ -66,8 +70,9 @@ class OnlineTrainer(TrainingLoop):
     pipeline: RolloutPipeline
     services: Services
     algorithm: OnlineAlgorithm
-    prompts: int
-    """How many the run's data has."""
+    prompts: PromptStream
+    pass_rates: PassRates
+    """Theirs, after the steps that are done."""
     kl_controller: KLController
     evaluator: Evaluator | None
 
@@ -77,7 +82,7 @@ class OnlineTrainer(TrainingLoop):
             rollout = self.pipeline.take()  # the servers are asked as each part is generated
         batch = rollout.batch
         drawn = rollout = replace(rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens))))
-        chosen, epoch = rollout, epoch_metrics(rollout, self.prompts)
+        chosen = rollout
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
                 rollout = rollout.scored()
@@ -87,12 +92,21 @@ class OnlineTrainer(TrainingLoop):
         self._taught(rollout)  # where nothing was learned nobody has read them yet
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
-        metrics = learned | epoch | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+        sampled = StepSamples.of(drawn, experience)
+        counted = self._count_passes(sampled)
+        metrics = learned | counted | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
         light = self.config.engine.publish != "whole" and self._changes_weights(step)
         if light and (stats := self.pipeline.publish_stats) is not None:
             metrics |= publish_metrics(stats)
-        sampled = StepSamples.of(drawn, experience)
         return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
+
+    def _count_passes(self, sampled: StepSamples) -> dict[str, float]:
+        """Have what the step's samples scored decide what is drawn next; metrics of it."""
+        data, before = self.config.data, self.pass_rates
+        drawn = sampled.draws(self.prompts.origin, data.pass_threshold)
+        self.pass_rates = before.after(drawn, data.curriculum.memory)
+        self.pipeline.pass_rates = self.pass_rates
+        return draw_metrics(drawn, before, self.pass_rates)
 
     def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> tuple[dict[str, float], Experience | None]:
         """Make experience of the samples, and learn from it; None where nothing is left to learn from."""
@@ -216,13 +230,14 @@ class OnlineTrainer(TrainingLoop):
         """Bring policy, critic, KL coefficient and pipeline to the last checkpoint."""
         self.services.start(self.config.server.start_timeout_s, critic_states(saved))
         if self.recorder is not None:
-            _log.info("%s", announcement(self.config, self.prompts))
+            _log.info("%s", announcement(self.config, len(self.prompts)))
         if not saved:
             return 0
         state, paths = saved[-1], run_paths(self.config)
         self.policy.load(paths.checkpoint(state.step, "policy"), verified=True)
         self.kl_controller.resume(state.kl_coefficient)
         self.pipeline.resume(paths.checkpoint(state.step, "rollouts"), state.step, state.position)
+        self._load_rates(paths.checkpoint(state.step, "pass_rates"))
         return state.step
 
     def begin(self, first: int) -> None:
@@ -261,6 +276,7 @@ class OnlineTrainer(TrainingLoop):
         """Policy, critic, and the samples that were drawn ahead."""
         self.policy.begin_save(run_paths(self.config).checkpoint(step, "policy"))
         self.pipeline.begin_save(step)
+        together(lambda: None if self.recorder is None else self._write_rates(step))
         critic = self.services.begin_critic_checkpoint(step)
         return TrainingState(step, self.kl_controller.coefficient, 0 if critic is None else critic.updates, position=0)
 
@@ -270,6 +286,16 @@ class OnlineTrainer(TrainingLoop):
         self.services.finish_critic_checkpoint()
         position = self.pipeline.finish_save(run_paths(self.config).checkpoint(state.step, "rollouts"))
         return replace(state, position=position)
+
+    @writing()
+    def _write_rates(self, step: int) -> None:
+        self.pass_rates.save(run_paths(self.config).checkpoint(step, "pass_rates"))
+
+    def _load_rates(self, directory: Path) -> None:
+        if directory.is_dir():
+            self.pass_rates = self.pipeline.pass_rates = self.pass_rates.load(directory)
+        elif self.recorder is not None:
+            _log.warning("the checkpoint is of a release that counted no prompts' samples: pass rates begin anew from here")
 
     def committed(self, kept: Sequence[TrainingState]) -> None:
         """A critic that is lost comes back from these."""

@@ -27,11 +27,12 @@ _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
     "rollouts": "samples of the steps to come: rollouts.safetensors, their prompts: rollouts.json",
+    "pass_rates": "how often each prompt was drawn, and how many of its samples passed: pass_rates/pass_rates.safetensors",
     "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
 }
 _HOLDS = {
     "rng": "nothing: every random stream follows from the seed and the step",
-    "data": "position, the number of prompts or examples taken: state",
+    "data": "position, the number of prompts or examples taken or passed over: state",
 }
 
 

@@ -9,6 +9,7 @@ from aligner.algorithms.online_algorithm import build_online_algorithm, build_sh
 from aligner.data.claim import take_run, write_as
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
+from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.tool_catalogue import list_tools, tool_schemas
@@ -145,7 +146,8 @@ def build_trainer(
         pipeline=pipeline,
         services=services,
         algorithm=build_online_algorithm(config),
-        prompts=len(data),
+        prompts=data,
+        pass_rates=PassRates.none(len(data)),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
         evaluator=build_evaluator(config, tokenizer, policy, builder, services, tools),
         **_loop_parts(config, world, tokenizer, timeline, data),

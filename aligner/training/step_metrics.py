@@ -9,6 +9,7 @@ from torch import Tensor
 from aligner.algorithms.distillation import reverse_kl
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.whitening import masked_mean
+from aligner.data.pass_rates import Draw, PassRates
 from aligner.data.types import Experience, SampleBatch
 from aligner.errors import AlignerError
 from aligner.resharding.weight_update import PublishStats
@@ -22,12 +23,27 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def epoch_metrics(rollout: RolloutBatch, prompts: int) -> dict[str, float]:
-    """How many passes over the run's `prompts` have been taken with the last prompt of these samples.
+def draw_metrics(draws: Sequence[Draw], before: PassRates, after: PassRates) -> dict[str, float]:
+    """Where the run is in its prompts with a step's draws, by the pass rates before them and after.
 
-    Of several sources a pass is over as many prompts as they have together.
+    `data/epoch`: how many passes over the prompts have been taken with the last of these, of several sources over as many
+    prompts as they have together; `data/repetitions`: how often a prompt of the step was drawn before, in the mean;
+    `data/drawn_fraction`: the share of the stream so far that was drawn, the others being passed over. Of the prompts that
+    have samples so far `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are the shares of
+    those whose samples all passed, or none.
     """
-    return {"data/epoch": (1 + max(prompt.id for prompt in rollout.prompts)) / prompts}
+    positions, earlier = 1 + max(draw.position for draw in draws), [int(before.drawn[draw.example]) for draw in draws]
+    metrics = {
+        "data/epoch": positions / len(after.drawn),
+        "data/repetitions": sum(earlier) / len(draws),
+        "data/drawn_fraction": int(after.drawn.sum()) / positions,
+    }
+    rates = after.rates()
+    if len(known := rates[~rates.isnan()]):
+        metrics["data/pass_rate"] = float(known.mean())
+        metrics["data/always_passed"] = float((known == 1).double().mean())
+        metrics["data/never_passed"] = float((known == 0).double().mean())
+    return metrics
 
 
 def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:

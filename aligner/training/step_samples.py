@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.data.pass_rates import Draw, Origin, draws
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolFormat, format_of
 from aligner.data.transcripts import spoken_messages
@@ -20,9 +21,6 @@ from aligner.data.types import Experience, Prompt, Sample, SampleBatch, collate_
 from aligner.errors import ConfigError
 from aligner.observability.sample_files import Column, SampleFiles
 from aligner.rollout.rollout_builder import RolloutBatch
-
-Origin = Callable[[int], tuple[int, int]]
-"""Of a prompt's id which of the run's prompts it is, and in which pass over them it was taken."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,12 @@ class StepSamples:
         prompts = [*rollout.prompts, *(prompt for prompt, _ in replaced)]
         samples = [*rollout.samples, *(sample for _, sample in replaced)]
         return prompts, samples, collate_episodes(samples, pad_token_id)
+
+    def draws(self, origin: Origin, threshold: float | None) -> list[Draw]:
+        """What came of each prompt, as `pass_rates.draws`. Drawn ahead, rank 0 alone knows those that were replaced."""
+        others = (one.prompt.id for one in self.rollout.replaced for _ in one.samples)
+        ids = [*(prompt.id for prompt in self.rollout.prompts), *others]
+        return draws(ids, self.scores[: len(ids)], origin, threshold)
 
     def learned(self, rows: int, width: int) -> dict[str, NDArray]:
         """What is known of tokens that were learned from, float32 [rows, width] of the rows of `all`; else not a number."""

@@ -112,7 +112,8 @@ def trained_step(
         pipeline=unused,
         services=Services(None, None),
         algorithm=dataclasses.replace(build_online_algorithm(config), asks_before_update=asks_before_update),
-        prompts=len(prompts),
+        prompts=unused,
+        pass_rates=unused,
         kl_controller=KLController(0.1),
         evaluator=None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,11 @@ class Stream:
     def take(self, start, count):
         ids = range(start, start + count)
         return [Prompt(id, f"prompt {id}", torch.tensor([5]), {"task": f"task {id}"}) for id in ids]
+
+    def draw(self, start, count, rates):
+        """Its metadata say by which pass rates a prompt was drawn."""
+        drawn = [replace(prompt, metadata={**prompt.metadata, "rates": rates}) for prompt in self.take(start, count)]
+        return drawn, start + count
 
 
 class Digits:

@@ -106,7 +106,11 @@ class World:
         )
 
     def train(self, flow, first, last, save_at=None, place=None):
-        """What a trainer does; the samples of every step, with their versions and scores."""
+        """What a trainer does; the samples of every step, with versions, scores and the pass rates that they were drawn by.
+
+        The pass rates after so many steps are their number.
+        """
+        flow.pass_rates = first
         flow.publish_weights(first)
         trained = []
         for step in range(first, last):
@@ -116,7 +120,9 @@ class World:
             assert torch.equal(taught, -batch.tokens[:, 1:].float()), "the teacher's log-probs are the samples' own"
             samples = [(s.prompt_id, s.sample_index, *s.weight_versions.tolist()) for s in rollout.samples]
             texts = [prompt.text for prompt in rollout.prompts]
-            trained.append((step, samples, rollout.scores.result().tolist(), rollout.all_scores.result().tolist(), texts))
+            scores, rates = rollout.scores.result().tolist(), {prompt.metadata["rates"] for prompt in rollout.prompts}
+            trained.append((step, samples, scores, rollout.all_scores.result().tolist(), texts, rates))
+            flow.pass_rates = step + 1
             if save_at == step and place is not None:
                 self.position = flow.finish_save(place)
             self.spend()
@@ -156,7 +162,8 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
     wanted = [number for number in range(3 * PROMPTS * steps) if is_mixed(number) or not rounds]
     assert prompts == wanted[: PROMPTS * steps]
     assert versions(trained) == [(step, {max(0, step - max_staleness)}) for step in range(steps)]
-    for _, samples, scores, everything, texts in trained:
+    for step, samples, scores, everything, texts, rates in trained:
+        assert rates == {max(0, step - max_staleness)}, "which prompts are drawn follows from the step alone"
         assert texts == [f"prompt {number}" for number, *_ in samples]
         assert scores == [float(is_mixed(number) and index == 1) for number, index, *_ in samples]
         assert len(scores) <= len(everything)

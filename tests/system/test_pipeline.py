@@ -16,6 +16,8 @@ STEPS, SEED = 6, 2
 OVERRIDES = (
     *BESIDE,
     "actor.parallel.data=2",
+    "data.curriculum.target=0.3",
+    "data.pass_threshold=null",
     f"run.stop_after={STEPS}",
     f"checkpoint.every={CHECKPOINT_EVERY}",
     "logging.tensorboard=false",

@@ -84,7 +84,8 @@ def critic_warmup(overrides: list[str], first: int, saved_after: int | None = No
     reward: Any = _EvenTokens()
     reward.wait_ready = critic.wait_ready
     prompts = open_prompts(config.data, tokenizer, config.seed)
-    trainer = build_trainer(config, world, tokenizer, prompts, Services(critic, reward))
+    services = Services(critic, reward) if world.rank == 0 else Services(None, None)
+    trainer = build_trainer(config, world, tokenizer, prompts, services)
     assert isinstance(trainer, OnlineTrainer)
     published: list[int] = []
     publish = trainer.pipeline.publish_weights

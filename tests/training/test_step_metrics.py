@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
+from aligner.data.pass_rates import Draw, PassRates
 from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -16,7 +17,7 @@ from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.training.online import announcement
 from aligner.training.step_metrics import (
-    epoch_metrics,
+    draw_metrics,
     experience_metrics,
     length_counts,
     rollout_metrics,
@@ -143,8 +144,6 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), **counts)
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
-    # Three prompts are taken of a data set of two: one and a half passes.
-    assert epoch_metrics(whole, 2) == {"data/epoch": 1.5} and epoch_metrics(whole, 3) == {"data/epoch": 1.0}
     metrics = rollout_metrics(scored, settings)
     # What dynamic sampling has left out was drawn, too, as was what has no score.
     assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (6.0, 2.0)
@@ -248,3 +247,25 @@ def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_w
     assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
     for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
         assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(f"algorithm={name}", "algorithm.epochs=4")
+
+
+def test_where_a_run_is_in_its_prompts_is_told_by_what_was_drawn_and_what_has_passed():
+    """Of four prompts: two that were drawn before, one of them twice, and one that is new and could not be scored."""
+    before = PassRates.none(4).after([Draw(0, 1, 0, 2, 2.0), Draw(1, 0, 0, 2, 0.0)], memory=1.0)
+    before = before.after([Draw(4, 1, 1, 2, 1.0)], memory=1.0)
+    draws = [Draw(5, 0, 1, 2, 0.0), Draw(6, 3, 1, 0, 0.0), Draw(7, 1, 1, 2, 1.0)]
+    metrics = draw_metrics(draws, before, before.after(draws, memory=1.0))
+    assert metrics == {
+        "data/epoch": 2.0,
+        "data/repetitions": 1.0,
+        "data/drawn_fraction": 6 / 8,
+        "data/pass_rate": (4 / 6 + 0) / 2,
+        "data/always_passed": 0.0,
+        "data/never_passed": 0.5,
+    }
+    unscored = [Draw(0, 2, 0, 0, 0.0)]
+    assert draw_metrics(unscored, PassRates.none(4), PassRates.none(4).after(unscored, 1.0)) == {
+        "data/epoch": 0.25,
+        "data/repetitions": 0.0,
+        "data/drawn_fraction": 1.0,
+    }
