@@ -132,10 +132,7 @@ def build_trainer(
         alone = RemoteSampler(services.generator, publisher, is_alone=True)
         ahead = build_rollout_builder(config, policy, tokenizer, data, alone, services, is_alone=True)
     pipeline = RolloutPipeline(
-        builder,
-        ahead,
-        publisher,
-        services,
+        *(builder, ahead, publisher, services),
         config.rollout,
         config.run.steps,
         policy.runner.shape.pad_token_id,
