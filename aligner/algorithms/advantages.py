@@ -81,6 +81,30 @@ def grpo(scores: Tensor, group_size: int) -> Tensor:
     return (centered / (groups.std(1, keepdim=True) + _GRPO_EPSILON)).flatten()
 
 
+def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    """Of each token the sum over the steps that end with it or behind it of their rewards, normalized within the group.
+
+    A step's reward less the mean of all the group's steps, over their sample deviation + 1e-4: GRPO with process supervision
+    (Shao et al. 2024, "DeepSeekMath", section 4.1.3). Steps end at `ends`, bool [B, T]; what else of the rewards [B, T] a
+    response got, as for its answer, counts with its last step, or with its last token if it has none. [B, T], 0 outside the
+    mask. Raises ValueError as `rloo` does.
+    """
+    _check_groups(len(rewards), group_size)
+    places, ends = torch.arange(mask.shape[1]), ends & mask
+    last = torch.where(ends, places, -1).amax(1, keepdim=True)
+    last = torch.where(last < 0, torch.where(mask, places, 0).amax(1, keepdim=True), last)
+    at_ends = torch.where(ends, rewards, 0.0)
+    at_ends = at_ends.scatter_add(1, last, torch.where(mask & ~ends, rewards, 0.0).sum(1, keepdim=True))
+    ends = ends.scatter(1, last, True)
+    for first in range(0, len(rewards), group_size):
+        rows = slice(first, first + group_size)
+        own = at_ends[rows][ends[rows]]
+        compared = own - own.mean() if own.amax() > own.amin() else torch.zeros_like(own)
+        scaled = compared / (own.std() + _GRPO_EPSILON) if len(own) > 1 else compared
+        at_ends[rows] = at_ends[rows].masked_scatter(ends[rows], scaled)
+    return torch.where(mask, at_ends.flip(1).cumsum(1).flip(1), 0.0)
+
+
 def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
     """Each score minus its group's mean; [B] to [B] (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3).
 
@@ -133,6 +157,11 @@ def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
     return estimate
 
 
+def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
+    assert samples.step_ends is not None, "the reward speaks of steps"
+    return grpo_steps(samples.rewards, samples.step_ends, samples.mask, samples.samples_per_prompt)
+
+
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     assert samples.values is not None, "gae has a critic"
     return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam, samples.cut_values)
@@ -144,6 +173,7 @@ ESTIMATORS: Mapping[str, Estimate] = {
     "reinforce_plus_plus": lambda samples, settings: reinforce_plus_plus(samples.rewards, samples.mask, settings.gamma),
     "rloo": _of_responses(rloo),
     "grpo": _of_responses(grpo),
+    "grpo_steps": _of_steps,
     "dr_grpo": _of_responses(dr_grpo),
     "none": lambda samples, settings: torch.zeros_like(samples.rewards),
 }

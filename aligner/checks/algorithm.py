@@ -7,8 +7,9 @@ from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import rows_together, samples_learned_from
 from aligner.schema.options import callable_place
+from aligner.schema.reward_sources import has_step_rewards
 
-_GROUPED = ("rloo", "grpo", "dr_grpo")
+_GROUPED = ("rloo", "grpo", "grpo_steps", "dr_grpo")
 OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
 
@@ -24,7 +25,21 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _loss_problems(config.algorithm, has_teacher=config.has_teacher)
         yield from _sample_problems(config)
         yield from _penalty_problems(config)
+        yield from _step_problems(config)
         yield from _replay_problems(config, model)
+
+
+def _step_problems(config: Config) -> Iterator[str]:
+    """What of rewards of steps does not fit the estimator."""
+    if config.algorithm.advantage != "grpo_steps":
+        return
+    if not has_step_rewards(config.reward):
+        yield (
+            "algorithm.advantage=grpo_steps: the reward speaks of whole responses; give reward.step_rewards=true with a"
+            " function of steps, or reward.step_separator=TEXT with a process reward model"
+        )
+    if config.environment.has_agent:
+        yield "algorithm.advantage=grpo_steps: an agent's branches have no steps; give algorithm.advantage=grpo"
 
 
 def _preference_problems(config: Config) -> Iterator[str]:

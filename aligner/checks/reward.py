@@ -10,7 +10,15 @@ from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
-from aligner.schema.reward_sources import JudgeSource, ModelSource, RemoteSource, Source, model_sources, reward_sources
+from aligner.schema.reward_sources import (
+    JudgeSource,
+    ModelSource,
+    RemoteSource,
+    Source,
+    has_step_rewards,
+    model_sources,
+    reward_sources,
+)
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -23,6 +31,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has an end; give"
             " rollout.truncate_token"
         )
+    if has_step_rewards(config.reward) and config.critic_scores:
+        yield "critic.with_reward=true: rewards of steps need a reward server of their own; give critic.with_reward=false"
     try:
         sources = reward_sources(config.reward)
     except ConfigError as error:

@@ -130,7 +130,11 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
 
 def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
     settings = config.algorithm
-    compares = settings.advantage in ("rloo", "grpo", "dr_grpo") or settings.loss == "copg" or settings.train_on != "all"
+    compares = (
+        settings.advantage in ("rloo", "grpo", "grpo_steps", "dr_grpo")
+        or settings.loss == "copg"
+        or settings.train_on != "all"
+    )
     compares = compares or settings.trainer == "preferences"
     why = "samples of a prompt are compared" if compares else "samples of a prompt are not compared"
     yield Choice("rollout.samples_per_prompt", _GROUP if compares else _ALONE, f"{why} by {settings.name}")

@@ -228,7 +228,9 @@ class SampleBatch(Rows):
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: what environments gave, 0 outside the mask; None without any"""
+    """float32 [B, S-1]: what environments, and rewards of steps, gave, 0 outside the mask; None without any"""
+    step_ends: Tensor | None = field(default=None, kw_only=True)
+    """bool [B, S-1]: the tokens that end steps which the reward speaks of; None where it speaks of whole responses"""
     episodes: Tensor | None = field(default=None, kw_only=True)
     """int64 [B]: which rows are of one episode, the first of these its sample's, the others its branches'; None: each alone"""
     row_ids: Tensor | None = field(default=None, kw_only=True)
@@ -264,6 +266,16 @@ class SampleBatch(Rows):
         places = self.places
         newest = torch.cat((places[:1] - 1, places[:-1])).cummax(0)[0] if len(places) else places
         return places <= newest
+
+    def with_step_rewards(self, rewards: Tensor) -> Self:
+        """With what the steps of samples got, float32 [N, S-1], not a number where none ends, of the first N rows.
+
+        The others are branches.
+        """
+        ends, given = torch.zeros_like(self.mask), torch.zeros(self.mask.shape)
+        ends[: len(rewards)] = self.mask[: len(rewards)] & ~rewards.isnan()
+        given[ends] = rewards[ends[: len(rewards)]]
+        return replace(self, turn_rewards=given if self.turn_rewards is None else self.turn_rewards + given, step_ends=ends)
 
     def with_branches(self, samples: Tensor) -> Tensor:
         """The rows of some episodes, and behind them their branches', int64 [N]; all branches are behind all samples."""

@@ -1,16 +1,18 @@
 """Scoring functions: text in, one number a response out."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
+from aligner.schema.options import callable_place
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
 from aligner.user_code import imported
 
@@ -26,6 +28,11 @@ class ScoringRequest:
 
 Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float]]
 """One finite score a request, in order."""
+Steps = list[tuple[int, float]]
+"""Of a response behind how many of its characters steps end, and their rewards."""
+StepScorer = Callable[[Sequence[ScoringRequest]], Sequence[Steps]]
+"""The steps of each request, in order."""
+Answer = TypeVar("Answer")
 
 
 class ScoringError(AlignerError):
@@ -78,9 +85,14 @@ def scored(function: Scorer, requests: Sequence[Sequence[Any]]) -> list[float]:
     return [float(score) for score in function([ScoringRequest(*request) for request in requests])]
 
 
-def _elsewhere(module: str, name: str, timeout_s: float | None) -> Scorer:
+def stepped(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> list[Steps]:
+    """As `scored`, of a function that rewards the steps of a response."""
+    return [_read_steps(steps) for steps in function([ScoringRequest(*request) for request in requests])]
+
+
+def _elsewhere(module: str, name: str, timeout_s: float | None, through: str = "scored") -> Callable[..., Any]:
     """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason alone."""
-    child = ChildFunction(module, name, through=f"{__name__}:scored", takes=1, deadline_s=timeout_s)
+    child = ChildFunction(module, name, through=f"{__name__}:{through}", takes=1, deadline_s=timeout_s)
     child.start()
     return lambda requests: child([[each.prompt, each.response, dict(each.metadata)] for each in requests])
 
@@ -111,14 +123,52 @@ def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | N
     return _verifier(scorer) if name in RULES else scorer
 
 
+def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> StepScorer:
+    """A function of the user's own, `module:callable`, that rewards steps; otherwise as `resolve_scorer`."""
+    place = callable_place(name)
+    if place is None:
+        raise ConfigError(f"{key}={name}: rewards of steps are given by module:callable")
+    try:
+        return _elsewhere(*place, timeout_s, through="stepped")
+    except AlignerError as error:
+        raise ConfigError(f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH") from error
+
+
 def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
-    """The finite scores, one a request, of the scorer that the configuration calls `name`.
+    """The finite scores, one a request, of the scorer that the configuration calls `name`. Raises as `_answers`."""
+    scores = _answers(name, scorer, requests, float)
+    require_finite(name, scores, requests)
+    return scores
+
+
+def checked_steps(name: str, scorer: StepScorer, requests: Sequence[ScoringRequest]) -> list[Steps]:
+    """Each request's steps, with finite rewards and ends within the response. Raises as `_answers`."""
+    answers = _answers(name, scorer, requests, _read_steps)
+    for request, steps in zip(requests, answers, strict=True):
+        require_finite(name, [reward for _, reward in steps], [request] * len(steps))
+        for end, _ in steps:
+            if not 1 <= end <= len(request.response):
+                raise ScoringError(
+                    f"the scorer {name} ends a step behind character {end}, must be within 1 and the response's"
+                    f" {len(request.response)}, {_shown([request])}"
+                )
+    return answers
+
+
+def _read_steps(steps: Iterable[Sequence[Any]]) -> Steps:
+    return [(operator.index(end), float(reward)) for end, reward in steps]
+
+
+def _answers(
+    name: str, scorer: Callable[..., Iterable[Any]], requests: Sequence[ScoringRequest], read: Callable[[Any], Answer]
+) -> list[Answer]:
+    """What a scorer says of each request, as `read` takes it.
 
     Raises ScoringError with the scorer, and the prompt and response at fault. When it raises for several requests at once,
     each is scored alone to find the one, but for a ScoringError of its own, which says what there is to say.
     """
     try:
-        scores = [float(score) for score in scorer(requests)]
+        scores = [read(score) for score in scorer(requests)]
     except ScoringError as error:
         raise type(error)(f"the scorer {name}: {error}") from error
     except ChildLost as error:  # to find which of them it was would take as long for each
@@ -130,14 +180,13 @@ def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
         raised = f"the scorer {name} raised {what}"
         if len(requests) > 1:
             for request in requests:
-                checked_scores(name, scorer, [request])
+                _answers(name, scorer, [request], read)
             raise ScoringError(f"{raised} on a batch of {len(requests)} that it scores one by one") from error
         raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):
         raise ScoringError(
             f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
         )
-    require_finite(name, scores, requests)
     return scores
 
 

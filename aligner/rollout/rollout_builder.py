@@ -137,17 +137,19 @@ class RolloutBuilder:
         dynamic_sampling_rounds: int = 0,
         compared: Compared = _as_they_are,
         truncate_token: int | None = None,
+        score_parts: int | None = None,
         is_alone: bool = False,
     ) -> None:
         """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
         most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared` makes what is compared of their scores. With
         `truncate_token` responses are cut behind it.
+        `score_parts` is `PendingRows.sources` of scores.
         What is rank 0's `is_alone` tells no other rank, and asks for no values: they are the newest critic's.
         """
         self._prompts, self._sampler, self._services = prompts, sampler, services
         self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
         self._rounds, self._compared = dynamic_sampling_rounds, compared
-        self._truncate_token, self._is_alone = truncate_token, is_alone
+        self._truncate_token, self.score_parts, self._is_alone = truncate_token, score_parts, is_alone
         self.position = 0
         """Prompts of the stream that were taken, or passed over, so far: what a resumed run sets."""
         self._rates: PassRates | None = None
@@ -208,7 +210,7 @@ class RolloutBuilder:
     def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
         """Those that were asked for, with what environments gave; of these rows, int64 [B], or all."""
         added = environment_scores(generated.samples, self._settings.samples_per_prompt)
-        return PendingRows(tuple(generated.scores), rows, added)
+        return PendingRows(tuple(generated.scores), rows, added, self.score_parts)
 
     def _values(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
         """Of these rows, int64 [B], and of their samples' branches, of which values are asked for here."""

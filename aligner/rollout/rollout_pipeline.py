@@ -277,7 +277,7 @@ class RolloutPipeline:
         fields, rows, taught_rows = broadcast_json(told)
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
-        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added))
+        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added, self._rollouts.score_parts))
         taught = () if drawn is None else drawn.teacher_logprobs.futures
         teacher_logprobs = PendingRows(taught, None if taught_rows is None else torch.tensor(taught_rows))
         values = PendingRows(self._services.ask_values(rollout.batch))
@@ -294,7 +294,8 @@ class RolloutPipeline:
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
         """The batch that `_to_tensors` and `_to_json` were given."""
         samples = samples_from_tensors(tensors)
-        rollout = self._from_json(fields, samples, PendingRows((_answered(tensors["scores"]),), tensors["rows"]))
+        scores = PendingRows((_answered(tensors["scores"]),), tensors["rows"], sources=self._rollouts.score_parts)
+        rollout = self._from_json(fields, samples, scores)
         if (taught := tensors.get("teacher_logprobs")) is not None:
             rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(taught),)))
         replaced = from_saved(_part(tensors, "replaced"), fields["replaced"]) if "replaced" in fields else ()

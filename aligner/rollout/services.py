@@ -54,6 +54,8 @@ class PendingRows:
     """int64 [B]: which of the rows are wanted, all where None"""
     added: Tensor | None = None
     """[rows]: what is added to the scores that they are, on rank 0"""
+    sources: int | None = None
+    """How many columns of scores are what a source has given, those behind them being rewards of tokens; all where None"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
     """All rows by their width, once they are here; selections share it."""
 
@@ -68,7 +70,17 @@ class PendingRows:
     def parts(self) -> Tensor | None:
         """Of scores what each of P sources has given, [B, P]; None where the reward has not told. As `result`."""
         rows = self._everywhere(None)
-        return rows[:, 1:] if rows.ndim > 1 else None
+        sources = None if self.sources is None else 1 + self.sources
+        return rows[:, 1:sources] if rows.ndim > 1 and sources != 1 else None
+
+    def steps(self, width: int) -> Tensor:
+        """Of scores what tokens get that end steps, float32 [B, width], not a number for others: entry t speaks of token t+1.
+
+        As `result`.
+        """
+        rows, first = self._everywhere(None), 1 + (self.sources or 0)
+        rewards = rows[:, first : first + width] if rows.ndim > 1 else torch.zeros(len(rows), 0)
+        return F.pad(rewards, (0, width - rewards.shape[1]), value=torch.nan)
 
     def local(self, width: int | None = None) -> Tensor:
         """Wait, and give the scores [B], or [B, 1+P] with parts behind them, to this rank, rank 0, alone.

@@ -110,9 +110,10 @@ class AlgorithmConfig:
     advantage: str = option(
         "gae",
         "gae: generalized advantage estimation, with a critic; reinforce: the return; reinforce_plus_plus: the return,"
-        " whitened over the step; rloo, grpo, dr_grpo: the score against those of the prompt's other samples; none: for a"
-        " loss that takes no advantages; a function of one's own: docs/algorithms.md",
-        choices=("gae", "reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "none", CALLABLE),
+        " whitened over the step; rloo, grpo, dr_grpo: the score against those of the prompt's other samples; grpo_steps: what"
+        " the response's steps to come get, against all steps of these samples; none: for a loss that takes no advantages; a"
+        " function of one's own: docs/algorithms.md",
+        choices=("gae", "reinforce", "reinforce_plus_plus", "rloo", "grpo", "grpo_steps", "dr_grpo", "none", CALLABLE),
     )
     loss: str = option(
         "clip",

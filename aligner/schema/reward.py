@@ -33,7 +33,24 @@ class RewardConfig(MegatronModelConfig):
         minimum=0.1,
         read=".kind=function",
     )
+    step_rewards: bool = option(
+        False,
+        "the function gives each response a list of (end, reward) instead of a number: of steps that end behind so many of its"
+        " characters; the score is their sum",
+        read=".kind=function",
+    )
     path: str | None = option(None, "reward model directory", read=".kind=model")
+    step_separator: str | None = option(
+        None,
+        "a process reward model, read wherever this text ends, as a full stop, and at the response's end; the score is the sum"
+        " over the steps. null: read at the end alone",
+        read=".kind=model",
+    )
+    step_probability: bool = option(
+        True,
+        "the reward of a step is the probability that it is right, of the model's number as a logit; false: the number itself",
+        read=".kind=model and .step_separator!=null",
+    )
     config: dict[str, Any] = option(
         {},
         "its config.json as YAML, which `aligner validate` goes by while there is no such directory; what it does not say is"
@@ -107,7 +124,7 @@ class RewardConfig(MegatronModelConfig):
     sources: dict[str, Any] = option(
         {},
         "name to kind, weight, task_weights, gain, bias and function and function_timeout_s, path, url, timeout_s and"
-        " skip_special_tokens, or the judge_… keys",
+        " skip_special_tokens, the step_… keys, or the judge_… keys",
         read=".kind=combined",
     )
     combine: str = option(

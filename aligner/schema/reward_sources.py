@@ -12,7 +12,7 @@ from aligner.schema.judge_questions import ASKINGS, COMPARISONS, pattern_problem
 from aligner.schema.keys import schema_keys
 from aligner.schema.options import is_finite_number, key_hint
 from aligner.schema.reasoning_tasks import TASK
-from aligner.schema.scoring_functions import function_problem
+from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_problem
 
 _SHORTEST_TIMEOUT_S = 0.1
 _OF_SCORES = ("judge_pattern", "judge_lowest", "judge_highest")
@@ -48,6 +48,7 @@ class FunctionSource(Source):
 
     function: str
     function_timeout_s: float = RewardConfig.function_timeout_s
+    step_rewards: bool = RewardConfig.step_rewards
     needs = ("function",)
 
 
@@ -56,6 +57,8 @@ class ModelSource(Source):
     """A Megatron reward model."""
 
     path: str
+    step_separator: str | None = None
+    step_probability: bool = RewardConfig.step_probability
     needs = ("path",)
 
 
@@ -128,6 +131,8 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
         problems.append("reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function")
     if reward.kind == "combined" and reward.combine != "sum" and len(reward.sources) == 1:
         problems.append(f"reward.combine={reward.combine}: there is one source; give reward.sources more, or combine=sum")
+    if reward.kind == "combined" and reward.combine != "sum" and any(map(_entries_have_steps, reward.sources.values())):
+        problems.append(f"reward.combine={reward.combine}: rewards of steps can only be added up; give reward.combine=sum")
     sources = []
     for key, name, entries in _entries(reward):
         found = list(_source_problems(key, entries))
@@ -145,9 +150,28 @@ def source_names(reward: RewardConfig) -> tuple[str, ...]:
     return tuple(source.name for source in reward_sources(reward))
 
 
+def score_parts(reward: RewardConfig) -> int | None:
+    """How many parts a score is told with before rewards of steps; None where there are none of these."""
+    names = source_names(reward) if has_step_rewards(reward) else None
+    return None if names is None else len(names) if len(names) > 1 else 0
+
+
 def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
     """Those that are Megatron models."""
     return tuple(source for source in sources if isinstance(source, ModelSource))
+
+
+def has_step_rewards(reward: RewardConfig) -> bool:
+    """Whether a source rewards the steps of a response, not it alone; False for sources that do not say what they must."""
+    if reward.kind == "combined":
+        return any(map(_entries_have_steps, reward.sources.values()))
+    entries = {"step_rewards": reward.step_rewards} if reward.kind == "function" else {"step_separator": reward.step_separator}
+    return reward.kind in ("function", "model") and _entries_have_steps(entries)
+
+
+def _entries_have_steps(entries: Any) -> bool:
+    is_mapping = isinstance(entries, Mapping)
+    return is_mapping and (entries.get("step_rewards") is True or entries.get("step_separator") is not None)
 
 
 def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
@@ -248,6 +272,8 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
     for needed in kind.needs:
         if needed not in entries:
             yield f"{key}.{needed}: missing; kind={entries['kind']} needs it"
+    if entries.get("step_rewards") is True and (name := entries.get("function")) in {**FUNCTIONS, **RULES}:
+        yield f"{key}.step_rewards=true: {name} gives a number for a response, not rewards of steps; give module:callable"
     if kind is JudgeSource:
         yield from _judge_problems(key, {entry: value for entry, value in entries.items() if entry in allowed})
 
@@ -266,7 +292,7 @@ def _judge_problems(key: str, entries: Mapping[str, Any]) -> Iterator[str]:
 def _value_problem(entry: str, value: Any) -> str | None:
     if entry.startswith("judge_"):
         return _judge_value_problem(entry, value)
-    if entry == "skip_special_tokens":
+    if entry in ("skip_special_tokens", "step_rewards", "step_probability"):
         return None if isinstance(value, bool) else "must be true or false"
     if entry in ("weight", "gain", "bias", "timeout_s", "function_timeout_s"):
         if not is_finite_number(value):

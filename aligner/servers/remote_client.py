@@ -190,15 +190,23 @@ def wide(rows: Tensor, width: int) -> Tensor:
 
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
-    """The scores float32 [B] of an answer, or [B, 1+P] with what each of P sources has given behind them."""
-    columns = [torch.from_numpy(answer[name].copy()) for name in ("rewards", "reward_parts") if name in answer]
+    """The scores float32 [B] of an answer, or [B, 1+P+S-1] with what each of P sources has given behind them, where there are
+    several, and then what tokens get that end steps, where any do."""
+    names = ("rewards", "reward_parts", "step_rewards")
+    columns = [torch.from_numpy(answer[name].copy()) for name in names if name in answer]
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 
 
 def joined_scores(parts: Sequence[Tensor]) -> Tensor:
     """Those of one request after another, as `scores_in` has them; of [B] that are not a number every part is none."""
-    widest = max(parts, key=lambda part: part.ndim)
-    return torch.cat([part if part.ndim == widest.ndim else part[:, None].expand(-1, widest.shape[1]) for part in parts])
+    width = max(part.shape[1] if part.ndim > 1 else 0 for part in parts)
+    if width == 0:
+        return torch.cat(list(parts))
+    padded = [
+        part[:, None].expand(-1, width) if part.ndim == 1 else F.pad(part, (0, width - part.shape[1]), value=math.nan)
+        for part in parts
+    ]
+    return torch.cat(padded)
 
 
 class UnscoredError(RefusedError):
@@ -234,7 +242,7 @@ class RewardClient(RemoteClient):
             # Numbered requests are computed alone, so that scores do not depend on who else asks.
             requests = self._row_requests(tokens[rows], lengths[rows], 0, prompt_lengths[rows], known)
             answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
-            return torch.cat([scores_in(answer) for answer in answers])
+            return joined_scores([scores_in(answer) for answer in answers])
 
         def score_all() -> Tensor:
             try:

@@ -1,5 +1,6 @@
 """The reward role: requests to scores, by functions, HTTP scorers, judges and models, on its own ranks or the critic's."""
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from aligner.rewards.sources import (
     RewardSource,
     ScoringBatch,
     TextSource,
+    step_source,
     text_source,
 )
 from aligner.schema import Config, reward_sources
@@ -99,8 +101,12 @@ class Scoring:
             return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
 
         plain, whole = (functools.partial(requests, skip=skip) for skip in (True, False))
-        rewards, parts = self._reward.in_parts(ScoringBatch(plain, tokens, lengths, whole))
-        return {"rewards": rewards} | {str(number): part for number, part in enumerate(parts)}
+        token_at = (
+            None if tokens is None or lengths is None else functools.partial(self._token_at, tokens, lengths, prompt_lengths)
+        )
+        rewards, parts, steps = self._reward.in_steps(ScoringBatch(plain, tokens, lengths, whole, token_at))
+        inside = {} if steps is None else {"steps": steps}
+        return {"rewards": rewards} | inside | {str(number): part for number, part in enumerate(parts)}
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
@@ -119,6 +125,8 @@ class Scoring:
                 tensors = {"tokens": tensor(arrays["tokens"])} | {name: tensor(columns[name][:, 0]) for name in columns}
             scores = call("score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata)
             rewards = {"rewards": scores.pop("rewards").float().cpu().numpy()[:, None]}
+            if (steps := scores.pop("steps", None)) is not None and steps.shape[1] > 1:
+                rewards["step_rewards"] = steps[:, 1:].contiguous().cpu().numpy()  # entry t speaks of token t+1
             return rewards if len(scores) < 2 else rewards | {"reward_parts": torch.stack([*scores.values()], 1).cpu().numpy()}
 
         return {REWARD_MODEL: rewards}
@@ -132,6 +140,16 @@ class Scoring:
         halves = [half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])]
         texts = self._tokenizer.decode_batch(halves, skip_special_tokens=skip)
         return list(zip(texts[::2], texts[1::2], strict=True))
+
+    def _token_at(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None, row: int, characters: int) -> int:
+        """The place of a row's token with which so many characters of its response are complete, the last one at most."""
+        first = 0 if prompt_lengths is None else int(prompt_lengths[row])
+        response = tokens[row, first : int(lengths[row])].tolist()
+
+        def complete(count: int) -> bool:
+            return len(self._tokenizer.decode(response[:count], skip_special_tokens=True)) >= characters
+
+        return first + max(0, bisect.bisect_left(range(len(response)), True, key=complete) - 1)
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:
         rows = [with_beginning(encoding) for encoding in self._tokenizer.encode_batch(list(texts))]
@@ -161,11 +179,14 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
             require_policys_tokens(f"{source.key}.path", Path(source.path), directory)
             model = build_model(Path(source.path))
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
-            parts.append((source, ModelSource(source.name, model, normalizer)))
+            steps = source.step_separator, source.step_probability
+            parts.append((source, ModelSource(source.name, model, normalizer, *steps)))
             its_limits = model_limits(config, Path(source.path), model.vocab_size, f"{source.key}.path")
             limits = narrower(limits, its_limits)
         elif isinstance(source, reward_sources.JudgeSource):
             parts.append((source, TextSource(source.name, build_judge(source, run_paths(config)))))
+        elif isinstance(source, reward_sources.FunctionSource) and source.step_rewards:
+            parts.append((source, step_source(source)))
         else:
             parts.append((source, text_source(source)))
     combined = CombinedReward(parts, config.reward.combine, config.reward.disagreement_weight)

@@ -78,6 +78,8 @@ TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
 # The scores, and what each of P sources has given, where there are several.
 REWARDS = (TensorSpec("rewards", np.float32, ("B", 1)), TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True))
+# Of the scores what tokens get that end steps, not a number for others; where the reward gives any.
+STEP_REWARDS = TensorSpec("step_rewards", np.float32, ("B", "S-1"), optional=True)
 # Where a response begins, and what the data says about its prompt (a JSON object a row).
 RESPONSES = (
     TensorSpec("prompt_lengths", np.int64, ("B", 1), optional=True),
@@ -119,7 +121,7 @@ REWARD_MODEL = EndpointSpec(
         _of_request("sequence_number", np.int64, batching=True),
         _of_request("trace_id", np.bytes_, batching=True),
     ),
-    REWARDS,
+    (*REWARDS, STEP_REWARDS),
     batching=True,
 )
 TEACHER_LOGPROBS = EndpointSpec(

@@ -23,7 +23,7 @@ from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO, weights_version
-from aligner.schema.reward_sources import source_names
+from aligner.schema.reward_sources import has_step_rewards, source_names
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
 from aligner.training.loop import StepResult, TrainingLoop
@@ -131,6 +131,8 @@ class OnlineTrainer(TrainingLoop):
                 )
                 batch = rollout.batch
             scores = self._scores(rollout)
+            if has_step_rewards(self.config.reward):
+                batch = batch.with_step_rewards(rollout.scores.steps(batch.tokens.shape[1] - 1))
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
             batch, taught = self._taught(rollout)
         samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught)

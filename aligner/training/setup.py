@@ -35,7 +35,7 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.reward_sources import evaluation_judge, judge_sources, source_names
+from aligner.schema.reward_sources import evaluation_judge, judge_sources, score_parts, source_names
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
@@ -198,6 +198,7 @@ def build_rollout_builder(
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
         compared=build_shaping(config).of_ends,
         truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
+        score_parts=score_parts(config.reward),
         is_alone=is_alone,
     )
 

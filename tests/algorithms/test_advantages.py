@@ -177,3 +177,40 @@ def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shif
     assert not found[~mask].any()
     for row, inside, by_row in zip(values, mask, masked_mean(values, mask, dim=1), strict=True):
         assert by_row.item() == pytest.approx(row[inside].mean().item() if inside.any() else 0.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS)
+def test_grpo_of_steps_is_the_sum_of_the_normalized_rewards_of_the_steps_to_come(seed):
+    """What a response got beside its steps counts with its last one, or is the one step of a response without."""
+    rewards, _, mask = draw(seed)
+    mask[seed % 6, seed % 8] = True
+    rewards = torch.where(mask, rewards.nan_to_num(0.5), math.nan)
+    ends = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed + 1)) > 0.6
+    ends[(seed + 1) % 6] = False
+    found = advantages.grpo_steps(rewards, ends, mask, 3)
+    for first in (0, 3):
+        steps: list[list[tuple[int, float]]] = []
+        for row in range(first, first + 3):
+            inside = mask[row].nonzero()[:, 0].tolist()
+            own = [(place, float(rewards[row, place])) for place in inside if ends[row, place]]
+            rest = sum(float(rewards[row, place]) for place in inside if not ends[row, place])
+            own = own or [(max(inside, default=0), 0.0)]
+            steps.append([*own[:-1], (own[-1][0], own[-1][1] + rest)])
+        every = [reward for row in steps for _, reward in row]
+        mean, spread = statistics.fmean(every), statistics.stdev(every)
+        for row, own in enumerate(steps, start=first):
+            for place in range(mask.shape[1]):
+                ahead = sum((reward - mean) / (spread + 1e-4) for end, reward in own if end >= place)
+                assert float(found[row, place]) == pytest.approx(ahead if mask[row, place] else 0.0, abs=1e-9)
+
+
+def test_grpo_of_steps_that_are_all_worth_the_same_is_0_and_of_one_step_each_is_grpo():
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    ends = torch.tensor([[False, True, True], [True, False, True], [False, False, True], [True, True, True]])
+    assert not advantages.grpo_steps(torch.where(ends, 0.3, 0.0), ends, mask, 2).any()
+    scores = torch.tensor([1.0, 0.0, 0.25, 4.0])
+    at_end = torch.zeros(4, 3)
+    at_end[:, 2] = scores
+    whole = advantages.grpo_steps(at_end, torch.zeros_like(mask), mask, 2)
+    assert torch.allclose(whole, advantages.grpo(scores, 2)[:, None].expand(4, 3))

@@ -254,6 +254,10 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
     assert notes == ("data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of all data",)
     here = with_values(config, {"data.sources": {"one": sources["one"]}})
     assert with_present_data(here, {}) == (here, ())
+    rated = {"data.pass_rate": [0.1, 0.9], "data.sort_by": "-pass_rate", "data.pass_rate_samples": "/absent/y.jsonl"}
+    every, (note,) = with_present_data(with_values(here, rated), {})
+    assert every == here and note == "data.pass_rate_samples=/absent/y.jsonl: not on this machine; every record is taken"
+    assert with_present_data(with_values(config, rated), {})[0] == present
     expected = with_present_data(here, {str(tmp_path): None})[0]
     assert (
         expected.data.sources["one"]["path"] == sums

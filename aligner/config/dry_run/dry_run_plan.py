@@ -28,6 +28,7 @@ _SUMS = {
     "dpo": "preferences",
     "reward_model": "preferences",
 }
+_ANY_DIFFICULTY: dict[str, Any] = {"data.pass_rate": [], "data.pass_rate_samples": None, "data.sort_by": None}
 _LONGEST_SHOWN = 200
 _TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
 
@@ -147,7 +148,7 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         algorithm = config.algorithm
         answered = "demonstrations" if algorithm.has_demonstrations else _SUMS[algorithm.trainer]
         path = _sums("labeled_answers" if algorithm.has_labels else answered)
-        values: dict[str, Any] = {"data.fields": {}, "data.prompt_after": None, "data.prompt_before": None}
+        values: dict[str, Any] = {"data.fields": {}, "data.prompt_after": None, "data.prompt_before": None, **_ANY_DIFFICULTY}
         if config.data.path is not None:
             values["data.path"] = path
         for source in sources if config.data.path is None else ():
@@ -156,6 +157,8 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
             values["reward.sources"] = without_tasks(config.reward)
         named = ", ".join(source.given_as for source in absent)
         yield values, f"{named}: not on this machine; sums take the place of all data"
+    elif (rated := config.data.pass_rate_samples) is not None and _is_absent(rated, expected):
+        yield dict(_ANY_DIFFICULTY), f"data.pass_rate_samples={rated}: not on this machine; every record is taken"
     given = config.data.normalization
     if given is not None and _is_absent(given, expected):
         yield {"data.normalization": None}, f"data.normalization={given}: not on this machine; left out"
