@@ -13,7 +13,7 @@ from tests.observability.tracker_readers import mlflow_steps, wandb_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-WATCHED = ("logging.wandb.enabled=true", "logging.mlflow.enabled=true", "logging.format=json", "run.steps=6")
+WATCHED = ("logging.wandb.enabled=true", "logging.mlflow.enabled=true", "logging.format=json", "run.steps=16")
 
 
 def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch:
     status = read_status(directory)
     assert (status.state, status.resumable) == ("stopped", True)
     finished = run_to_end(directory, "run.resume=true", *WATCHED)
-    assert [step["step"] for step in finished.metrics] == list(range(1, 7))
+    assert [step["step"] for step in finished.metrics] == list(range(1, 17))
     assert wandb_steps(finished.paths) == finished.metrics
     assert mlflow_steps(finished.paths) == finished.metrics
     assert read_status(directory).state == "finished"
