@@ -89,7 +89,7 @@ class OnlineTrainer(TrainingLoop):
                 each = rollout.batch.samples_per_prompt
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
-        self._taught(rollout)  # where nothing was learned nobody has read them yet
+        self._taught(rollout, rollout.batch)  # where nothing was learned nobody has read them yet
         rollout = rollout.scored()
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         sampled = StepSamples.of(drawn, experience)
@@ -134,7 +134,7 @@ class OnlineTrainer(TrainingLoop):
             if has_step_rewards(self.config.reward):
                 batch = batch.with_step_rewards(rollout.scores.steps(batch.tokens.shape[1] - 1))
             values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
-            batch, taught = self._taught(rollout)
+            batch, taught = self._taught(rollout, batch)
         samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught)
         if not len(samples.tokens):
             return {}, None
@@ -155,9 +155,8 @@ class OnlineTrainer(TrainingLoop):
         """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
         return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
 
-    def _taught(self, rollout: RolloutBatch) -> tuple[SampleBatch, Tensor | None]:
+    def _taught(self, rollout: RolloutBatch, batch: SampleBatch) -> tuple[SampleBatch, Tensor | None]:
         """Wait for the teacher's log-probs [B, S-1] of the batch's rows, None without a teacher; the batch has the others."""
-        batch = rollout.batch
         if not self.config.has_teacher:
             return batch, None
         told = rollout.teacher_logprobs.result(batch.tokens.shape[1] - 1)

@@ -348,7 +348,7 @@ def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tm
         assert step["policy/grad_norm"] > 0 and step["mismatch/logprob_abs"] < 1e-3
     assert not list((finished.paths.root / "logs").glob("critic*"))
     checkpoint = finished.paths.checkpoints / "step_2"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "policy"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "pass_rates", "policy"]
     state = json.loads((checkpoint / "manifest.json").read_text())["state"]
     assert state["critic_updates"] == 0 and state["position"] > 2 * 16
 
