@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from aligner.config.compose import compose_config
+from aligner.data import claim
 from aligner.data.claim import take_run, write_as
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
@@ -24,6 +26,9 @@ from aligner.servers.critic_updates import CriticState
 from aligner.training.online import OnlineTrainer
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.setup import build_trainer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _EvenTokens:
@@ -70,6 +75,20 @@ class _CountingCritic(_EvenTokens):
     def finish_checkpoint(self) -> None: ...
 
 
+def _of_its_own(job: Callable[P, T]) -> Callable[P, T]:
+    """The job in a process that goes on with other runs: whose this one is does not outlive it."""
+
+    @functools.wraps(job)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return job(*args, **kwargs)
+        finally:
+            claim._own = None
+
+    return run
+
+
+@_of_its_own
 def critic_warmup(overrides: list[str], first: int, saved_after: int | None = None) -> list[dict[str, Any]]:
     """A run's steps from `first` on, which it resumes from: metrics, the published version if any, and the policy's weights.
 
@@ -78,8 +97,9 @@ def critic_warmup(overrides: list[str], first: int, saved_after: int | None = No
     config = compose_config(overrides)
     prepare_model(config)
     tokenizer = Tokenizer(prepare_model(config))
-    write_as(config, take_run(config))
     world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
+    if world.rank == 0:
+        write_as(config, take_run(config))
     critic: Any = _CountingCritic()
     reward: Any = _EvenTokens()
     reward.wait_ready = critic.wait_ready
@@ -127,6 +147,7 @@ class _Halves:
     def close(self) -> None: ...
 
 
+@_of_its_own
 def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     """The metrics of a run's first steps, published and learned, on one rank."""
     config = compose_config(overrides)
