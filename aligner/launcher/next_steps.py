@@ -31,7 +31,7 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
         prompts = f"--prompts {shlex.quote(_prompts(config))}"
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "draw responses"
-        function = config.reward.function
+        function = None if config.reward.step_rewards else config.reward.function  # evaluations read a number a response
         if algorithm.generates and config.reward.kind == "function" and function is not None:
             yield f"aligner evaluate {run} {prompts} --function {shlex.quote(function)}", "score greedy ones"
     if has_model:

@@ -28,6 +28,8 @@ def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained
     found = commands(run, 4, f"data.path='{prompts}'")
     assert [words[:2] for words in found[:4]] == [[name, str(run)] for name in ("view", "generate", "evaluate", "convert")]
     assert found[1][2:4] == ["--prompts", str(prompts)] and found[2][4:6] == ["--function", "digit_fraction"]
+    of_steps = commands(run, 4, f"data.path='{prompts}'", "reward.function=mine:steps", "reward.step_rewards=true")
+    assert [words[0] for words in of_steps] == ["view", "generate", "convert", "launch"]
     on = found[4]
     assert on[0] == "launch" and on[-3:] == ["run.steps=8", f"run.dir={run}", "run.resume=auto"]
     assert "run.steps=4" not in on
