@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.schema import CurriculumConfig
 
-_FILE = "pass_rates.safetensors"
+_FILE, _CHECKSUM = "pass_rates.safetensors", "prompts"
 Origin = Callable[[int], tuple[int, int]]
 """Of a prompt's id which of the run's prompts it is, and in which pass over them it was taken."""
 
@@ -49,12 +48,14 @@ class PassRates:
     """float64 [N]: its samples that have a score, earlier ones by what `data.curriculum.memory` leaves of them"""
     passed: Tensor
     """float64 [N]: of these, those that have passed"""
+    checksum: int = 0
+    """Of the prompts: others have another one."""
 
     @staticmethod
-    def none(count: int) -> "PassRates":
+    def none(count: int, checksum: int = 0) -> "PassRates":
         """Those of so many prompts, none of which was drawn."""
         numbers, sums = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.float64)
-        return PassRates(numbers, numbers - 1, sums, sums)
+        return PassRates(numbers, numbers - 1, sums, sums, checksum)
 
     def rates(self) -> Tensor:
         """float64 [N], 0 to 1; not a number for prompts without a scored sample."""
@@ -62,7 +63,8 @@ class PassRates:
 
     def after(self, draws: Sequence[Draw], memory: float) -> "PassRates":
         """With a step's draws; `memory` is the share of what was known of their prompts that still counts."""
-        now = replace(self, **{each.name: getattr(self, each.name).clone() for each in fields(self)})
+        tensors = self.drawn.clone(), self.last_pass.clone(), self.samples.clone(), self.passed.clone()
+        now = PassRates(*tensors, self.checksum)
         for draw in draws:
             place = draw.example
             now.drawn[place] += 1
@@ -75,18 +77,21 @@ class PassRates:
     def save(self, directory: Path) -> None:
         """Write them into a checkpoint's directory, exactly."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_file(directory / _FILE, to_bytes({each.name: getattr(self, each.name) for each in fields(self)}))
+        write_file(directory / _FILE, to_bytes(self._tensors(), {_CHECKSUM: str(self.checksum)}))
 
-    def load(self, directory: Path) -> "PassRates":
-        """Those that a directory holds, of as many prompts as these. Raises AlignerError where it does not."""
-        file, count = directory / _FILE, len(self.drawn)
+    def load(self, directory: Path) -> "PassRates | None":
+        """Those that a directory holds; None where they are of other prompts. Raises AlignerError where it holds none."""
+        file = directory / _FILE
         try:
-            found = PassRates(**load_file(file))
-        except (OSError, TypeError, SafetensorError) as error:
+            with safe_open(file, "pt") as stored:
+                checksum = int(stored.metadata()[_CHECKSUM])
+                found = PassRates(**{name: stored.get_tensor(name) for name in stored.keys()}, checksum=checksum)  # noqa: SIM118
+        except (OSError, TypeError, KeyError, SafetensorError) as error:
             raise AlignerError(f"{file}: the prompts' pass rates cannot be read: {error}") from error
-        if len(found.drawn) != count:
-            raise AlignerError(f"{file}: it is of {len(found.drawn)} prompts, and the run's data now has {count}")
-        return found
+        return found if (found.checksum, len(found.drawn)) == (self.checksum, len(self.drawn)) else None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 def passes(scores: Tensor, threshold: float | None) -> Tensor:

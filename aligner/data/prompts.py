@@ -6,6 +6,7 @@ beginning-of-sequence token; a chat template has them in its words. Nothing is p
 
 import functools
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,10 @@ class PromptStream(ExampleStream[Prompt]):
     def take(self, start: int, count: int) -> list[Prompt]:
         """The `count` prompts at positions `start` and up; a prompt's id is its position."""
         return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
+
+    def checksum(self) -> int:
+        """Of the texts of all prompts, in the sources' own order."""
+        return functools.reduce(lambda sum, prompt: zlib.crc32(prompt.text.encode() + b"\0", sum), self.examples(), 0)
 
     def draw(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
         """The first `count` prompts from a position on that are drawn at these pass rates, and the position behind them.

@@ -293,10 +293,12 @@ class OnlineTrainer(TrainingLoop):
         self.pass_rates.save(run_paths(self.config).checkpoint(step, "pass_rates"))
 
     def _load_rates(self, directory: Path) -> None:
-        if directory.is_dir():
-            self.pass_rates = self.pipeline.pass_rates = self.pass_rates.load(directory)
+        found = self.pass_rates.load(directory) if directory.is_dir() else None
+        if found is not None:
+            self.pass_rates = self.pipeline.pass_rates = found
         elif self.recorder is not None:
-            _log.warning("the checkpoint is of a release that counted no prompts' samples: pass rates begin anew from here")
+            of = "of other prompts" if directory.is_dir() else "of a release that counted no prompts' samples"
+            _log.warning("the checkpoint is %s: pass rates begin anew from here", of)
 
     def committed(self, kept: Sequence[TrainingState]) -> None:
         """A critic that is lost comes back from these."""

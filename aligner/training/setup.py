@@ -144,7 +144,7 @@ def build_trainer(
         services=services,
         algorithm=build_online_algorithm(config),
         prompts=data,
-        pass_rates=PassRates.none(len(data)),
+        pass_rates=PassRates.none(len(data), data.checksum()),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
         evaluator=build_evaluator(config, tokenizer, policy, builder, services, tools),
         **_loop_parts(config, world, tokenizer, timeline, data),
