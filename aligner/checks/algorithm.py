@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
-from aligner.schema.derived import rows_together, samples_learned_from
+from aligner.schema.derived import GROUPED, rows_together, samples_learned_from
 from aligner.schema.options import callable_place
 from aligner.schema.reward_sources import has_step_rewards
 
-_GROUPED = ("rloo", "grpo", "grpo_steps", "dr_grpo")
 OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
 
@@ -71,8 +70,8 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
         yield f"algorithm.train_on=best: the samples left have no others beside them; give loss=cross_entropy, not {loss}"
     if settings.whiten_over == "prompt" and settings.train_on != "all":
         yield f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's samples"
-    if (settings.advantage in _GROUPED or loss == "copg") and settings.train_on != "all":
-        comparing = f"advantage={settings.advantage}" if settings.advantage in _GROUPED else "loss=copg"
+    if (settings.advantage in GROUPED or loss == "copg") and settings.train_on != "all":
+        comparing = f"advantage={settings.advantage}" if settings.advantage in GROUPED else "loss=copg"
         yield f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's samples"
     if loss == "reinforce" and settings.epochs > 1:
         yield (
@@ -114,7 +113,7 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         yield "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"
     if loss == "copg" and settings.kl_estimator != "k1":
         yield f"algorithm.kl_estimator={settings.kl_estimator}: loss=copg is defined with k1"
-    if settings.whiten_rewards and (settings.advantage in _GROUPED or loss == "copg"):
+    if settings.whiten_rewards and (settings.advantage in GROUPED or loss == "copg"):
         yield "algorithm.whiten_rewards=true: scores of whole responses are compared, and theirs would depend on length"
     if settings.kl_target is not None:
         samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
@@ -134,7 +133,7 @@ def _sample_problems(config: Config) -> Iterator[str]:
     comparing = [
         f"{name}={value}"
         for name, value, compares in (
-            ("advantage", settings.advantage, settings.advantage in _GROUPED),
+            ("advantage", settings.advantage, settings.advantage in GROUPED),
             ("loss", settings.loss, settings.loss == "copg"),
             ("train_on", settings.train_on, settings.train_on != "all"),
             ("whiten_over", settings.whiten_over, settings.whiten_over == "prompt"),

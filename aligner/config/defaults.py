@@ -13,7 +13,7 @@ from aligner.config.layout_search import find_layout
 from aligner.config.situation import Choice, Situation, counted
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.derived import policy_updates
+from aligner.schema.derived import GROUPED, policy_updates
 from aligner.schema.keys import is_read, with_values
 from aligner.schema.reward_sources import has_reward_model
 
@@ -130,11 +130,7 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
 
 def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
     settings = config.algorithm
-    compares = (
-        settings.advantage in ("rloo", "grpo", "grpo_steps", "dr_grpo")
-        or settings.loss == "copg"
-        or settings.train_on != "all"
-    )
+    compares = settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
     compares = compares or settings.trainer == "preferences"
     why = "samples of a prompt are compared" if compares else "samples of a prompt are not compared"
     yield Choice("rollout.samples_per_prompt", _GROUP if compares else _ALONE, f"{why} by {settings.name}")

@@ -3,6 +3,8 @@
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.options import callable_place
 
+GROUPED = ("rloo", "grpo", "grpo_steps", "dr_grpo")
+"""Estimators that compare the samples of a prompt."""
 WITHOUT_RATIO = ("reinforce", "copg", "dpo", "cross_entropy")
 """Losses that no ratio to the policy which drew the samples limits."""
 
