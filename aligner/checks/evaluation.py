@@ -45,11 +45,25 @@ def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     if settings.function is not None and (problem := function_problem(settings.function)):
         yield f"evaluation.function={settings.function}: {problem}"
     yield from _judge_problems(config)
+    if settings.every and settings.beside:
+        yield from _beside_problems(config)
     if settings.greedy and settings.samples > 1:
         yield (
             f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
             " evaluation.greedy=false, or one sample"
         )
+
+
+def _beside_problems(config: Config) -> Iterator[str]:
+    """Why a step cannot be evaluated beside the one after it."""
+    key, run = "evaluation.beside=true", config.run
+    if not config.rollout.steps_ahead:
+        ahead = "engine.placement=server rollout.max_staleness=1"
+        yield f"{key}: needs a generator that draws while the policy trains; give {ahead}"
+    given = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
+    for name, value in given.items():
+        if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
+            yield f"{key}: {name}={value} is to end the run before its next step; leave one of them out"
 
 
 def _judge_problems(config: Config) -> Iterator[str]:

@@ -4,9 +4,10 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +27,8 @@ from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.schema import RolloutConfig
+
+Drawn = TypeVar("Drawn")
 
 _TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
 
@@ -96,6 +99,8 @@ class RolloutPipeline:
         self._served: Future[None] | None = None
         """The newest version's, on rank 0; None where that was the last one."""
         self._newest = 0
+        self._beside: Future[Any] | None = None
+        """What is drawn by the newest version beside the batches, on rank 0: the next version serves after it."""
         self._batches: deque[_Batch] = deque()
         """Rank 0's, in the order of their steps."""
         self._next = 0
@@ -138,10 +143,28 @@ class RolloutPipeline:
         self._newest = version
         if last:
             return
-        served = self._served = self._serving.submit(weights.serve, version)
+        served = self._served = self._serving.submit(self._serve, version, self._beside)
+        self._beside = None
         while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
             self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates)))
             self._next += 1
+
+    def draw_beside(self, draw: Callable[[RolloutBuilder], Drawn]) -> Future[Drawn] | None:
+        """Have rank 0 draw by the newest version, behind the batches that it has begun and before a newer one serves.
+
+        Once for each version, where batches are drawn ahead. None on the other ranks.
+        """
+        if self._drawing is None or self._ahead is None:
+            return None
+        served, ahead = self._served, self._ahead
+        assert served is not None and self._beside is None, "the newest version serves, and draws nothing else"
+
+        def drawn() -> Drawn:
+            served.result()
+            return draw(ahead)
+
+        self._beside = self._drawing.submit(drawn)
+        return self._beside
 
     def await_published(self) -> None:
         """Return once the newest weights serve. Collective; raises AlignerError on every rank."""
@@ -209,6 +232,13 @@ class RolloutPipeline:
         if self._ahead is not None:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
+
+    def _serve(self, version: int, beside: Future[Any] | None) -> None:
+        """Have a version served, once what the one before it was to draw is drawn; whoever asked for that sees its error."""
+        if beside is not None:
+            with suppress(Exception):
+                beside.result()
+        cast(RemotePublisher, self._weights).serve(version)
 
     def _draw(self, served: Future[None], rates: PassRates | None) -> tuple[RolloutBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""

@@ -16,6 +16,12 @@ class EvaluationConfig:
         " where a checkpoint is taken; 0: only there",
         minimum=0,
     )
+    beside: bool = option(
+        False,
+        "evaluate beside the next step, which does not wait for responses and scores before its end; with"
+        " rollout.max_staleness, where the generator draws them",
+        read=".every!=0",
+    )
     path: str | None = option(None, "held-out prompts, in a file or directory as data.path; `reference` is a good response")
     fields: dict[str, Any] = option({}, "our name of a record's field to the file's own, as data.fields", read=".path!=null")
     prompts: list[str] = option([], "held-out prompts given in place, instead of a file")

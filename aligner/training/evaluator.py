@@ -3,15 +3,17 @@
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics, judged_metrics, perplexity
-from aligner.data.collectives import broadcast_json
+from aligner.data.collectives import broadcast_json, broadcast_samples
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, collate
@@ -23,14 +25,18 @@ from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.paths import run_paths
 from aligner.rewards.judge import Judge, build_judge
-from aligner.rewards.scorers import ScoringRequest, resolve_scorer
+from aligner.rewards.scorers import ScoringRequest, checked_scores, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
 from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
-from aligner.rollout.services import Services, together
+from aligner.rollout.services import PendingRows, Services, together
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
 from aligner.schema.reward_sources import evaluation_judge
+from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_options
+
+Wins = Sequence[tuple[float, float] | None]
+"""What `Judge.compare` tells."""
 
 
 def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
@@ -48,7 +54,7 @@ def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence
     return scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer)))
 
 
-def judged_wins(told: Sequence[tuple[float, float] | None], prompts: int) -> Tensor:
+def judged_wins(told: Wins, prompts: int) -> Tensor:
     """What `Judge.compare` tells of the responses to so many prompts, float64 [P, K, 2]; NaN where it could not be read."""
     pairs = [(math.nan, math.nan) if wins is None else wins for wins in told]
     return torch.tensor(pairs, dtype=torch.float64).view(prompts, -1, 2)
@@ -88,6 +94,17 @@ def reference_samples(
     return [found[prompt.id] for prompt in prompts]
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """Responses to the held-out prompts, each prompt's in a row, and what they are worth."""
+
+    samples: list[Sample]
+    scores: Tensor
+    """float64 [B], NaN for a lost episode"""
+    wins: Wins | None
+    """Of a judge, where there is one."""
+
+
 @dataclass
 class Evaluator:
     """One rank's part of evaluating the policy; every rank calls every method."""
@@ -107,6 +124,10 @@ class Evaluator:
     """Whether this rank is the one that writes files."""
     judge: Judge | None = None
     """What compares the responses with the references, where `evaluation.judge` says so, on the rank that writes."""
+    has_begun: bool = field(default=False, init=False)
+    """Whether `begin` was called, and `evaluate` is to follow."""
+    _begun: Future[_Answers] | None = field(default=None, init=False)
+    """What was begun, on the rank that writes."""
     _reference_scores: Tensor | None = field(default=None, init=False)
     _reference_texts: list[str] = field(default_factory=list, init=False)
 
@@ -114,17 +135,34 @@ class Evaluator:
         """Whether the weights of `step` are to be evaluated: the initial ones, every so many steps', and the last."""
         return step % self.settings.every == 0 or step == self.last_step
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics, `eval/…`, of the weights that the engine holds, those of `step`. Collective.
+    def draw(self, builder: RolloutBuilder) -> list[Sample]:
+        """Responses to the held-out prompts, each prompt's in a row, by the weights that serve `builder`.
 
-        Random streams are the same every time and never a training step's. An episode whose environment failed counts as one
-        that is worth nothing, and in `eval/lost_episodes`. Raises AlignerError as the scorer does, and where
-        the run has gone on without the references' scores.
+        Random streams are the same every time and never a training step's.
+        """
+        return builder.generate(self.prompts, self.settings.samples, self.options)
+
+    def begin(self, step: int, drawn: Future[list[Sample]] | None) -> None:
+        """Have what is `drawn` of the weights of `step` scored as it comes, on the rank that writes, which alone draws.
+
+        Collective; `evaluate` waits for it. Raises AlignerError as that does for references.
+        """
+        self._references(step)
+        self.has_begun = True
+        if drawn is not None:
+            self._begun = begun = RemoteFuture[_Answers](set())
+            # Not an executor's thread: a run that fails must not wait for a judge before it ends.
+            Thread(target=begun.fulfil, args=(self._scored_alone, drawn), name="evaluation", daemon=True).start()
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics, `eval/…`, of the weights of `step`: those that the engine holds, or that `begin` was called for.
+
+        Collective. An episode whose environment failed counts as one that is worth nothing, and in `eval/lost_episodes`.
+        Raises AlignerError as the scorer does, and where the run has gone on without the references' scores.
         """
         references = self._references(step)
-        samples = self.builder.generate(self.prompts, self.settings.samples, self.options)
-        prompts = [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
-        scores = self._scores(prompts, samples).view(len(self.prompts), -1)
+        answers = self._taken() if self.has_begun else self._answers()
+        scores, samples = answers.scores.view(len(self.prompts), -1), answers.samples
         lost = int(scores.isnan().sum())
         metrics = evaluation_metrics(scores.nan_to_num(), self.settings.pass_threshold, references)
         if (field := self.settings.group_by) is not None:
@@ -132,28 +170,68 @@ class Evaluator:
             metrics |= group_metrics(scores.nan_to_num(), self.settings.pass_threshold, groups)
         if lost:
             metrics["eval/lost_episodes"] = float(lost)
-        if self.settings.judge:
-            metrics |= judged_metrics(judged_wins(together(lambda: self._compared(prompts, samples)), len(self.prompts)))
+        if answers.wins is not None:
+            metrics |= judged_metrics(judged_wins(answers.wins, len(self.prompts)))
         batch = collate(samples, self.tokenizer.pad_token_id)
         logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         return metrics
 
-    def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[float, float] | None] | None:
+    def _answers(self) -> _Answers:
+        """By the weights that the engine holds. Collective."""
+        samples = self.draw(self.builder)
+        prompts = self._prompts_of_samples()
+        scores = self._scores(prompts, samples)
+        wins = together(lambda: self._compared(prompts, samples)) if self.settings.judge else None
+        return _Answers(samples, scores, wins)
+
+    def _scored_alone(self, drawn: Future[list[Sample]]) -> _Answers:
+        """On the rank that writes, beside what the ranks do."""
+        samples, prompts = drawn.result(), self._prompts_of_samples()
+        return _Answers(samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples))
+
+    def _taken(self) -> _Answers:
+        """What was begun, on every rank, once it is there. Collective."""
+        begun, self._begun, self.has_begun = self._begun, None, False
+        answers: list[_Answers] = []
+
+        def wait() -> tuple[list[float], Wins | None] | None:
+            if begun is None:
+                return None
+            answers.append(begun.result())
+            return answers[0].scores.tolist(), answers[0].wins
+
+        scores, wins = together(wait)
+        samples = broadcast_samples(answers[0].samples if answers else [])
+        return _Answers(samples, torch.tensor(scores, dtype=torch.float64), wins)
+
+    def _prompts_of_samples(self) -> list[Prompt]:
+        """Each sample's prompt."""
+        return [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
+
+    def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Wins | None:
         """What the judge says of each sample against the prompt's reference; None on ranks that ask nothing."""
         if self.judge is None:
             return None
         others = [text for text in self._reference_texts for _ in range(self.settings.samples)]
         return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), others)
 
-    def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
-        """[B]: what each sample is worth, with what its environment gave."""
-        if self.scorer is not None:
-            scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
-        else:
+    def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, alone: bool = False) -> Tensor:
+        """[B]: what each sample is worth, with what its environment gave. Collective, or one rank's `alone`."""
+        if self.scorer is None:
             batch = collate(samples, self.tokenizer.pad_token_id)
-            scores = self.services.score(batch, [prompt.metadata for prompt in prompts])
+            metadata = [prompt.metadata for prompt in prompts]
+            if alone:
+                rows = PendingRows(self.services.ask_scores(batch, metadata)).local()
+                scores = rows[:, 0] if rows.ndim > 1 else rows
+            else:
+                scores = self.services.score(batch, metadata)
+        elif alone:
+            requests = scoring_requests(prompts, samples, self.tokenizer)
+            scores = torch.tensor(checked_scores(self.scorer.name, self.scorer.scorer, requests), dtype=torch.float64)
+        else:
+            scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
         given = environment_scores(samples, 1)
         return scores if given is None else scores + given
 

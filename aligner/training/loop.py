@@ -9,90 +9,22 @@ from functools import cached_property, partial
 from types import FrameType
 
 import torch
-from torch import Tensor
 
 from aligner.data.claim import writing
-from aligner.data.tokenizer import Tokenizer
-from aligner.data.transcripts import branch_texts, transcript
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.files import write_file
 from aligner.megatron.world import World
-from aligner.observability.metrics import MetricsWriter, Record, RecordWriter, read_metrics
+from aligner.observability.metrics import Record, read_metrics
 from aligner.observability.stages import tell_phase, tell_stage
 from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import run_paths
-from aligner.rewards.judge_ledger import JudgeMeter
-from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.training.end_rule import EndRule
+from aligner.training.recorder import Recorder, StepResult
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
-from aligner.training.step_samples import SampleRecorder, StepSamples
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step leaves."""
-
-    metrics: dict[str, float]
-    processed: Mapping[str, int]
-    """How many `samples` and `tokens` it went through; its throughput is measured in these."""
-    rollout: RolloutBatch | None = None
-    scores: Tensor | None = None
-    """float32 [B]: those of the rollout's samples"""
-    sampled: StepSamples | None = None
-    """All that was drawn, for it to be kept."""
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """What rank 0 writes down; the other ranks have none."""
-
-    metrics: MetricsWriter
-    samples: RecordWriter
-    tokenizer: Tokenizer
-    sampled: SampleRecorder | None = None
-    """None: of all that is sampled `samples` alone are kept."""
-    judges: JudgeMeter | None = None
-    """None: no judge scores."""
-
-    def truncate_after(self, step: int, *, amends: bool) -> None:
-        """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
-        self.metrics.truncate_after(step, amends=amends)
-        self.samples.truncate_after(step)
-        if self.sampled is not None:
-            self.sampled.truncate_after(step)
-
-    def keep(self, step: int, result: StepResult) -> None:
-        """Begin to write all that the step has sampled, if anything; whoever needs it complete calls `settle`."""
-        if self.sampled is not None and result.sampled is not None:
-            self.sampled.write(step, result.sampled)
-
-    def settle(self, step: int) -> None:
-        """Return once all that was sampled up to this step is written."""
-        if self.sampled is not None:
-            self.sampled.settle(step)
-
-    def write_samples(self, step: int, result: StepResult, count: int) -> None:
-        """Write so many samples, evenly spread over the step's, if it has any."""
-        if result.rollout is None or result.scores is None:
-            return
-        prompts, samples = result.rollout.prompts, result.rollout.samples
-        chosen = [(index, samples[index]) for index in range(0, len(samples), -(-len(samples) // count))]
-        records = [
-            {
-                "prompt": prompts[index].text,
-                "response": self.tokenizer.decode(sample.response),
-                "reward": float(result.scores[index]),
-                # A sample that came over the wire among episodes may be marked as drawn throughout.
-                **({"turns": transcript(sample, self.tokenizer)} if sample.drawn_count < len(sample.response) else {}),
-                **({"branches": branch_texts(sample, self.tokenizer)} if sample.branches else {}),
-            }
-            for index, sample in chosen
-        ]
-        self.samples.write(step, records)
 
 
 class StopCondition:
@@ -147,6 +79,8 @@ class TrainingLoop:
     """The checkpoints that the run may resume from, the newest last."""
     _saving: tuple[TrainingState, float | None] | None = field(default=None, init=False)
     """A checkpoint that is being written, and its metric."""
+    _evaluating: int | None = field(default=None, init=False)
+    """The step whose weights are evaluated beside the one after it."""
     _evaluations: list[float] = field(default_factory=list, init=False)
     """What evaluations have found so far of the metric that `run.end_without_gain` counts by. Rank 0's."""
     _reached: str | None = field(default=None, init=False)
@@ -175,9 +109,10 @@ class TrainingLoop:
             result = self.step(step, timer)
             ends = self.stop.is_after(done)
             self.publish(done, timer, last=ends)
+            self._finish_evaluation(timer)
             if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
                 # What is measured hangs on steps alone: a checkpoint for the time that has passed has no part in it.
-                evaluated = self._evaluate(done, timer, saves=self._saves(done, ends=ends))
+                evaluated = self._evaluate(done, timer, saves=self._saves(done, ends=ends), beside=not ends)
                 result.metrics.update(evaluated)
                 if self._has_reached_its_end([{"step": done, **result.metrics}]):
                     ends = True
@@ -211,6 +146,10 @@ class TrainingLoop:
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
         """Whether the weights of a step are to be evaluated, with a checkpoint of them or without."""
+        return False
+
+    def begin_evaluation(self, step: int) -> bool:
+        """Begin to evaluate the weights of a step, which `evaluate` is asked for after the next one; False: it does all."""
         return False
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -253,22 +192,54 @@ class TrainingLoop:
     def _evaluate_beforehand(self, first: int, timer: PhaseTimer) -> None:
         """Evaluate the initial weights, or those of a checkpoint whose evaluation is owed."""
         owes = self._owes_evaluation
-        evaluated = self._evaluate(first, timer, saves=owes) if owes or first == 0 else {}
-        if self.recorder is None or not evaluated:
+        beside = owes and first < self.stop.last
+        evaluated = self._evaluate(first, timer, saves=owes, beside=beside) if owes or first == 0 else {}
+        if not evaluated:
             return
         evaluated |= {"time/evaluate": timer.take()["time/evaluate"]}
-        if owes and self.checkpoints is not None:
-            self.recorder.metrics.amend(first, evaluated)
-            self.checkpoints.settle(first, self.checkpoints.metric(evaluated))
-        else:
+        if owes:
+            self._amend(first, evaluated)
+        elif self.recorder is not None:
             self.recorder.metrics.write(first, evaluated)
 
-    def _evaluate(self, step: int, timer: PhaseTimer, *, saves: bool, as_last: bool = False) -> dict[str, float]:
-        """Evaluate a step where one is due: that of a run's last step with `as_last`."""
+    def _amend(self, step: int, evaluated: Mapping[str, float]) -> None:
+        """Add what its evaluation has found to the last step that was recorded, and to its checkpoint if there is one."""
+        metric = None if self.checkpoints is None else self.checkpoints.metric(evaluated)
+        if self._saving is not None and self._saving[0].step == step:
+            state = replace(self._saving[0], owes_evaluation=False)
+            self._saving = state, None if state.by_time else metric
+        if self.recorder is None:
+            return
+        self.recorder.metrics.amend(step, evaluated)
+        if self.checkpoints is not None and self.checkpoints.steps()[-1:] == [step]:
+            self.checkpoints.settle(step, metric)
+
+    def _evaluate(
+        self, step: int, timer: PhaseTimer, *, saves: bool, as_last: bool = False, beside: bool = False
+    ) -> dict[str, float]:
+        """Evaluate a step where one is due: that of a run's last step with `as_last`.
+
+        `beside` the next one, if the trainer can: then nothing is known yet.
+        """
         if not self.is_evaluated(self.config.run.steps if as_last else step, saves=saves):
             return {}
         with timer.phase("evaluate"):
+            if beside and self.begin_evaluation(step):
+                self._evaluating = step
+                return {}
+            self._evaluating = None  # it may be what was begun
             return self.evaluate(step)
+
+    def _finish_evaluation(self, timer: PhaseTimer) -> None:
+        """Wait for what is still to be found by the evaluation that was begun a step ago, if any: it is that step's."""
+        step, self._evaluating = self._evaluating, None
+        if step is None:
+            return
+        with timer.phase("evaluate"):
+            evaluated = self.evaluate(step)
+        if self.checkpoints is not None:
+            self.checkpoints.check_metric(evaluated)
+        self._amend(step, evaluated)
 
     def _saves(self, step: int, *, ends: bool) -> bool:
         """Whether a checkpoint of a step is taken that is not for the time that has passed."""
@@ -339,7 +310,7 @@ class TrainingLoop:
         metric = None if metrics is None else self.checkpoints.metric(metrics)
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
-        owes = self.stop.is_early and self.is_evaluated(step, saves=True)
+        owes = self._evaluating == step or (self.stop.is_early and self.is_evaluated(step, saves=True))
         self._saving = replace(state, owes_evaluation=owes, by_time=metrics is None), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)

@@ -13,8 +13,9 @@ from aligner.data.types import Rows
 from aligner.files import write_file
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
-from aligner.training.loop import StepResult, TrainingLoop, is_due
+from aligner.training.loop import TrainingLoop, is_due
 from aligner.training.offline_tasks import OfflineTask
+from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import has_step_rewards, source_names
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.training.evaluator import Evaluator
-from aligner.training.loop import StepResult, TrainingLoop
+from aligner.training.loop import TrainingLoop
+from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import (
     draw_metrics,
@@ -265,10 +266,18 @@ class OnlineTrainer(TrainingLoop):
         """Every so many steps, the initial weights and the last ones too."""
         return self.evaluator is not None and self.evaluator.is_due(step)
 
+    def begin_evaluation(self, step: int) -> bool:
+        """Have the generator draw the responses behind the samples that the same weights draw, where `evaluation.beside`."""
+        if self.evaluator is None or not self.config.evaluation.beside:
+            return False
+        self.evaluator.begin(step, self.pipeline.draw_beside(self.evaluator.draw))
+        return True
+
     def evaluate(self, step: int) -> dict[str, float]:
         """What responses to held-out prompts are worth."""
         assert self.evaluator is not None
-        self.pipeline.await_published()
+        if not self.evaluator.has_begun:
+            self.pipeline.await_published()
         metrics = self.evaluator.evaluate(step)
         self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
         return metrics

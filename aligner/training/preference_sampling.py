@@ -21,7 +21,8 @@ from aligner.resharding.weight_update import WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema.reward_sources import source_names
-from aligner.training.loop import StepResult, TrainingLoop
+from aligner.training.loop import TrainingLoop
+from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import rollout_metrics
 from aligner.training.step_samples import StepSamples

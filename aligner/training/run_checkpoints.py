@@ -122,7 +122,7 @@ class RunCheckpoints:
         """Note what a checkpoint's evaluation, which was owed, has found."""
         content = self._read(step)
         content["state"]["owes_evaluation"] = False
-        if metric is not None:
+        if metric is not None and not content["state"].get("by_time"):
             content["metric"] = {"name": self._settings.best_metric, "value": metric}
         self._write(step, content)
 

@@ -43,7 +43,7 @@ from aligner.servers.remote_client import RewardClient
 from aligner.servers.teacher_client import TeacherClient
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import build_evaluator
-from aligner.training.loop import Recorder, StopCondition, TrainingLoop
+from aligner.training.loop import StopCondition, TrainingLoop
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import (
     DirectPreferenceOptimization,
@@ -56,6 +56,7 @@ from aligner.training.offline_tasks import (
 )
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
+from aligner.training.recorder import Recorder
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.training.step_samples import SampleRecorder
 

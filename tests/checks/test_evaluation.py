@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 
 from aligner.checks import checkpoint, evaluation
-from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EnvironmentConfig, EvaluationConfig
+from aligner.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from aligner.schema.derived import draws_greedily
 
+AHEAD = {"rollout": RolloutConfig(max_staleness=1)}
+BESIDE = EvaluationConfig(every=3, prompts=["a"], beside=True)
 JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 
 
@@ -28,6 +39,8 @@ def problems(trainer: str, **sections: Any) -> list[str]:
         ),
         ("online", {"checkpoint": CheckpointConfig(best_metric="reward/mean")}),
         ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], judge=JUDGE)}),
+        ("online", AHEAD | {"evaluation": BESIDE}),
+        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_kl=1)}),
         ("sft", {"data": DataConfig(held_out=2), "checkpoint": CheckpointConfig(best_metric="eval/loss")}),
     ],
 )
@@ -71,6 +84,9 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
             {"evaluation": EvaluationConfig(judge=JUDGE), "environment": EnvironmentConfig(target="a:B")},
             "evaluation.judge: compares responses to one prompt, and episodes",
         ),
+        ("online", {"evaluation": BESIDE}, "evaluation.beside=true: needs a generator that draws while the policy trains"),
+        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")}, "beside=true: run.end_at=eval/sc"),
+        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)}, "true: run.end_without_gain=2 is to"),
         ("online", {"evaluation": EvaluationConfig(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
         ("online", {"checkpoint": CheckpointConfig(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),
         ("dpo", {"checkpoint": CheckpointConfig(best_metric="eval/loss")}, "never evaluated; give data.held_out=ROWS"),

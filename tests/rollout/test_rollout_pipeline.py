@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.data.types import Prompt
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBuilder
@@ -24,6 +25,7 @@ from tests.rollout.clock import Clock, Deadlock
 from tests.rollout.fakes import Digits, Scorers, Stream
 
 EACH, PROMPTS = 2, 2
+HELD_OUT = Prompt(2**40, "held out", torch.tensor([5]))
 MEMORY = Path("/dev/shm")
 """Where a file is on disk at once."""
 
@@ -37,6 +39,8 @@ class World:
     steps: int
     rounds: int = 0
     interrupts: bool = False
+    evaluates: bool = False
+    """Whether versions draw something beside the batches."""
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self):
@@ -112,7 +116,7 @@ class World:
         """
         flow.pass_rates = first
         flow.publish_weights(first)
-        trained = []
+        trained, beside = [], None
         for step in range(first, last):
             rollout = flow.take()
             assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [int(p.id) for p in rollout.prompts[::EACH]]
@@ -127,6 +131,11 @@ class World:
                 self.position = flow.finish_save(place)
             self.spend()
             flow.publish_weights(step + 1, last=step + 1 == self.steps)
+            if beside is not None:
+                assert set(beside.result()[0].weight_versions.tolist()) == {step}, "no other version draws it"
+                beside = None
+            if self.evaluates and self.max_staleness and step + 1 < self.steps and self.random.random() < 0.5:
+                beside = flow.draw_beside(lambda builder: builder.generate([HELD_OUT], 1, SamplingOptions(max_new_tokens=2)))
             if save_at == step + 1:
                 flow.begin_save(step + 1)
         return trained
@@ -155,7 +164,7 @@ schedules = {
 @pytest.mark.slow
 def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(seed, max_staleness, steps, rounds):
     """None lost, none trained on twice, all in order; and no two threads wait for each other."""
-    world = World(seed, max_staleness, steps, rounds)
+    world = World(seed, max_staleness, steps, rounds, evaluates=True)
     with world.flow() as flow:
         trained = world.train(flow, 0, steps)
     prompts = [number for _, samples, *_ in trained for number, index, *_ in samples if index == 0]
@@ -174,7 +183,7 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
 @settings(max_examples=700, deadline=None)
 @given(**schedules)
 def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(seed, max_staleness, steps, rounds):
-    world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True)
+    world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
     with world.flow() as flow:
         trained = world.train(flow, 0, steps)
     for step, used in versions(trained):
@@ -232,6 +241,22 @@ def test_more_staleness_evens_out_steps_that_take_longer_than_others():
             world.train(flow, 0, 60)
         spent.append(world.clock.now)
     assert spent[0] > 1.2 * spent[1] and spent[1] > 1.05 * spent[2]
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_what_fails_beside_the_batches_holds_up_neither_them_nor_the_next_version(interrupts):
+    def fail(builder):
+        raise AlignerError("generator: out of memory")
+
+    world = World(0, 1, 4, interrupts=interrupts)
+    with world.flow() as flow:
+        flow.publish_weights(0)
+        beside = flow.draw_beside(fail)
+        flow.take()
+        flow.publish_weights(1)
+        flow.take()
+        with pytest.raises(AlignerError, match="out of memory"):
+            beside.result()
 
 
 def test_who_waits_for_weights_that_never_come_is_found_out():

@@ -31,9 +31,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: Finished) -> None:
-    assert [step["staleness/max"] for step in undisturbed.metrics] == [0, *[1] * (STEPS - 1)]
-    assert [step["staleness/mean"] for step in undisturbed.metrics] == [0, *[1] * (STEPS - 1)]
-    assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in undisturbed.metrics)
+    steps = undisturbed.metrics[1:]  # the first line is of the initial policy's evaluation
+    assert [step["staleness/max"] for step in steps] == [0, *[1] * (STEPS - 1)]
+    assert [step["staleness/mean"] for step in steps] == [0, *[1] * (STEPS - 1)]
+    assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
 
 
 def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
@@ -76,3 +77,9 @@ def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as
         assert f"{silent}; starting {group} again (1 of 3)" in run.out, run.out
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
+
+
+def test_an_evaluation_beside_the_next_step_finds_what_one_finds_between_steps(undisturbed: Finished, tmp_path: Path) -> None:
+    between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.beside=false")
+    assert [step["step"] for step in between.metrics if "eval/score" in step] == [0, 2, 4, 6]
+    assert repeatable(between.metrics) == repeatable(undisturbed.metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from aligner.data.model_directory import read_shape
 from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Sample
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
@@ -75,6 +77,8 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["step 0"] = first.evaluate(0)
     first._reference_scores = None  # as a resumed run has it
     found["resumed"] = first.evaluate(2)
+    begin(first, world)
+    found["beside"] = first.evaluate(2)
     drawing = replace(first, settings=replace(first.settings, samples=3), options=replace(first.options, greedy=False))
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
@@ -83,6 +87,13 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["responses"] = [sample.response.tolist() for sample in samples]
     worlds.shutdown()
     return found
+
+
+def begin(of: Evaluator, world: World) -> None:
+    """Have it score beside what follows what it has drawn. Collective."""
+    drawn: Future[list[Sample]] = Future()
+    drawn.set_result(of.draw(of.builder))
+    of.begin(2, drawn if world.rank == 0 else None)
 
 
 def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
@@ -94,6 +105,8 @@ def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str
     assert source is not None
     again = replace(first, judge=first.judge and build_judge(source, run_paths(config)))
     found = [first.evaluate(0), again.evaluate(2)]
+    begin(again, world)
+    found.append(again.evaluate(2))
     worlds.shutdown()
     return found
 

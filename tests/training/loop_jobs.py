@@ -15,7 +15,8 @@ from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import run_paths
 from aligner.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
-from aligner.training.loop import Recorder, StepResult, StopCondition, TrainingLoop
+from aligner.training.loop import StopCondition, TrainingLoop
+from aligner.training.recorder import Recorder, StepResult
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 
 
@@ -58,6 +59,8 @@ class ScriptedLoop(TrainingLoop):
     """Of the weights of steps 0, 1, …"""
     told_after: int | None
     """The step in which it is told to stop."""
+    beside: bool = False
+    """Whether evaluations are begun."""
     done: list[int] = field(default_factory=list)
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
@@ -75,6 +78,9 @@ class ScriptedLoop(TrainingLoop):
     def evaluate(self, step: int) -> dict[str, float]:
         return {"eval/score": self._known(self.scores[step])}
 
+    def begin_evaluation(self, step: int) -> bool:
+        return self.beside
+
     def begin_save(self, step: int) -> TrainingState:
         (run_paths(self.config).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
         return TrainingState(step, kl_coefficient=0.0, critic_updates=0, position=0)
@@ -87,12 +93,20 @@ class ScriptedLoop(TrainingLoop):
 
 
 def scripted(
-    root: str, kls: Sequence[float], scores: Sequence[float], told_after: int | None, run: dict[str, Any]
+    root: str,
+    kls: Sequence[float],
+    scores: Sequence[float],
+    told_after: int | None,
+    run: dict[str, Any],
+    *,
+    beside: bool = False,
+    **checkpoint: Any,
 ) -> list[int]:
     """A start of a run whose steps find these; the steps that it does."""
     world = worlds.initialize(ParallelConfig(data=2), seed=1, timeout_s=120)
     config = Config(
-        run=RunConfig(name="scripted", dir=root, steps=len(kls), **run), checkpoint=CheckpointConfig(best_metric="eval/score")
+        run=RunConfig(name="scripted", dir=root, steps=run.pop("steps", len(kls)), **run),
+        checkpoint=CheckpointConfig(best_metric="eval/score", **checkpoint),
     )
     paths, recorder = run_paths(config), None
     if world.rank == 0:
@@ -107,6 +121,7 @@ def scripted(
         kls=kls,
         scores=scores,
         told_after=told_after,
+        beside=beside,
     )
     loop.run()
     worlds.shutdown()

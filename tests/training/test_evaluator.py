@@ -76,6 +76,11 @@ def test_the_initial_policy_ties_with_itself_and_a_resumed_run_compares_with_the
     assert sum(record["score"] for record in records) / 3 == pytest.approx(metrics["eval/score"])
 
 
+def test_what_is_scored_beside_other_work_is_worth_the_same(found: dict[str, Any]) -> None:
+    for ranks in ("one", "two"):
+        assert found[ranks]["beside"] == found[ranks]["resumed"]
+
+
 def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, Any]) -> None:
     first, second = found["one"]["drawn"]
     assert first == second
@@ -112,7 +117,7 @@ def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes
         judge["judge_template"] = "{prompt}|{response_a}|{response_b}"
         drawn = {"prompts": PROMPTS, "samples": 3, "judge": judge}
         first, second = pool.run(evaluation_jobs.judged, 2, str(llama), str(tmp_path / "run"), 2, **drawn)
-        assert first == second and first[0] == first[1]
+        assert first == second and first[0] == first[1] == first[2]
         assert len(set(server.questions)) == len(server.questions)
     references = {
         record["prompt"]: record["response"]
