@@ -94,7 +94,13 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
         yield (
             f"{key}.min_learning_rate={optimizer.min_learning_rate}: it is above {key}.learning_rate={optimizer.learning_rate}"
         )
+    if optimizer.kind == "muon":
+        why = f"{key}.kind=muon keeps its state whole, on the devices of all data ranks"
+        if optimizer.distributed:
+            yield f"{key}.distributed=true: {why}; allowed: false"
+        if optimizer.offload_fraction:
+            yield f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; allowed: 0"
     if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
         yield f"{key}.overlap_param_gather=true: needs {key}.distributed=true and {key}.overlap_grad_reduce=true"
-    if optimizer.offload_fraction and not optimizer.distributed:
+    if optimizer.offload_fraction and not optimizer.distributed and optimizer.kind != "muon":
         yield f"{key}.offload_fraction={optimizer.offload_fraction}: needs {key}.distributed=true"

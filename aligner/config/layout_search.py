@@ -126,7 +126,8 @@ def _cuts(situation: Situation, devices: int) -> Iterator[tuple[int, int]]:
 def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
     cut: Values = {"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline, "data": data}
     values = {f"{role}.parallel.{key}": value for role in ("actor", "critic") for key, value in cut.items()}
-    distributed = {f"{role}.optimizer.distributed": data > 1 for role in ("actor", "critic")}
+    optimizers = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
+    distributed = {f"{role}.optimizer.distributed": data > 1 and of.kind == "adam" for role, of in optimizers.items()}
     engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data}
     if has_reward_model(config.reward):
         engine["reward.parallel.tensor"] = tensor

@@ -3,7 +3,7 @@
 A directory holds `rank_<k>.safetensors`, each with the slices that rank k wrote, and `manifest.json`, which says what was
 trained, what the checkpoint holds, and which slice of which tensor lies where. Tensors go by their Hugging Face names and
 in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and `NAME/exp_avg_sq`
-are Adam's moments.
+are Adam's moments, `NAME/momentum_buffer` is Muon's momentum.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
 
 FORMAT = 4
-WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+WEIGHT, MOMENTS, MOMENTUM = "weight", ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+"""Kinds of tensors: the weight, Adam's state of it, and Muon's."""
 MANIFEST = CHECKPOINT_MANIFEST
 
 
@@ -61,7 +62,7 @@ class Entry:
 
     shape: tuple[int, ...]
     trained: bool
-    """Whether Adam's moments of it are there."""
+    """Whether its optimizer's state is there."""
     pieces: tuple[Piece, ...]
 
 
@@ -83,7 +84,7 @@ class Manifest:
     updates: int
     """Updates asked for; one whose gradients were not finite counts too."""
     adam_steps: int
-    """Updates made."""
+    """Updates made, Muon's too."""
     schedule_steps: int
     files: dict[str, FileRecord]
     """Size and checksum of every rank's file."""
@@ -101,6 +102,11 @@ class Manifest:
         return sealed(head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n")
 
     @property
+    def optimizer_kind(self) -> str:
+        """The settings' kind of optimizer; before there were others it was Adam."""
+        return str(self.optimizer.get("kind", "adam"))
+
+    @property
     def shape(self) -> ModelShape:
         """The model's shape."""
         return read_config(self.model, "the checkpoint's model")
@@ -112,7 +118,7 @@ def rank_file(rank: int) -> str:
 
 
 def tensor_key(name: str, kind: str) -> str:
-    """A tensor's key in a rank's file; `kind` is WEIGHT or one of MOMENTS."""
+    """A tensor's key in a rank's file; `kind` is WEIGHT, or one of MOMENTS or MOMENTUM."""
     return name if kind == WEIGHT else f"{name}/{kind}"
 
 
@@ -201,7 +207,7 @@ class CheckpointReader:
         return self.read(WEIGHT, Slice(name, None, 0, 0))
 
     def read(self, kind: str, wanted: Slice) -> Tensor:
-        """A slice of a weight or one of its moments; a tensor is cut along one axis at most, always the same one."""
+        """A slice of a weight or of its optimizer's state; a tensor is cut along one axis at most, always the same one."""
         entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
         first = entry.pieces[0]
         if first.axis is None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from aligner.data.checkpoint_files import (
     MANIFEST,
-    MOMENTS,
     WEIGHT,
     CheckpointReader,
     Entry,
@@ -39,11 +38,11 @@ from aligner.data.weight_files import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.files import finish_directory, start_directory, write_file
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import AdamState
+from aligner.megatron.optimizer_state import OptimizerState
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World
 from aligner.models.weight_slices import cut_shape
-from aligner.schema import ActorConfig, TrainedModelConfig
+from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 from aligner.version import __version__
 
 
@@ -87,9 +86,9 @@ class CheckpointedModel:
         self.finish_save()
         runner, world = self.runner, self.world
         started = directory.with_name(_on_first_rank(world, directory, lambda: start_directory(directory).name))
-        adam = runner.adam_state()
-        adam_steps = int(world.max_(torch.tensor(float(adam.steps), dtype=torch.float64)))
-        units, index = _assign_writers(runner, adam if adam_steps else None)
+        state = runner.optimizer_state()
+        steps = int(world.max_(torch.tensor(float(state.steps), dtype=torch.float64)))
+        units, index = _assign_writers(runner, state if steps else None)
         manifest = Manifest(
             aligner=__version__,
             model=self._config,
@@ -97,7 +96,7 @@ class CheckpointedModel:
             source=portable_source(self._source, directory),
             holds={
                 "weights": "fp32 main weights where there are such, else as the model has them",
-                "optimizer": "Adam's moments and step count",
+                "optimizer": "Adam's moments, Muon's momentum where matrices are its, and the step count",
                 "schedule": "steps of the learning-rate schedule",
                 "rng": "nothing: every random stream follows from the seed and the step",
             },
@@ -105,12 +104,12 @@ class CheckpointedModel:
             optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModelConfig) else {},
             lora=_lora(runner),
             updates=runner.updates,
-            adam_steps=adam_steps,
+            adam_steps=steps,
             schedule_steps=runner.scheduler.num_steps,
             files={},
             index=index,
         )
-        file, tensors = started / rank_file(world.rank), _snapshot(adam, units, world.rank)
+        file, tensors = started / rank_file(world.rank), _snapshot(state, units, world.rank)
         # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its file first.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending = _Pending(directory, started, manifest, executor.submit(_write_rank_file, file, tensors))
@@ -145,24 +144,25 @@ class CheckpointedModel:
         """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
 
         `verified` says that its files' checksums have been found to be right.
-        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, damaged, of another format, or of
-        another model.
+        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, damaged, of another format, of
+        another model, or of another kind of optimizer.
         """
         self.finish_save()
         runner, reader = self.runner, CheckpointReader(directory)
         if not verified and (damaged := damaged_files(directory, reader.manifest.files)):
             raise DamagedError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
-        manifest, adam = reader.manifest, runner.adam_state()
-        problems = gather_json(_problems(runner, manifest, adam))
+        manifest, state = reader.manifest, runner.optimizer_state()
+        _check_optimizer(directory, manifest, runner.settings)
+        problems = gather_json(_problems(runner, manifest, state))
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
         for unit in _units(runner):
-            moments = MOMENTS if unit.parameter in adam and manifest.adam_steps else ()
-            tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *moments)}
+            kept = state.kinds(unit.parameter) if unit.parameter in state and manifest.adam_steps else ()
+            tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *kept)}
             unit.parameter.data.copy_(tensors[WEIGHT])
-            if unit.parameter in adam:
-                adam.load(unit.parameter, tensors, manifest.adam_steps)
-        adam.set_steps(manifest.adam_steps)
+            if unit.parameter in state:
+                state.load(unit.parameter, tensors, manifest.adam_steps)
+        state.set_steps(manifest.adam_steps)
         runner.updates = manifest.updates
         runner.scheduler.num_steps = 0
         runner.scheduler.step(increment=manifest.schedule_steps)
@@ -193,7 +193,17 @@ def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | 
         return f"{file}: {told or repr(error)}"
 
 
-def _problems(runner: ModelRunner, manifest: Manifest, adam: AdamState) -> list[str]:
+def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronModelConfig) -> None:
+    """A checkpoint of before the first update fits any optimizer."""
+    kind = settings.optimizer.kind if isinstance(settings, TrainedModelConfig) else manifest.optimizer_kind
+    if manifest.adam_steps and manifest.optimizer_kind != kind:
+        raise AlignerError(
+            f"{directory}: a checkpoint of optimizer.kind={manifest.optimizer_kind}, whose state is not that of"
+            f" optimizer.kind={kind}; go on with its own, or start a run from its weights (`aligner convert`)"
+        )
+
+
+def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) -> list[str]:
     if manifest.head != runner.head:
         return [f"its head is {manifest.head}, the model's {runner.head}"]
     if differences := model_differences(manifest.shape, runner.shape):
@@ -213,7 +223,7 @@ def _problems(runner: ModelRunner, manifest: Manifest, adam: AdamState) -> list[
         f"{name} was frozen and has no optimizer state"
         for unit in _units(runner)
         for name in unit.names
-        if manifest.adam_steps and unit.parameter in adam and name in index and not index[name].trained
+        if manifest.adam_steps and unit.parameter in state and name in index and not index[name].trained
     ]
     return missing + unknown + misshapen + untrained
 
@@ -224,7 +234,7 @@ def _lora(runner: ModelRunner) -> dict[str, Any] | None:
 
 
 def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
-    """A parameter's weight or moment out of its named parts, on the host."""
+    """A parameter's weight, or some of its state, out of its named parts, on the host."""
     whole = torch.zeros(unit.parameter.shape, dtype=torch.float32)
     for name in unit.names:
         unit.weights.scatter(name, whole, reader.read(kind, unit.weights.slices[name]))
@@ -247,15 +257,18 @@ def _units(runner: ModelRunner) -> list[_Unit]:
     return list(found.values())
 
 
-def _assign_writers(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_Unit], dict[str, Entry]]:
+def _assign_writers(runner: ModelRunner, state: OptimizerState | None) -> tuple[list[_Unit], dict[str, Entry]]:
     """Who writes what: this rank's units with their writers, and every rank's as the manifest's index. Collective.
 
-    Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `adam`
-    is None where there are no moments yet.
+    Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `state`
+    is None where there is none yet.
     """
     units = _units(runner)
     told = [
-        [adam is not None and unit.parameter in adam, [_described(unit.weights, name) for name in unit.names]]
+        [
+            len(state.kinds(unit.parameter)) if state is not None and unit.parameter in state else 0,
+            [_described(unit.weights, name) for name in unit.names],
+        ]
         for unit in units
     ]
     holders: dict[str, list[int]] = {}
@@ -266,11 +279,11 @@ def _assign_writers(runner: ModelRunner, adam: AdamState | None) -> tuple[list[_
     index: dict[str, Entry] = {}
     for key, ranks in holders.items():
         writer = writers[key] = min(ranks, key=written.__getitem__)
-        trained, slices = json.loads(key)
+        kept, slices = json.loads(key)
         for name, shape, axis, start, stop in slices:
             piece, before = Piece(writer, axis, start, stop), index.get(name)
-            index[name] = Entry(tuple(shape), trained, (*(before.pieces if before else ()), piece))
-            written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + len(MOMENTS) * trained)
+            index[name] = Entry(tuple(shape), kept > 0, (*(before.pieces if before else ()), piece))
+            written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + kept)
     chosen = [replace(unit, writer=writers[json.dumps(held)]) for unit, held in zip(units, told, strict=True)]
     return chosen, index
 
@@ -280,12 +293,12 @@ def _described(weights: NamedWeights, name: str) -> list[Any]:
     return [name, list(weights.specs[name].shape), cut.axis, cut.start, cut.stop]
 
 
-def _snapshot(adam: AdamState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
+def _snapshot(state: OptimizerState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
     """What this rank writes, copied to host memory, by key. Collective: one parameter at a time comes together."""
     tensors = {}
     for unit in units:
-        if unit.parameter in adam:
-            whole = adam.gather(unit.parameter, unit.writer)
+        if unit.parameter in state:
+            whole = state.gather(unit.parameter, unit.writer)
         else:
             whole = {WEIGHT: unit.parameter.detach()} if unit.writer == rank else None
         for kind, tensor in (whole or {}).items():

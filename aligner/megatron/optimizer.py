@@ -1,32 +1,29 @@
-"""megatron-core's optimizer and learning-rate schedule from our configuration, guarded steps, and Adam's state."""
+"""megatron-core's optimizer and learning-rate schedule from our configuration, and guarded steps."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from torch import Tensor, nn
 
 from aligner import schema
-from aligner.data.checkpoint_files import MOMENTS, WEIGHT
 from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
+from aligner.megatron.muon import Muon, build_muon, layer_matrices
 from aligner.megatron.named_weights import NamedWeights
+from aligner.megatron.optimizer_state import optimizer_parts
 from aligner.megatron.world import World
 from aligner.models.families import SCALAR_HEAD
 
@@ -37,11 +34,13 @@ _CLIP_EPSILON = 1e-6
 
 def build_optimizer(
     chunks: list[DistributedDataParallel],
+    weights: NamedWeights,
     settings: schema.OptimizerConfig,
     total_steps: int,
     head_learning_rate: float | None = None,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with gradient clipping, and its schedule over `total_steps` optimizer steps.
+    """AdamW with gradient clipping, Muon for the layers' matrices where it is asked for, and their schedule over
+    `total_steps` optimizer steps. `weights` are the chunks', or the adapters that are trained.
 
     The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak to
     min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded. The scalar
@@ -72,7 +71,11 @@ def build_optimizer(
     )
     # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
     with torch.no_grad():
-        optimizer = get_megatron_optimizer(options, chunks, _overrides(options, head_learning_rate))
+        overrides = _overrides(options, head_learning_rate)
+        if settings.kind == "muon":
+            optimizer = _muon_beside_adam(options, chunks, weights, settings, overrides)
+        else:
+            optimizer = get_megatron_optimizer(options, chunks, overrides)
     _use_fused_kernels(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -88,6 +91,23 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _muon_beside_adam(
+    options: OptimizerConfig,
+    chunks: list[DistributedDataParallel],
+    weights: NamedWeights,
+    settings: schema.OptimizerConfig,
+    overrides: dict[ParamKey, ParamGroupOverride],
+) -> MegatronOptimizer:
+    matrices = layer_matrices(weights)
+    # megatron-core takes for Adam's what asks for gradients.
+    for parameter in matrices:
+        parameter.requires_grad_(False)
+    adam = get_megatron_optimizer(options, chunks, overrides)
+    for parameter in matrices:
+        parameter.requires_grad_(True)
+    return ChainedOptimizer([*build_muon(options, settings, weights, matrices), *optimizer_parts(adam)])
 
 
 def _overrides(options: OptimizerConfig, head_learning_rate: float | None) -> dict[ParamKey, ParamGroupOverride]:
@@ -108,16 +128,11 @@ def _learning_rates(optimizer: MegatronOptimizer) -> dict[str, float]:
     return {"lr": float(others[0]["lr"])} | ({"head_lr": float(own[0]["lr"])} if own else {})
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that megatron-core chained: one for the dense parameters, and one for experts where there are any."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
     """Let torch's AdamW on a CPU go over each parameter once instead of a dozen times; it differs in the last digit."""
     if torch.cuda.is_available():
         return  # transformer-engine's or apex's are fused, and torch's default there goes over all parameters at once
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
@@ -133,7 +148,9 @@ def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.
 
     With torch's formula that is an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023, detail 14).
     """
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
+        if isinstance(part.optimizer, Muon):
+            continue
         for group in part.param_groups:
             step = 1 + _steps_taken(part.optimizer, group)
             group["eps"] = settings.epsilon / math.sqrt(1 - settings.beta2**step)
@@ -186,7 +203,7 @@ class GuardedStep:
         most = self.settings.clip_grad_norm
         if not most:
             return
-        for part in _parts(self.optimizer):
+        for part in optimizer_parts(self.optimizer):
             if _is_fused(part):  # it goes over the gradients anyway
                 divisor = (norm + _CLIP_EPSILON) / most
                 part.optimizer.grad_scale = torch.tensor(divisor) if divisor > 1 else None
@@ -215,140 +232,3 @@ class GuardedStep:
             if count := piece.numel() - int(piece.isfinite().sum()):
                 found.append(f"{name} ({count} of {piece.numel()} values on rank {self.world.rank})")
         return found
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What this rank holds of one parameter's state: the elements `[start, stop)` of the flattened parameter."""
-
-    optimizer: Any
-    """The torch optimizer that updates it; None where there is nothing."""
-    main: Tensor | None
-    """What it updates, fp32, `stop - start` elements."""
-    start: int
-    stop: int
-    group: dist.ProcessGroup | None
-    """The ranks over which the parameter is cut; None: this rank holds all of it."""
-
-
-class AdamState:
-    """Adam's moments and main weights of the parameters that an optimizer trains, wherever megatron-core keeps them.
-
-    The plain optimizers hold a parameter's moments, and the fp32 main weight of a bf16 parameter, on every replica; the
-    distributed one cuts them, flattened, over the data and context ranks.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer, parameters: Iterator[nn.Parameter]) -> None:
-        # A rank that trains nothing has an optimizer without any parameter.
-        parts = [part for part in _parts(optimizer) if not getattr(part, "is_stub_optimizer", False)]
-        self._optimizers = [inner for part in parts for inner in _torch_optimizers(part.optimizer)]
-        self._shares: dict[nn.Parameter, _Share] = {}
-        plain: dict[Tensor, torch.optim.Optimizer] = {}
-        for part in parts:
-            if isinstance(part, DistributedOptimizer):
-                self._shares |= _distributed_shares(part)
-            else:
-                plain |= {main: part.optimizer for group in part.optimizer.param_groups for main in group["params"]}
-        for parameter in parameters:
-            main = getattr(parameter, "main_param", parameter)
-            if parameter not in self._shares and main in plain:
-                self._shares[parameter] = _Share(plain[main], main, 0, parameter.numel(), None)
-
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is trained."""
-        return parameter in self._shares
-
-    @property
-    def steps(self) -> int:
-        """Steps that Adam has made here; 0 where this rank trains nothing."""
-        found = [0]
-        for optimizer in self._optimizers:
-            # transformer-engine's and apex's count in the group, torch's at each parameter.
-            found += [int(group.get("step", 0)) for group in optimizer.param_groups]
-            found += [int(state["step"]) for state in optimizer.state.values() if "step" in state]
-        return max(found)
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of this rank's moments that are still to be made, by the first step, where the weights are."""
-        total = 0
-        for parameter, share in self._shares.items():
-            if share.main is not None and share.main.device == parameter.device and self._held(share).keys() == {WEIGHT}:
-                total += len(MOMENTS) * share.main.numel() * torch.float32.itemsize
-        return total
-
-    def gather(self, parameter: nn.Parameter, writer: int) -> dict[str, Tensor] | None:
-        """A parameter's main weight and moments, shaped as it is, on rank `writer`; None on the others.
-
-        Moments are left out before the first step. Collective over the ranks over which the state is cut, the writer's
-        only; whoever holds all of it takes no part in anything.
-        """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        share = self._shares[parameter]
-        if share.group is None:
-            return self._held(share) if rank == writer else None
-        if writer not in dist.get_process_group_ranks(share.group):
-            return None
-        whole = {}
-        for kind in (WEIGHT, *MOMENTS):
-            buffer = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            held = self._held(share)
-            if kind in held:
-                buffer[share.start : share.stop] = held[kind].to(buffer.device).view(-1)
-            # As integers: adding zeros to the bits keeps every one of them, a negative zero's sign too.
-            dist.reduce(buffer.view(torch.int32), writer, group=share.group)
-            whole[kind] = buffer.view(parameter.shape)
-        return whole if rank == writer else None
-
-    def load(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Take this rank's share of a main weight and, where `tensors` has them, of the moments after `steps` steps."""
-        share = self._shares[parameter]
-        if share.main is None:
-            return
-        parts = {kind: tensor.view(-1)[share.start : share.stop].view(share.main.shape) for kind, tensor in tensors.items()}
-        share.main.data.copy_(parts[WEIGHT])
-        state: dict[str, Any] = {}
-        for kind in parts.keys() & set(MOMENTS):
-            state[kind] = parts[kind].to(share.main.device, copy=True)
-        if state and isinstance(share.optimizer, torch.optim.Adam):
-            # Where its fused kernels and its others look for it.
-            device = share.main.device if share.optimizer.param_groups[0].get("fused") else None
-            state["step"] = torch.tensor(float(steps), device=device)
-        share.optimizer.state[share.main] = state
-
-    def set_steps(self, steps: int) -> None:
-        """Tell the optimizers that count in their groups how many steps were made."""
-        for optimizer in self._optimizers:
-            if not isinstance(optimizer, torch.optim.Adam):
-                for group in optimizer.param_groups:
-                    group["step"] = steps
-
-    def _held(self, share: _Share) -> dict[str, Tensor]:
-        if share.main is None:
-            return {}
-        state = share.optimizer.state.get(share.main, {})
-        return {WEIGHT: share.main.detach(), **{kind: state[kind] for kind in MOMENTS if kind in state}}
-
-
-def _torch_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that hold state: megatron-core's offloading one spreads parameters over several."""
-    return list(optimizer.sub_optimizers) if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
-
-
-def _distributed_shares(part: DistributedOptimizer) -> dict[nn.Parameter, _Share]:
-    holders = {
-        main: inner for inner in _torch_optimizers(part.optimizer) for group in inner.param_groups for main in group["params"]
-    }
-    shares = {}
-    for buffer in part.buffers:
-        for parameter in buffer.params:
-            main, start, stop = None, 0, 0
-            if parameter in part.model_param_group_index_map:
-                group, position = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][position]
-                if isinstance(part.optimizer, HybridDeviceOptimizer):
-                    main = part.optimizer.param_to_inner_param[main]
-                flat = part._get_model_param_range_map(parameter)["param"]
-                start, stop = flat.start, flat.end
-            shares[parameter] = _Share(holders.get(main), main, start, stop, part.data_parallel_group)
-    return shares

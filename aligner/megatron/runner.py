@@ -18,7 +18,8 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import AdamState, GuardedStep, build_optimizer
+from aligner.megatron.optimizer import GuardedStep, build_optimizer
+from aligner.megatron.optimizer_state import OptimizerState
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
 from aligner.megatron.parameter_gather import ParameterGather
 from aligner.megatron.world import World
@@ -139,23 +140,23 @@ class ModelRunner:
             self.weights.parameter(name).requires_grad_(False)
         self.ddp = wrap_for_training(self.chunks, optimizer)
         head_rate = self.settings.head_learning_rate if isinstance(self.settings, CriticConfig) else None
-        self.optimizer, self.scheduler = build_optimizer(self.ddp, optimizer, self._total_steps, head_rate)
+        self.optimizer, self.scheduler = build_optimizer(self.ddp, self.trained, optimizer, self._total_steps, head_rate)
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
         self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
         if optimizer.overlap_param_gather:
             self._gather = ParameterGather(self.ddp)
             self.weights.finish_update = self.trained.finish_update = self._gather.finish
 
-    def adam_state(self) -> AdamState:
-        """Adam's moments and main weights of what is trained."""
-        return AdamState(self.optimizer, (parameter for _, parameter in self.parameters()))
+    def optimizer_state(self) -> OptimizerState:
+        """Main weights, moments and momentum of what is trained."""
+        return OptimizerState(self.optimizer, (parameter for _, parameter in self.parameters()))
 
     @contextlib.contextmanager
     def room_for_moments(self) -> Iterator[None]:
-        """Take the device memory of Adam's moments meanwhile: they are made by the first update, after an engine has asked
-        how much is free.
+        """Take the device memory of moments and momentum meanwhile: they are made by the first update, after an engine has
+        asked how much is free.
         """
-        room = torch.empty(self.adam_state().missing_bytes, dtype=torch.uint8, device=self.world.device)
+        room = torch.empty(self.optimizer_state().missing_bytes, dtype=torch.uint8, device=self.world.device)
         try:
             yield
         finally:

@@ -1,4 +1,5 @@
-"""Which weights of a model are trained: all but those that patterns freeze, or low-rank adapters (Hu et al. 2021) alone."""
+"""Which weights of a model are trained: all but those that patterns freeze, or low-rank adapters (Hu et al. 2021) alone; and
+which of them Muon may update."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
         fused=fused,
     )
     return Adapter(weight, down, up)
+
+
+def is_layer_matrix(spec: TensorSpec) -> bool:
+    """Whether Muon updates a weight: a matrix of a decoder layer. Embeddings, heads, norms and biases are Adam's."""
+    return spec.layer is not None and len(spec.shape) == 2
 
 
 def frozen_names(table: Iterable[TensorSpec], patterns: Sequence[str], key: str = "frozen") -> frozenset[str]:

@@ -38,8 +38,13 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam through megatron-core."""
+    """AdamW through megatron-core, or Muon for the layers' matrices beside it."""
 
+    kind: str = option(
+        "adam",
+        "adam: AdamW for all weights; muon: Muon for the layers' matrices, AdamW for embeddings, heads, norms and biases",
+        choices=("adam", "muon"),
+    )
     learning_rate: float = option(1e-5, "peak learning rate", minimum=0)
     min_learning_rate: float = option(0.0, "where the decay ends", minimum=0, read=".schedule=linear|cosine")
     schedule: str = option("linear", "learning-rate decay over the run, or none", choices=("linear", "cosine", "constant"))
@@ -52,6 +57,17 @@ class OptimizerConfig:
         "pytorch: added to the bias-corrected root of the second moment; tensorflow: to the uncorrected one, which damps"
         " the first steps",
         choices=("pytorch", "tensorflow"),
+    )
+    momentum: float = option(0.95, "Muon's decay of the momentum, Nesterov's", minimum=0, below=1, read=".kind=muon")
+    newton_schulz_steps: int = option(
+        5, "steps by which Muon orthogonalizes, in the layers' precision", minimum=1, maximum=20, read=".kind=muon"
+    )
+    update_rms: float = option(
+        0.2,
+        "root mean square of Muon's update of a matrix, times the learning rate; 0.2 is about AdamW's, whose learning rates"
+        " and weight decay then fit",
+        above=0,
+        read=".kind=muon",
     )
     weight_decay: float = option(0.0, "decoupled weight decay", minimum=0)
     clip_grad_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 turns clipping off", minimum=0)

@@ -63,6 +63,15 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["actor.lora.rank=4", "actor.lora.targets=[heads]"], "actor.lora.targets=['heads']: allowed are one or more of"),
         (["actor.lora.rank=4", "actor.frozen=['*norm*']"], "every weight of the model is frozen already"),
         (["critic.optimizer.offload_fraction=0.5"], "offload_fraction=0.5: needs critic.optimizer.distributed=true"),
+        (["actor.optimizer.momentum=0.9"], "actor.optimizer.momentum=0.9: not read with actor.optimizer.kind=adam"),
+        (
+            ["actor.optimizer.kind=muon", "actor.optimizer.distributed=true"],
+            "actor.optimizer.distributed=true: actor.optimizer.kind=muon keeps its state whole",
+        ),
+        (
+            ["critic.optimizer.kind=muon", "critic.optimizer.offload_fraction=0.5"],
+            "critic.optimizer.offload_fraction=0.5: critic.optimizer.kind=muon keeps its state whole",
+        ),
         (["actor.parallel.tensor=3"], "actor.parallel.tensor=3: the model's 4 attention heads do not divide by 3"),
         (["actor.parallel.tensor=4"], "the model's 2 key-value heads do not divide by 4; sizes that fit: 1, 2"),
         (["model.config.vocab_size=63", "critic.parallel.tensor=2"], "63 vocabulary entries do not divide by 2"),

@@ -132,6 +132,13 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     assert all(choice.reason for choice in choices.values())
 
 
+def test_state_that_cannot_be_cut_over_data_ranks_is_not_chosen_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["actor.optimizer.kind=muon", "critic.optimizer.kind=adam"]
+    config, _, situation = chosen(monkeypatch, "3B", NODE, *online("ppo"), *kinds)
+    assert config.actor.parallel.data > 1 and not config.actor.optimizer.distributed and config.critic.optimizer.distributed
+    check(config, situation.expected)
+
+
 def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16"

@@ -1,4 +1,4 @@
-"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64."""
+"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64, or Muon's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.gpu.conftest import needs_device
 from tests.megatron import jobs, optimizer_jobs
 from tests.megatron.reference import save_llama
 from tests.megatron.test_layouts import assert_slices_equal
+from tests.megatron.test_muon import GUIDED, muon
 from tests.megatron.test_optimizer import SETTINGS, adam
 
 pytestmark = needs_device
@@ -35,5 +36,14 @@ def test_steps_are_adams(one_rank, tmp_path, way, precision):
     actor = {"optimizer": settings, "precision": precision}
     found = optimizer_jobs.guided_steps(str(directory), {}, actor, STEPS)
     expected = adam(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **settings), len(STEPS))
+    after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
+    assert_slices_equal([after], expected, **TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_steps_are_muons(one_rank, tmp_path, precision):
+    directory = save_llama(tmp_path, tied=False)
+    found = optimizer_jobs.guided_steps(str(directory), {}, {"optimizer": GUIDED, "precision": precision}, STEPS)
+    expected = muon(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **GUIDED), STEPS)
     after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
     assert_slices_equal([after], expected, **TOLERANCE[precision])

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from aligner.algorithms.losses import value_loss
 from aligner.data import claim
-from aligner.data.checkpoint_files import MOMENTS, WEIGHT, CheckpointReader
+from aligner.data.checkpoint_files import MOMENTS, MOMENTUM, WEIGHT, CheckpointReader
 from aligner.data.checksums import FileRecord
 from aligner.data.model_directory import read_shape
 from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
+from aligner.models.trained_weights import is_layer_matrix
 from aligner.schema import ActorConfig, Config, CriticConfig, LoraConfig, ParallelConfig, RunConfig
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 
@@ -69,17 +70,19 @@ def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
     policy = actor(directory, settings)
     policy.load(Path(checkpoint))
     runner, reader = policy.runner, CheckpointReader(Path(checkpoint))
-    adam = runner.adam_state()
+    state = runner.optimizer_state()
     different = []
     for weights in {id(weights): weights for weights in (runner.weights, runner.trained)}.values():
         for name in weights:
             parameter = weights.parameter(name)
             found = {WEIGHT: parameter.data}
-            if parameter in adam:
+            if parameter in state:
                 # Brought together on every rank in turn, so that each sees all of what it takes part in.
                 for rank in range(policy.world.size):
-                    found = adam.gather(parameter, rank) or found
-            assert (parameter in adam) == (MOMENTS[0] in found)
+                    found = state.gather(parameter, rank) or found
+            muon = settings["optimizer"].get("kind") == "muon" and is_layer_matrix(weights.specs[name])
+            kept = (MOMENTUM if muon else MOMENTS) if parameter in state else ()
+            assert found.keys() == {WEIGHT, *kept}
             for kind, tensor in found.items():
                 if not torch.equal(weights.gather(name, tensor), reader.read(kind, weights.slices[name])):
                     different.append((name, kind))

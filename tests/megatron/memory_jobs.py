@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.data.checkpoint_files import MOMENTS, MOMENTUM
 from aligner.megatron import model_checkpoint as checkpoint
 from aligner.megatron import world as worlds
 from aligner.megatron.packing import PackedBatch
@@ -92,13 +93,13 @@ def measure(
         return value, {"value": value.detach()}
 
     with runner.room_for_moments():
-        to_come = runner.adam_state().missing_bytes
-    for _ in range(2):  # Adam's state is made by the first
+        to_come = runner.optimizer_state().missing_bytes
+    for _ in range(2):  # the optimizer's state is made by the first
         saved = SavedTensors(runner)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
             stats = runner.update(runner.share(tokens, lengths), loss)
     assert stats["skipped"] == 0.0 and saved.bytes == 0
-    assert to_come == _bytes(_moments(runner)) and runner.adam_state().missing_bytes == 0
+    assert to_come == _bytes(_moments(runner)) and runner.optimizer_state().missing_bytes == 0
     measured = {
         "weights": _bytes(parameter for _, parameter in runner.parameters()),
         "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
@@ -133,14 +134,14 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
 def _moments(runner: ModelRunner) -> Iterator[Tensor]:
     for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
         for state in () if getattr(part, "is_stub_optimizer", False) else part.optimizer.state.values():
-            yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
+            yield from (state[name] for name in (*MOMENTS, *MOMENTUM) if name in state)
 
 
 def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     """What this rank copies for a checkpoint."""
-    adam = runner.adam_state()
-    units, _ = checkpoint._assign_writers(runner, adam)
-    yield from checkpoint._snapshot(adam, units, runner.world.rank).values()
+    state = runner.optimizer_state()
+    units, _ = checkpoint._assign_writers(runner, state)
+    yield from checkpoint._snapshot(state, units, runner.world.rank).values()
 
 
 def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> ActorConfig | CriticConfig:

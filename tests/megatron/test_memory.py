@@ -66,6 +66,7 @@ CASES = {
     "gpt2": (GPT2, {}, "vocabulary", {}),
     "mixtral": (MIXTRAL, {}, "vocabulary", {}),
     "tp2": (LLAMA, {"tensor": 2}, "vocabulary", {}),
+    "tp2-muon": (LLAMA, {"tensor": 2}, "vocabulary", {"optimizer": {"kind": "muon"}}),
     "tp2-sp": (LLAMA, SP, "vocabulary", {}),
     "tp2-sp-selective": (LLAMA, SP, "vocabulary", {"recompute": "selective"}),
     "tp2-sp-full": (LLAMA, SP, "vocabulary", {"recompute": "full"}),

@@ -19,9 +19,9 @@ from tests.megatron import families
 from tests.rounds import slow
 
 
-def at(distributed=False, **layout):
+def at(distributed=False, kind="adam", **layout):
     settings = {key: layout.pop(key) for key in ("frozen", "lora", "precision") if key in layout}
-    return {"parallel": layout, "optimizer": {"distributed": distributed}, **settings}
+    return {"parallel": layout, "optimizer": {"distributed": distributed, "kind": kind}, **settings}
 
 
 def ranks(settings):
@@ -31,7 +31,9 @@ def ranks(settings):
 def identity(value):
     if not isinstance(value, dict):
         return str(value)
-    return "-".join(f"{key}{size}" for key, size in (value["parallel"] | value["optimizer"]).items() if size is not False)
+    return "-".join(
+        f"{key}{size}" for key, size in (value["parallel"] | value["optimizer"]).items() if size not in (False, "adam")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +61,10 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         slow("mixtral", at(pipeline=2), at(True, data=2, expert=2)),
         ("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
         ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
+        ("llama3", at(kind="muon", tensor=2), at(kind="muon", pipeline=2)),
+        slow("llama3", at(kind="muon", data=2, **LORA), at(kind="muon", tensor=2, **LORA)),
+        slow("mixtral", at(kind="muon", data=2, expert=2), at(kind="muon", tensor=2, pipeline=2)),
+        slow("gpt2", at(kind="muon", pipeline=2), at(kind="muon", tensor=2, data=2)),
     ],
     ids=identity,
 )
@@ -78,6 +84,7 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
         slow(at(True, pipeline=2, data=2)),
         {**ZERO, "precision": "bf16"},
         slow(at(tensor=2, precision="bf16")),
+        at(kind="muon", tensor=2, precision="bf16"),
     ],
     ids=identity,
 )
@@ -187,6 +194,12 @@ def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, c
 def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp_path):
     for message in pool.run(jobs.refusal, 2, model("llama2"), at(tensor=2, **LORA), str(complete)):
         assert "its adapters are None, the model's {'rank': 4, 'alpha': 6.0," in message
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, model, complete):
+    for message in pool.run(jobs.refusal, 2, model("llama2"), at(kind="muon", tensor=2), str(complete)):
+        assert message.startswith("AlignerError: ")
+        assert f"{complete}: a checkpoint of optimizer.kind=adam, whose state is not that of optimizer.kind=muon" in message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Megatron keeps a gradient in fp32 for every trained weight. bf16 weights have a fp32 main copy beside Adam's two moments, so
 that a trained weight takes 2 + 4 + 12 bytes: the 18 of megatron-core's own account of its distributed optimizer, which cuts
 the last 12 over the data and context ranks: 6 + 12/d (ZeRO-1, Rajbhandari et al. 2020). fp32 weights are their own main copy.
+Muon keeps one number of a matrix's weight where Adam keeps two moments.
 """
 
 import math
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names
+from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names, is_layer_matrix
 from aligner.models.weight_slices import Head, TensorSpec, engine_slices, stage_layers, weight_table
 from aligner.placement.roles import Device
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig, TrainedModelConfig
 
-_GRADIENT, _MAIN_COPY, _MOMENTS = 4, 4, 8
+_GRADIENT, _MAIN_COPY, _MOMENT = 4, 4, 4
 """Bytes a trained weight."""
 
 
@@ -83,15 +84,17 @@ def _census(table: Iterable[TensorSpec], num_layers: int) -> Census:
 
 
 @lru_cache(maxsize=64)
-def weight_census(shape: ModelShape, head: Head, frozen: Collection[str] = ()) -> Census:
-    """All of a model's weights but those that the patterns freeze."""
+def weight_census(shape: ModelShape, head: Head, frozen: Collection[str] = (), *, matrices: bool = False) -> Census:
+    """All of a model's weights but those that the patterns freeze, or the layers' `matrices` alone."""
     table = weight_table(shape, head)
     left_out = frozen_names(table, tuple(frozen)) if frozen else frozenset()
-    return _census((spec for spec in table if spec.name not in left_out), shape.num_layers)
+    chosen = (spec for spec in table if spec.name not in left_out)
+    return _census((spec for spec in chosen if is_layer_matrix(spec) or not matrices), shape.num_layers)
 
 
 @lru_cache(maxsize=64)
 def _adapter_census(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> Census:
+    """All of them are matrices of layers."""
     lora = LoraConfig(rank=rank, targets=list(targets))
     return _census(adapter_table(adapter_map(weight_table(shape), lora)), shape.num_layers)
 
@@ -122,17 +125,21 @@ def trained_states(
     `steps` is false where the optimizer is made but never takes a step, and so has no moments, and nothing is saved.
     """
     layout = settings.parallel
-    base, trained = weight_census(shape, head), weight_census(shape, head, tuple(settings.frozen))
-    held, changed = base.stage(layout, stage), trained.stage(layout, stage)
+    base, frozen = weight_census(shape, head), tuple(settings.frozen)
+    held, changed = base.stage(layout, stage), weight_census(shape, head, frozen).stage(layout, stage)
+    matrices = weight_census(shape, head, frozen, matrices=True).stage(layout, stage)
     lora = getattr(settings, "lora", None)
     if lora is not None and lora.rank:
-        changed = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(layout, stage)
+        changed = matrices = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(layout, stage)
         held = held + changed
-    state = (_MAIN_COPY if device.itemsize < _GRADIENT else 0) + (_MOMENTS if steps else 0)
+    main, moments = (_MAIN_COPY if device.itemsize < _GRADIENT else 0), (2 * _MOMENT if steps else 0)
     # Main weights and moments are saved in fp32, what is not trained as it is.
     saved = _share(changed, layout)
-    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * state
-    snapshot = (_MAIN_COPY + _MOMENTS) * saved + device.itemsize * (_share(held, layout) - saved)
+    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * (main + moments)
+    snapshot = (_MAIN_COPY + 2 * _MOMENT) * saved + device.itemsize * (_share(held, layout) - saved)
+    if settings.optimizer.kind == "muon":
+        kept -= _on_rank(matrices, layout) * moments // 2
+        snapshot -= _share(matrices, layout) * _MOMENT
     offloaded = int(kept * settings.optimizer.offload_fraction) if device.gpus else 0
     return States(
         weights=device.itemsize * _on_rank(held, layout),

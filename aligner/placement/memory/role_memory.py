@@ -330,11 +330,9 @@ def _what_helps(config: Config, role: str) -> str:
     section = {"trainer": "actor", "generator": "engine"}.get(role, role)
     keys = [f"more ranks in {section}.parallel.tensor" + ("" if section == "engine" else f" or {section}.parallel.pipeline")]
     if section in ("actor", "critic"):
-        keys += [
-            f"{section}.optimizer.distributed=true",
-            f"a smaller {section}.micro_batch_tokens",
-            f"{section}.recompute=full",
-        ]
+        muon = (config.actor if section == "actor" else config.critic).optimizer.kind == "muon"
+        keys += [] if muon else [f"{section}.optimizer.distributed=true"]
+        keys += [f"a smaller {section}.micro_batch_tokens", f"{section}.recompute=full"]
     if section == "engine" or (section == "actor" and config.algorithm.generates and not has_generator(config)):
         keys += ["engine.sleep=true"] if section == "actor" else []
         keys += ["engine.update=in_place", "a smaller engine.batch_size or engine.kv_cache_mib"]
