@@ -63,7 +63,7 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
         ("llama3", at(kind="muon", tensor=2), at(kind="muon", pipeline=2)),
         slow("llama3", at(kind="muon", data=2, **LORA), at(kind="muon", tensor=2, **LORA)),
-        slow("mixtral", at(kind="muon", data=2, expert=2), at(kind="muon", tensor=2, pipeline=2)),
+        slow("mixtral", at(kind="muon", data=2, expert=2), at(kind="muon", tensor=2, sequence=True)),
         slow("gpt2", at(kind="muon", pipeline=2), at(kind="muon", tensor=2, data=2)),
     ],
     ids=identity,
