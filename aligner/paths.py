@@ -9,6 +9,9 @@ from aligner.schema import Config
 
 PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
+TEACHER_SCORES = "teacher_scores"
+TEACHER_SCORES_INDEX = "index.json"
+"""Written last: teacher scores without it are not complete."""
 LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
 
@@ -55,10 +58,10 @@ class RunPaths:
         """All samples, two files a step: `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
         """The responses that evaluation compares the policy's with, and their scores, one JSON object each."""
-        self.preferences = root / PREFERENCES
-        """The pairs of a run of algorithm.trainer=preferences, once it has ended: `aligner.training.preference_sampling`."""
-        self.responses = root / RESPONSES
-        """All samples of such a run, one JSON object each."""
+        self.preferences, self.responses = root / PREFERENCES, root / RESPONSES
+        """Pairs and samples of algorithm.trainer=preferences, once it has ended: `aligner.training.preference_sampling`."""
+        self.teacher_scores = root / TEACHER_SCORES
+        """What a run of algorithm.trainer=teacher_scores keeps: `aligner.data.teacher_scores`."""
         self.timeline = root / "timeline"
         """One file of spans a process: `aligner.observability.timeline`."""
         self.trace = root / "trace.json"
@@ -93,7 +96,8 @@ class RunPaths:
         """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
-        return (*files, self.end, *trackers, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
+        directories = (self.teacher_scores, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
+        return (*files, self.end, *trackers, *directories)
 
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""
@@ -132,9 +136,9 @@ def run_paths(config: Config) -> RunPaths:
 
 
 def can_resume(config: Config) -> bool:
-    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none (preferences)."""
+    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none."""
     paths = run_paths(config)
-    return paths.metrics.is_file() if config.algorithm.trainer == "preferences" else bool(complete_steps(paths.checkpoints))
+    return bool(complete_steps(paths.checkpoints)) if config.algorithm.learns else paths.metrics.is_file()
 
 
 def early_end(paths: RunPaths) -> str | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses import cross_entropy_loss, token_label_loss
+from aligner.algorithms.distillation import distillation_loss
+from aligner.algorithms.losses import cross_entropy_loss, token_label_loss, total_over
 from aligner.algorithms.preference_losses import kto_loss, pairwise_reward_loss, pairwise_reward_stats
 from aligner.data.types import Rows, Stats
-from aligner.schema import PreferenceConfig
+from aligner.schema import PreferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,17 @@ def imitation_loss(logprobs: Tensor, rows: Rows, denominator: float) -> tuple[Te
     """Cross entropy of the response tokens; log-probs [B, S-1]."""
     loss = cross_entropy_loss(logprobs, rows.mask, denominator)
     return loss, {"loss": loss.detach()}
+
+
+def taught_loss(logprobs: Tensor, rows: Rows, teacher: TeacherConfig, denominator: float) -> tuple[Tensor, Stats]:
+    """`teacher.weight` times the divergence from a teacher, and `teacher.imitation_weight` times the cross entropy.
+
+    Log-probs [B, S-1] of the response tokens, of rows with the teacher's and the policy's of its candidates.
+    """
+    imitated = cross_entropy_loss(logprobs, rows.mask, denominator)
+    taught, stats = distillation_loss(rows, teacher, total_over(rows.mask, None, denominator))
+    loss = taught + teacher.imitation_weight * imitated if teacher.imitation_weight else taught
+    return loss, {"loss": loss.detach(), "cross_entropy": imitated.detach()} | stats
 
 
 def labeled_loss(logprobs: Tensor, rows: LabeledRows, settings: PreferenceConfig, denominator: float) -> tuple[Tensor, Stats]:

@@ -33,7 +33,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield str(error)
     if slurm.time is not None:
         yield from _time_problems(slurm.time, slurm.grace_s)
-    if slurm.requeue and config.algorithm.trainer != "preferences":  # which goes on from its steps
+    if slurm.requeue and config.algorithm.learns:  # others go on from their steps
         yield from _requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (

@@ -19,6 +19,7 @@ _RECORDS = {
     "online": "prompt",
     "preferences": "prompt",
     "sft": "demonstration",
+    "teacher_scores": "demonstration",
     "dpo": "preference",
     "reward_model": "preference",
 }

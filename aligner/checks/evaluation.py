@@ -17,9 +17,9 @@ from aligner.schema.scoring_functions import function_problem
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with what a run is evaluated on, and how, but for the prompts' content."""
     settings, trainer = config.evaluation, config.algorithm.trainer
-    if trainer == "preferences" and settings.every:
-        yield f"evaluation.every={settings.every}: algorithm.trainer=preferences learns nothing that could be evaluated"
-    elif trainer not in ("online", "preferences") and settings.every and not config.data.held_out:
+    if not config.algorithm.learns and settings.every:
+        yield f"evaluation.every={settings.every}: algorithm.trainer={trainer} learns nothing that could be evaluated"
+    elif config.algorithm.learns and trainer != "online" and settings.every and not config.data.held_out:
         yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
     if trainer == "online":
         yield from _online_problems(config, expected)

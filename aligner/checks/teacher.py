@@ -5,17 +5,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aligner.checks.algorithm import OWN_TARGET
-from aligner.checks.trained_model import micro_batch_problems, precision_problems, reader_problems
+from aligner.checks.trained_model import (
+    micro_batch_problems,
+    policys_difference,
+    precision_problems,
+    reader_problems,
+)
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
-from aligner.models.model_source import ExpectedInputs, directory_shape, teacher_shape
+from aligner.models.model_source import ExpectedInputs, directory_shape, is_expected, teacher_shape
 from aligner.models.shape import ModelShape
+from aligner.paths import TEACHER_SCORES_INDEX
 from aligner.schema import Config
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What a teacher cannot be, or an algorithm cannot learn from one."""
+    if config.teacher.scores is not None:
+        yield from _scores_problems(config, Path(config.teacher.scores), expected)
     if not config.has_teacher:
         return
     settings = config.algorithm
@@ -39,6 +47,24 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from micro_batch_problems(config, "teacher", config.teacher)
     for source in sources:
         yield from _model_problems(config, source, model, expected)
+
+
+def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> Iterator[str]:
+    """What scores cannot be learned from; their content is read when the run is prepared."""
+    if config.teacher.loss == "advantage":
+        yield (
+            f"teacher.scores={scores}: teacher.loss=advantage is for samples of the policy's own; give forward_kl,"
+            " reverse_kl or jensen_shannon"
+        )
+    if is_expected(scores, expected):
+        return
+    if not (scores / TEACHER_SCORES_INDEX).is_file():
+        yield (
+            f"teacher.scores={scores}: it has no {TEACHER_SCORES_INDEX}, so no run of algorithm=teacher_scores has completed"
+            " it"
+        )
+    elif (difference := policys_difference(config, scores)) is not None:
+        yield f"teacher.scores={scores}: {difference}; they are of a teacher with another tokenizer than the policy's"
 
 
 def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:

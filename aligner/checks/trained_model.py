@@ -42,7 +42,7 @@ def reader_problems(config: Config, policy: ModelShape | None, key: str, directo
         )
     own = _policy_directory(config)
     written = None if own is None else read_vocabulary(own)
-    if (difference := vocabulary_difference(written, read_vocabulary(directory))) is not None:
+    if (difference := policys_difference(config, directory)) is not None:
         yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
         return
     if policy is None or shape.vocab_size >= policy.vocab_size:
@@ -54,6 +54,12 @@ def reader_problems(config: Config, policy: ModelShape | None, key: str, directo
             f"{named}: it knows {shape.vocab_size} tokens, the policy writes {vocabulary}; give a model of the policy's"
             " vocabulary (model.path)"
         )
+
+
+def policys_difference(config: Config, directory: Path) -> str | None:
+    """How the tokens of a directory's tokenizer differ from the policy's, in words; see `vocabulary_difference`."""
+    own = _policy_directory(config)
+    return None if own is None else vocabulary_difference(read_vocabulary(own), read_vocabulary(directory))
 
 
 def _policy_directory(config: Config) -> Path | None:

@@ -22,13 +22,13 @@ from aligner.config.resume import resume_problems
 from aligner.errors import ConfigError
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, first_layers, read_shape
 from aligner.models.shape import ModelShape
-from aligner.paths import PREFERENCES, RESPONSES, cache_directory
+from aligner.paths import PREFERENCES, RESPONSES, TEACHER_SCORES, cache_directory
 from aligner.schema import Config
 from aligner.schema.references import Reference, map_paths, parse_reference, round_name
 from aligner.version import __version__
 
-_FILES = {PREFERENCES: "preferences", RESPONSES: "responses"}
-"""What the files of preferences hold. A model's directory is named as a whole."""
+_FILES = {PREFERENCES: "preferences", RESPONSES: "responses", TEACHER_SCORES: "teacher scores"}
+"""What the files of a run that trains nothing hold. A model's directory is named as a whole."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
 """Sections that a result does not depend on, but for how many steps `run` has, and by what it ends before them."""
 
@@ -48,7 +48,7 @@ class Prerequisite:
 
     @property
     def result(self) -> Path:
-        """A Hugging Face directory, or one with the files of preferences."""
+        """A Hugging Face directory, or one with what a run that trains nothing keeps."""
         return self.entry / "result"
 
     @property
@@ -59,8 +59,10 @@ class Prerequisite:
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its result, the one first that stands for it; none where it is a model's directory."""
-        if self.config.algorithm.trainer != "preferences":
+        if self.config.algorithm.learns:
             return ()
+        if self.config.algorithm.trainer == "teacher_scores":
+            return (TEACHER_SCORES,)
         return (RESPONSES,) if self.config.algorithm.pairs == "none" else (PREFERENCES, RESPONSES)
 
     @property
@@ -276,11 +278,13 @@ def _given(reference: Reference, first: Prerequisite) -> str:
 def _wanted(key: str, config: Config) -> tuple[str, ...]:
     """Of which kinds a path that is a key's value must be; prompts can be had from whatever has some."""
     section, trainer = key.partition(".")[0], config.algorithm.trainer
+    if key == "teacher.scores":
+        return ("teacher scores",)
     if section == "critic":
         return ("a reward model", "a policy")
     if section in ("model", "teacher", "reward"):
         return ("a reward model",) if section == "reward" else ("a policy",)
-    if key == "data.normalization" or (section == "data" and trainer == "sft"):
+    if key == "data.normalization" or (section == "data" and trainer in ("sft", "teacher_scores")):
         return ("responses",)
     if section == "data" and trainer in ("dpo", "reward_model"):
         return ("preferences",)
@@ -296,7 +300,7 @@ def _without_rounds(experiment: str) -> str:
 
 def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
     """The shape of the model that an experiment leaves; None where it leaves none."""
-    if config.algorithm.trainer == "preferences":
+    if not config.algorithm.learns:
         return None
     shape = read_shape(config, expected)
     return first_layers(config, shape) if config.algorithm.trainer == "reward_model" else shape

@@ -74,7 +74,7 @@ def resume_problems(config: Config) -> Iterator[str]:
         how = "continue it with run.resume=true" if can_resume(config) else "start it again with run.resume=auto"
         yield f"run.dir={paths.root}: exists already; {how}, or give another run.dir or run.name"
     elif resume == "true" and not can_resume(config):
-        what = "steps" if config.algorithm.trainer == "preferences" else "complete checkpoint"
+        what = "complete checkpoint" if config.algorithm.learns else "steps"
         yield f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from the beginning"
     else:
         yield from _changes(config, load_config(paths.config))

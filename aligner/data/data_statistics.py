@@ -14,7 +14,7 @@ from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import Config, DataConfig
+from aligner.schema import Config, DataConfig, TeacherConfig
 from aligner.schema.data_sources import data_sources
 
 _LONGEST, _SPREAD = 64, 448
@@ -84,7 +84,8 @@ def _lines(data: DataConfig) -> list[Line]:
 def _names(lines: Sequence[Line], config: Config) -> dict[str, str]:
     """Names of fields that the first record lacks, where it has one that is known to stand for it."""
     first: Mapping[str, Any] = convert(lines[:1], lambda record: dict(record.values), "data")[0][0]
-    wanted = ["prompt"] if config.algorithm.generates else ["prompt", "response"] if config.algorithm.trainer == "sft" else []
+    answered = config.algorithm.trainer in ("sft", "teacher_scores")
+    wanted = ["prompt"] if config.algorithm.generates else ["prompt", "response"] if answered else []
     if "messages" in first:
         return {}
     found = ((ours, next((name for name in _NAMES[ours] if name in first), None)) for ours in wanted if ours not in first)
@@ -123,7 +124,7 @@ def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple
                 max((tokenizer.encode(text).numel() for text in said if isinstance(text, str)), default=0),
             )
         return
-    examples = open_run_data(replace(config, data=data), tokenizer).examples
+    examples = open_run_data(replace(config, data=data, teacher=TeacherConfig()), tokenizer).examples
     for example in examples.take(0, len(examples)):
         yield from _sizes(example)
 

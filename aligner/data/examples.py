@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +13,11 @@ from aligner.data.conversations import all_turns, exchange, prompt_text
 from aligner.data.prompts import drawn_tokens, encoded, prompt_tokens, tokenize_text, within
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
+from aligner.data.teacher_scores import TaughtRow, TeacherScores
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.models.model_source import directory_shape, model_directory
+from aligner.models.vocabulary import require_policys_tokens
 from aligner.schema import Config, DataConfig
 
 Example = TypeVar("Example")
@@ -33,6 +37,14 @@ class Demonstration:
     """In tokens, at least 1, as the response has."""
     learned: Tensor | None = None
     """bool [T]: which tokens are learned from, behind the prompt; None for all there."""
+    taught: TaughtRow | None = None
+    """Where a teacher's word on it is; None without a teacher."""
+
+    @property
+    def is_learned(self) -> Tensor:
+        """bool [T]: which tokens are learned from."""
+        behind = torch.arange(self.tokens.numel()) >= self.prompt_length
+        return behind if self.learned is None else behind & self.learned
 
 
 @dataclass(frozen=True)
@@ -90,8 +102,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     """
     data, trainer = config.data, config.algorithm.trainer
     examples: ExampleStream[Any]
-    if trainer == "sft":
-        examples = open_demonstrations(data, tokenizer, config.seed)
+    if trainer in ("sft", "teacher_scores"):
+        scores = open_scores(config) if trainer == "sft" else None
+        examples = open_demonstrations(data, tokenizer, config.seed, scores)
     elif trainer == "reward_model" and has_steps(data):
         examples = open_labeled_steps(data, tokenizer, config.seed)
     elif config.algorithm.has_labels:
@@ -103,7 +116,7 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
     notices = examples.notices
-    examples, held_out = examples.hold_out(data.held_out)
+    examples, held_out = examples.hold_out(data.held_out if config.algorithm.learns else 0)
     if held_out:
         drawn = f"drawn by seed={config.seed}" if data.shuffle else "the last ones, as data.shuffle=false"
         notices = (*notices, f"data.held_out={data.held_out}: of each source's rows, {drawn}")
@@ -117,16 +130,41 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     return RunData(examples, held_out, taken, (*notices, *samples.notices))
 
 
-def open_demonstrations(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[Demonstration]:
+def open_scores(config: Config) -> TeacherScores | None:
+    """What `teacher.scores` names, if it does.
+
+    Raises ConfigError where it cannot be read, or is of a teacher to whom the policy's tokens are others.
+    """
+    if config.teacher.scores is None:
+        return None
+    policy, scores = model_directory(config), TeacherScores(Path(config.teacher.scores))
+    require_policys_tokens("teacher.scores", scores.directory, policy)
+    known = directory_shape(policy, "model.path").vocab_size
+    if scores.vocabulary > known:
+        raise ConfigError(
+            f"teacher.scores={scores.directory}: it has ids up to {scores.vocabulary - 1}, and the policy knows {known}"
+            " tokens; give a teacher that knows no others"
+        )
+    return scores
+
+
+def open_demonstrations(
+    data: DataConfig, tokenizer: Tokenizer, seed: int, scores: TeacherScores | None = None
+) -> ExampleStream[Demonstration]:
     """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
 
     With `data.learned_turns` of all a conversation's response begins with its first answer, and only answers are learned from.
 
     All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
-    to be skipped, a record that is not as it must be or too long, with its place.
+    to be skipped, a record that is not as it must be or too long, or, where `scores` are given, has none, with its place.
     """
-    parse = _conversation if data.learned_turns == "all" else _demonstration
-    return _open(data, seed, lambda record: parse(record, "response", tokenizer, data))
+    read = _conversation if data.learned_turns == "all" else _demonstration
+
+    def parse(record: Record) -> Demonstration:
+        demonstration = read(record, "response", tokenizer, data)
+        return demonstration if scores is None else _taught(demonstration, scores, record.origin)
+
+    return _open(data, seed, parse)
 
 
 def open_preferences(
@@ -183,6 +221,16 @@ def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: Data
         _, asked = prompt_tokens(record, prompt, tokenizer, data)
         answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
     return Demonstration(torch.cat([asked, answered]), asked.numel(), learned)
+
+
+def _taught(demonstration: Demonstration, scores: TeacherScores, origin: str) -> Demonstration:
+    found = scores.find(demonstration.tokens, demonstration.is_learned)
+    if found is None:
+        raise BadRecord(
+            f"{origin}: teacher.scores={scores.directory} has nothing about it: it is of other data, or of data that"
+            " another tokenizer, chat template or limit (data.…) has made other tokens of"
+        )
+    return replace(demonstration, taught=found)
 
 
 def _drawn(record: Record, tokens: Tensor) -> Tensor:

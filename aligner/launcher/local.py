@@ -95,7 +95,8 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
     if first.files:
         with new_directory(first.result) as directory:
             for name in first.files:
-                shutil.copyfile(paths.root / name, directory / name)
+                copy = shutil.copytree if (paths.root / name).is_dir() else shutil.copyfile
+                copy(paths.root / name, directory / name)
     else:
         # The last checkpoint's model is converted in a process of its own: this one has no torch.
         command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))

@@ -27,7 +27,7 @@ def next_steps(config: Config, step: int) -> list[str]:
 def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     run, algorithm = shlex.quote(str(run_paths(config).root)), config.algorithm
     yield f"aligner view {run}", "its metrics, timeline and samples in a browser"
-    has_model = algorithm.trainer != "preferences" and can_resume(config)
+    has_model = algorithm.learns and can_resume(config)
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
         prompts = f"--prompts {shlex.quote(_prompts(config))}"
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "draw responses"

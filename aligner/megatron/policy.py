@@ -80,6 +80,20 @@ class Policy(CheckpointedModel):
         settings: dict[str, Any] = {"temperature": chosen, "chunk_tokens": self._chunk_tokens}
         return _logprobs(self.runner, tokens, lengths, mask, kept, routes, **settings)
 
+    def with_candidates(self, rows: Rows) -> tuple[Tensor, Rows]:
+        """Log-probs float32 [B, S-1] of the mask's tokens, zero elsewhere, and the rows with those of their candidates."""
+        assert rows.candidates is not None
+        ids, columns, places = rows.candidates, 2 + rows.candidates.shape[-1], rows.mask.shape[1]
+
+        def read(output: Tensor, batch: PackedBatch) -> Tensor:
+            asked = _within(batch, rows.mask, output.device)
+            its = ids[batch.batch_rows, : batch.width - 1].flatten(0, 1).to(output.device)[asked.target_rows].long()
+            found, _ = _score(self.runner, output, asked, self.temperature, self._chunk_tokens, None, its)
+            return asked.unpack_targets(found).flatten(1)
+
+        packed = self.runner.rows(rows.tokens, rows.lengths, places * columns, read).view(*rows.mask.shape, columns)
+        return packed[..., 0], dataclasses.replace(rows, candidate_logprobs=packed[..., 1:])
+
     def reference_logprobs(
         self,
         tokens: Tensor,

@@ -60,6 +60,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
         "sft": "policy",
         "dpo": "policy, reference" if has_reference(config) else "policy",
         "reward_model": "reward model",
+        "teacher_scores": "teacher",
     }
     sources = describe_sources(config.reward)
     devices = {group: f"cuda {describe_devices(taken)}" for group, taken in local_devices(config).items()}

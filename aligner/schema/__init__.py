@@ -37,7 +37,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     rollout: RolloutConfig = section(RolloutConfig, read="algorithm.trainer=online|preferences")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, read=".trainer=online")
-    actor: ActorConfig = section(ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo")
+    actor: ActorConfig = section(ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo|teacher_scores")
     critic: CriticConfig = section(CriticConfig, read=TRAINED)
     reward: RewardConfig = section(
         RewardConfig,
@@ -50,7 +50,7 @@ class Config:
     engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
     server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
     cluster: ClusterConfig = section(ClusterConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, read="algorithm.trainer!=preferences")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, read="algorithm.trainer!=preferences|teacher_scores")
     evaluation: EvaluationConfig = section(EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0")
     logging: LoggingConfig = section(LoggingConfig)
     dry_run: DryRunConfig = section(DryRunConfig, read=".scale=tiny")
@@ -62,5 +62,5 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the policy is distilled from a teacher."""
+        """Whether the policy is distilled from a teacher that is asked about its samples."""
         return self.algorithm.trainer == "online" and (self.teacher.path is not None or bool(self.teacher.sources))

@@ -80,8 +80,8 @@ class AlgorithmConfig:
         "online",
         "online: the policy learns from its own samples; sft: from demonstrations; dpo: from preferences; reward_model: a"
         " reward model from preferences or step labels; preferences: nothing learns, samples are kept as preferences and as"
-        " responses",
-        choices=("online", "sft", "dpo", "reward_model", "preferences"),
+        " responses; teacher_scores: nothing learns, the model's distributions at each token of demonstrations are kept",
+        choices=("online", "sft", "dpo", "reward_model", "preferences", "teacher_scores"),
     )
     pairs: str = option(
         "best_and_worst",
@@ -271,6 +271,11 @@ class AlgorithmConfig:
     def generates(self) -> bool:
         """Whether the policy is sampled from, and its samples are scored."""
         return self.trainer in ("online", "preferences")
+
+    @property
+    def learns(self) -> bool:
+        """Whether a model is trained; a run that trains none keeps no checkpoints, and goes on behind its last step."""
+        return self.trainer not in ("preferences", "teacher_scores")
 
     @property
     def has_demonstrations(self) -> bool:

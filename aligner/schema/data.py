@@ -98,13 +98,13 @@ class DataConfig:
         64,
         "a longer response, its end-of-sequence token included, is an error",
         minimum=2,
-        read="algorithm.trainer=sft|dpo|reward_model",
+        read="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
     )
     end_of_sequence: bool = option(
         True,
         "an end-of-sequence token is put behind each response; false for a reward model that scores responses which"
         " generation cuts",
-        read="algorithm.trainer=sft|dpo|reward_model",
+        read="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
     )
     margin: bool = option(
         True,
@@ -117,13 +117,13 @@ class DataConfig:
         "of a conversation's answers the last one is learned from, the others are part of its prompt; all: every one is, its"
         " end of turn included",
         choices=("last", "all"),
-        read="algorithm.trainer=sft",
+        read="algorithm.trainer=sft|teacher_scores",
     )
     drawn_tokens: bool = option(
         True,
         "a response of a record that says which tokens it was drawn as is these tokens, no end added; false: its text is"
         " tokenized, as that of another model's responses must be",
-        read="algorithm.trainer=sft|dpo|reward_model or algorithm.trainer=online and evaluation.every>0",
+        read="algorithm.trainer=sft|dpo|reward_model|teacher_scores or algorithm.trainer=online and evaluation.every>0",
     )
     shuffle: bool = option(True, "a new order of each source's records in every pass")
     sort_by: str | None = option(

@@ -28,6 +28,7 @@ _PATHS = (
     "reward.sources.*.path",
     "teacher.path",
     "teacher.sources.*.path",
+    "teacher.scores",
 )
 
 

@@ -41,14 +41,14 @@ class RunConfig:
         None,
         "METRIC:NUMBER, such as eval/score:0.9: end after a step in which the metric is so high or, of a loss or a KL, so low;"
         " never by that when null",
-        read="algorithm.trainer!=preferences",
+        read="algorithm.trainer!=preferences|teacher_scores",
     )
     end_without_gain: int | None = option(
         None,
         "end after so many evaluations in a row that are no better than the best before them, by checkpoint.best_metric; never"
         " by that when null",
         minimum=1,
-        read="algorithm.trainer!=preferences",
+        read="algorithm.trainer!=preferences|teacher_scores",
     )
     max_restarts: int = option(
         3,

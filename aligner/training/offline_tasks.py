@@ -20,16 +20,18 @@ from aligner.algorithms.offline_losses import (
     pairwise_loss,
     sequence_rewards,
     step_loss,
+    taught_loss,
 )
 from aligner.algorithms.preference_losses import pair_loss
 from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference
-from aligner.data.types import Rows, Stats, response_mask
+from aligner.data.teacher_scores import taught_rows
+from aligner.data.types import Rows, Stats
 from aligner.errors import AlignerError
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
 from aligner.models.model_source import NORMALIZATION
 from aligner.rewards.sources import RewardNormalizer
-from aligner.schema import PreferenceConfig
+from aligner.schema import PreferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,28 @@ class SupervisedFineTuning(OfflineTask):
     def loss(self, output: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
         """Cross entropy."""
         return imitation_loss(output, rows, denominator)
+
+
+@dataclass(frozen=True)
+class OfflineDistillation(SupervisedFineTuning):
+    """At each token of the responses, what a teacher has said of it once."""
+
+    model: Policy
+    teacher: TeacherConfig
+
+    def rows(self, examples: Sequence[Demonstration]) -> Rows:
+        """A row a demonstration, with the teacher's most probable tokens."""
+        rows = super().rows(examples)
+        taught = taught_rows([example.taught for example in examples if example.taught is not None], rows.mask)
+        return replace(rows, candidates=taught.ids, candidate_targets=taught.outcomes)
+
+    def evaluate(self, rows: Rows, denominator: float) -> Stats:
+        """The loss's statistics as sums over `denominator`; nothing is trained."""
+        return self.loss(*self.model.with_candidates(rows), denominator)[1]
+
+    def loss(self, output: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
+        """The divergence from the teacher, and what is asked of the cross entropy."""
+        return taught_loss(output, rows, self.teacher, denominator)
 
 
 @dataclass(frozen=True)
@@ -228,14 +252,10 @@ def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
 def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: int) -> Rows:
     """Right-padded rows of demonstrations, in their order; the mask is that of the responses, or of what is learned there."""
     lengths = torch.tensor([demonstration.tokens.numel() for demonstration in demonstrations])
-    prompt_lengths = torch.tensor([demonstration.prompt_length for demonstration in demonstrations])
     tokens = pad_sequence(
         [demonstration.tokens for demonstration in demonstrations], batch_first=True, padding_value=pad_token_id
     )
-    mask = response_mask(lengths, prompt_lengths, tokens.shape[1])
-    for row, demonstration in zip(mask, demonstrations, strict=True):
-        if demonstration.learned is not None:
-            row[: demonstration.learned.numel() - 1] &= demonstration.learned[1:]
+    mask = pad_sequence([demonstration.is_learned[1:] for demonstration in demonstrations], batch_first=True)
     return Rows(tokens, lengths, mask)
 
 

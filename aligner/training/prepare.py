@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from aligner.algorithms.extension import require_functions
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
+from aligner.data.teacher_scores import TeacherScores
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
@@ -51,6 +53,8 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         _check_judged(judge_sources(config.reward), scored)
         _check_tasks(config, scored)
         return prompts.notices
+    if config.teacher.scores is not None:
+        TeacherScores(Path(config.teacher.scores)).require_undamaged()
     return open_run_data(config, tokenizer).notices
 
 

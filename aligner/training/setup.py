@@ -14,11 +14,13 @@ from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.tool_catalogue import list_tools, tool_schemas
 from aligner.environments.tool_protocol import ListedTool
+from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
-from aligner.megatron.policy import Policy
+from aligner.megatron.policy import FrozenPolicy, Policy
 from aligner.megatron.value_model import build_initial_reward_model
 from aligner.megatron.world import World
 from aligner.models.model_source import model_directory
+from aligner.models.vocabulary import read_vocabulary
 from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
@@ -48,6 +50,7 @@ from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import (
     DirectPreferenceOptimization,
     KahnemanTverskyOptimization,
+    OfflineDistillation,
     OfflineTask,
     PairwiseRewardModel,
     ProcessRewardModel,
@@ -59,6 +62,7 @@ from aligner.training.preference_sampling import PairWriter, PreferenceSampler
 from aligner.training.recorder import Recorder
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.training.step_samples import SampleRecorder
+from aligner.training.teacher_scoring import TeacherScorer
 
 
 def train(config: Config) -> bool:
@@ -102,6 +106,8 @@ def build_trainer(
 ) -> TrainingLoop:
     """Put the parts of a trainer rank together; the tools are those of its environment. Collective."""
     timeline = open_timeline(config, "trainer", world.rank)
+    if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
+        return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
         task = build_task(config, world, data)
         parts = _loop_parts(config, world, tokenizer, timeline)
@@ -229,7 +235,31 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
         preference = config.algorithm.preference
         kind = DirectPreferenceOptimization if preference.has_pairs else KahnemanTverskyOptimization
         return kind(policy, shape.pad_token_id, preference)
+    if config.teacher.scores is not None:
+        return OfflineDistillation(policy, shape.pad_token_id, config.teacher)
     return SupervisedFineTuning(policy, shape.pad_token_id)
+
+
+def build_teacher_scorer(
+    config: Config, world: World, tokenizer: Tokenizer, data: RunData, timeline: Timeline
+) -> TeacherScorer:
+    """What scores the demonstrations by the run's model. Raises ConfigError for fewer of them than steps. Collective."""
+    directory, demonstrations = model_directory(config), list(data.examples.examples())
+    if len(demonstrations) < config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps}: the data has {len(demonstrations)} rows, and each step scores some; give fewer"
+        )
+    shape, vocabulary = read_shape(directory), read_vocabulary(directory)
+    # A model may have embeddings to spare, of ids that are no tokens.
+    known = shape.vocab_size if vocabulary is None else min(shape.vocab_size, max(vocabulary) + 1)
+    return TeacherScorer(
+        model=FrozenPolicy(shape, world, config.actor, directory, config.actor.logprob_chunk_tokens),
+        demonstrations=demonstrations,
+        pad_token_id=shape.pad_token_id,
+        vocabulary=known,
+        tokenizer_file=directory / "tokenizer.json",
+        **_loop_parts(config, world, tokenizer, timeline) | {"checkpoints": None},
+    )
 
 
 def connect(config: Config, world: World, attempt: int) -> Services:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.distillation import distillation_advantages, divergence, reverse_kl
+from aligner.algorithms.offline_losses import taught_loss
 from aligner.algorithms.online_algorithm import OnlineAlgorithm, build_online_algorithm
 from aligner.config.compose import compose_config
 from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, ScoredSamples, response_mask
@@ -224,6 +225,9 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
             terms.append(by_loops(kind, *both, beta))
         mean = torch.stack(terms).mean()
         assert float(stats["teacher_divergence"]) == pytest.approx(float(mean), rel=1e-9)
+        offline, told = taught_loss(drawn, rows, with_values(composed, settings).teacher, float(mask.sum()))
+        torch.testing.assert_close(offline, found - plain, rtol=1e-9, atol=1e-12)
+        assert told["teacher_divergence"] == stats["teacher_divergence"]
         gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, plain + weight * mean)]
         torch.testing.assert_close(found, plain + weight * mean, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)

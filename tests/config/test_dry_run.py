@@ -56,7 +56,7 @@ SEVENTY = {
 }
 ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
 EXPERIMENTS = sorted(file.stem for file in (built_in_directory() / "experiment").glob("*.yaml"))
-OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "kto", "reward_model")
+OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "kto", "reward_model", "teacher_scores")
 SIZES = ("tensor", "pipeline", "data", "context")
 
 

@@ -27,6 +27,7 @@ WITH = {
         ("algorithm", name): ["data.path=preferences.jsonl"] for name in ("dpo", "simpo", "orpo", "rpo", "kto", "reward_model")
     },
     ("algorithm", "sft"): ["data=sum_demonstrations"],
+    ("algorithm", "teacher_scores"): ["data=sum_demonstrations"],
     ("algorithm", "on_policy_distillation"): ["run.dir=/absent/run", "teacher.path=/absent/run/initial_model"],
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],

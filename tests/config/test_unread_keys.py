@@ -24,6 +24,8 @@ from aligner.schema.keys import is_read, only_read, schema_keys, unmet, value_at
 
 REPOSITORY = Path(__file__).parents[2]
 _ROLE = "cluster.slurm.roles"
+ANSWERS = "algorithm.trainer=sft or dpo or reward_model or teacher_scores"
+TRAINS = "algorithm.trainer other than preferences or teacher_scores"
 IDLE: tuple[tuple[str, str, str, str], ...] = (
     # The model.
     ("smollm2_sentiment", "model.path=DIR", "model.source=gguf", "model.source=directory"),
@@ -43,9 +45,9 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "+data.fields.prompt=q", "data.path=null", "data.path given"),
     ("tiny_ppo", "data.batch_size=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
     ("tiny_ppo", "data.held_out=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
-    ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
-    ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
-    ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
+    ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", ANSWERS),
+    ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", ANSWERS),
+    ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", ANSWERS),
     ("arithmetic_sft", "data.normalization=x.jsonl", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.normalization_samples=8", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
     ("arithmetic_sft", "data.margin=false", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
@@ -163,14 +165,14 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "evaluation.function=sentiment", "evaluation.every=0", "evaluation.every above 0"),
     ("arithmetic", "evaluation.temperature=0.5", "evaluation.greedy=null", "evaluation.greedy=false"),
     ("arithmetic_sft", "evaluation.samples=2", "algorithm.trainer=sft", "algorithm.trainer=online"),
-    ("smollm2_pairs", "checkpoint.every=2", "algorithm.trainer=preferences", "algorithm.trainer other than preferences"),
+    ("smollm2_pairs", "checkpoint.every=2", "algorithm.trainer=preferences", TRAINS),
     ("arithmetic_sft", "logging.samples_every=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
     ("tiny_ppo", "logging.wandb.project=mine", "logging.wandb.enabled=false", "logging.wandb.enabled=true"),
     ("tiny_ppo", "+logging.mlflow.tags.team=x", "logging.mlflow.enabled=false", "logging.mlflow.enabled=true"),
     ("tiny_ppo", "dry_run.steps=3", "dry_run.scale=none", "dry_run.scale=tiny"),
     ("tiny_ppo", "run.changes=[seed]", "run.resume=false", "run.resume other than false"),
     ("arithmetic_sft", "run.end_kl=1", "algorithm.trainer=sft", "algorithm.trainer=online"),
-    ("smollm2_pairs", "run.end_at=reward/mean:1", "algorithm.trainer=preferences", "algorithm.trainer other than preferences"),
+    ("smollm2_pairs", "run.end_at=reward/mean:1", "algorithm.trainer=preferences", TRAINS),
 )
 OTHER: Mapping[str, object] = {
     "data.path": "a.jsonl",

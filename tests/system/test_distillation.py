@@ -71,3 +71,32 @@ def test_beside_a_reward_and_ahead_of_training_a_resumed_run_is_bit_for_bit_the_
     assert all("distill/reverse_kl" in step and "reward/mean" in step for step in whole.metrics)
     assert repeatable(resumed.metrics) == repeatable(whole.metrics)
     assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_what_a_teacher_said_once(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file's answers, with neither the teacher nor an engine: the KL on rows that it never learned from falls."""
+    data = tmp_path / "answers.jsonl"
+    data.write_text(
+        "".join(f'{{"prompt": "{one}+{two}", "response": "={one + two}"}}\n' for one in range(9) for two in range(8))
+    )
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    lengths = f"{{path: {data}, max_prompt_tokens: 3, max_response_tokens: 4, prompts: []}}"
+    (tmp_path / "conf" / "experiment" / "scored.yaml").write_text(
+        "# @package _global_\ndefaults: [tiny_ppo, override /algorithm: teacher_scores]\nrun: {steps: 3}\n"
+        f"model: {{source: directory, path: {teacher}}}\ndata: {lengths}\nteacher: {{top_k: 64}}\n"
+    )
+    monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
+    run = run_to_end(
+        tmp_path / "run",
+        *("algorithm=sft", f"data.path={data}", "data.max_prompt_tokens=3", "data.max_response_tokens=4"),
+        *("teacher.scores=experiment:scored", "teacher.loss=forward_kl", f"--config-dir={tmp_path / 'conf'}"),
+        *("data.batch_size=16", "data.held_out=16", "evaluation.every=10", "run.steps=40"),
+        *("actor.optimizer.learning_rate=3e-3", "logging.tensorboard=false"),
+    )
+    first, last = run.metrics[0], run.metrics[-1]
+    assert 0 < last["eval/teacher_divergence"] < 0.6 * first["sft/teacher_divergence"]
+    assert last["eval/loss"] == pytest.approx(last["eval/teacher_divergence"])
+    assert {path.name for path in (run.paths.root / "logs").iterdir()} == {"prepare-0.log", "trainer-0.log"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, RunData
 from aligner.data.streams import ExampleStream
+from aligner.data.taught_tokens import TaughtTokens
+from aligner.data.teacher_scores import TeacherScores, complete, part_name, write_part
 from aligner.data.tokenizer import Tokenizer
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron import world as worlds
@@ -32,11 +35,13 @@ from aligner.schema import (
     PreferenceConfig,
     RewardConfig,
     RunConfig,
+    TeacherConfig,
 )
 from aligner.servers.reward_server import build_scoring
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import demonstration_rows
 from aligner.training.setup import build_task, build_trainer
+from aligner.training.teacher_scoring import TeacherScorer
 from tests.megatron.jobs import Slices, gradients, slices
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
@@ -47,8 +52,10 @@ PREFERENCES = {
     "rpo_sq": PreferenceConfig(kind="rpo_sq", reward_scale=2.0, imitation_weight=0.5),
     "kto": PreferenceConfig(kind="kto", beta=0.5, undesirable_weight=0.75),
 }
-TASKS = ("sft", *PREFERENCES, "reward_model", "steps")
-_TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model"}
+TASKS = ("sft", "taught", *PREFERENCES, "reward_model", "steps")
+TEACHER = TeacherConfig(scores="scores", loss="jensen_shannon", beta=0.3, weight=2.0, imitation_weight=0.5)
+"""Of the task `taught`."""
+_TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model", "taught": "sft"}
 
 
 def examples(task: str) -> list[Any]:
@@ -64,7 +71,7 @@ def examples(task: str) -> list[Any]:
     made: list[Any] = []
     for index in range(6):
         prompt = whole(1 + index)
-        if task == "sft":
+        if task in ("sft", "taught"):
             demonstration = answered(prompt, 9 - index)
             # Some are conversations, of which another turn lies between what is learned.
             learned = torch.arange(demonstration.tokens.numel()) % 3 != 0 if index % 2 else None
@@ -81,8 +88,34 @@ def examples(task: str) -> list[Any]:
     return made
 
 
+def teacher_logits(made: Sequence[Demonstration]) -> Tensor:
+    """A teacher's of all tokens that are learned from, float64 [M, V]."""
+    generator = torch.Generator().manual_seed(21)
+    count = sum(int(each.is_learned.sum()) for each in made)
+    return 2 * torch.randn(count, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def with_scores(made: Sequence[Demonstration], directory: Path, vocabulary: int = VOCABULARY) -> list[Demonstration]:
+    """With the log-probs of the 5 tokens that the teacher finds most probable, kept in the directory."""
+    every = teacher_logits(made).log_softmax(-1)
+    logprobs, ids = every.topk(5)
+    rest = every.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    rows = demonstration_rows(made, pad_token_id=0)
+    taught = TaughtTokens(
+        torch.zeros(rows.mask.shape), torch.zeros(*rows.mask.shape, 5).int(), torch.zeros(*rows.mask.shape, 6)
+    )
+    taught.ids[rows.mask], taught.outcomes[rows.mask] = ids.int(), torch.cat([logprobs, rest], -1).float()
+    directory.mkdir(parents=True)
+    write_part(directory / part_name(1, 1), rows, taught)
+    (directory / "teacher.json").write_text("{}")
+    complete(directory, 1, 5, vocabulary, directory / "teacher.json")
+    scores = TeacherScores(directory)
+    return [replace(each, taught=scores.find(each.tokens, each.is_learned)) for each in made]
+
+
 def configuration(directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any) -> Config:
     """A run of four steps over all examples."""
+    taught = {"teacher": TEACHER} if task == "taught" else {}
     return Config(
         run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
         model=ModelConfig(path=directory),
@@ -92,7 +125,7 @@ def configuration(directory: str, layout: dict[str, Any], task: str, root: str |
             parallel=ParallelConfig(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER
         ),
         logging=LoggingConfig(tensorboard=False),
-        **sections,
+        **(taught | sections),
     )
 
 
@@ -107,6 +140,8 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
     found = {}
     for name in TASKS:
         made = examples(name)
+        if name == "taught":
+            made = with_scores(made, Path(tempfile.mkdtemp()) / "scores")
         task = build_task(configuration(directory, layout, name), world, run_data(made))
         rows = task.rows(made)
         runner = task.model.runner
@@ -176,3 +211,20 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
     worlds.shutdown()
     assert not list(Path(root).rglob("*.tmp"))
     return trainer.stop.is_early
+
+
+def score(directory: str, layout: dict[str, Any], root: str, **run: Any) -> tuple[int, Tensor, Tensor]:
+    """A run that scores the demonstrations of `sft` in four parts: steps that it did, and what its model says of all at once,
+    the 5 most probable tokens of each that is learned from and their log-probs with that of all others.
+    """
+    settings: dict[str, Any] = {"teacher": TeacherConfig(top_k=5), "run": run}
+    config = configuration(directory, layout, "teacher_scores", root, **settings)
+    world, made = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120), examples("sft")
+    trainer = build_trainer(config, world, Tokenizer(Path(directory)), run_data(made), Services(None, None))
+    assert isinstance(trainer, TeacherScorer)
+    before = trainer.resume(())
+    trainer.run()
+    rows = demonstration_rows(made, pad_token_id=0)
+    taught = trainer.model.taught(rows.tokens, rows.lengths, 5, VOCABULARY, mask=rows.mask)
+    worlds.shutdown()
+    return trainer.stop.last - before, taught.ids[rows.mask], taught.outcomes[rows.mask]

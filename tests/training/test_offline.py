@@ -82,11 +82,33 @@ def values(trunk: Any, head: Tensor, rows: list[Tensor]) -> Tensor:
     return (trunk(tokens, attention_mask=attended).last_hidden_state @ head.T)[..., 0]
 
 
+def taught_loss(model: Any, made: list[Demonstration]) -> Tensor:
+    """Outcome by outcome: the 5 tokens that the teacher finds most probable and all others together, of each token."""
+    settings, teacher = offline_jobs.TEACHER, offline_jobs.teacher_logits(made).softmax(-1)
+    terms, beta = [], settings.beta
+    for demonstration in made:
+        policy = model(demonstration.tokens[None]).logits[0].softmax(-1)
+        for place in learned_places(demonstration).tolist():
+            one, other = teacher[len(terms)], policy[place - 1]
+            ids = one.topk(5).indices.tolist()
+            others = [token for token in range(len(one)) if token not in ids]
+            apart = torch.zeros((), dtype=torch.float64)
+            for outcome in (*([token] for token in ids), others):
+                its, own = one[outcome].sum(), other[outcome].sum()
+                mixture = beta * its + (1 - beta) * own
+                apart = apart + beta * its * (its / mixture).log() + (1 - beta) * own * (own / mixture).log()
+            imitated = -other[demonstration.tokens[place]].log()
+            terms.append(settings.weight * apart + settings.imitation_weight * imitated)
+    return torch.stack(terms).mean()
+
+
 def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer | None) -> Tensor:
     """The loss of all examples, by the formulas of the papers."""
     made = examples(task)
     if task == "sft":
         return -answer_logprobs(model, made).sum() / sum(map(len, map(learned_places, made)))
+    if task == "taught":
+        return taught_loss(model, made)
     if task == "steps":
         found = values(model.model, head, [example.tokens for example in made])
         at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])

@@ -25,6 +25,7 @@ _SUMS = {
     "online": "prompts",
     "preferences": "prompts",
     "sft": "demonstrations",
+    "teacher_scores": "demonstrations",
     "dpo": "preferences",
     "reward_model": "preferences",
 }

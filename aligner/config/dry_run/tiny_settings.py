@@ -92,6 +92,7 @@ def lengths(config: Config) -> Values:
     longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
         "data.drawn_tokens": False,  # they are another tokenizer's
+        "teacher.scores": None,
         "data.learned_turns": "last",  # the template that stands for the model's tells no turns apart
         "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
         "data.max_response_tokens": min(data.max_response_tokens, longest_record),

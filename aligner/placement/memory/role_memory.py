@@ -109,13 +109,13 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         shape, head = first_layers(config, shape), "scalar"
     device = device_of(config, actor.precision)
     part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
-    states = trained_states(shape, head, actor, stage, device, steps=trainer != "preferences")
+    states = trained_states(shape, head, actor, stage, device, steps=config.algorithm.learns)
     phases, host = [], states.on_host + states.snapshot
     with_reference, weights = replace(states, weights=2 * states.weights), states.weights
     has_copy = has_reference(config) and not actor.lora.rank
     if has_copy and actor.reference_on_device:
         states = with_reference
-    if trainer != "preferences":
+    if config.algorithm.learns:
         phases.append(_held("training", states, part.training().total))
     if has_copy:
         # Initial weights that are in host memory come to the device, where the policy's stay.
