@@ -13,8 +13,9 @@ from aligner.megatron.policy import FrozenPolicy
 from aligner.observability.metrics import read_metrics
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
-from aligner.training.loop import StepResult, TrainingLoop
+from aligner.training.loop import TrainingLoop
 from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
 
 
