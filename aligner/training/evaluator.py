@@ -176,6 +176,9 @@ class Evaluator:
         logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
+        if not self.options.greedy and not self.options.truncates:  # of other draws the log-probs' difference is no KL
+            moved = torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
+            metrics["eval/reference_kl"] = float(moved) / len(samples)
         return metrics
 
     def _answers(self) -> _Answers:

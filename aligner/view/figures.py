@@ -94,7 +94,7 @@ _CLIPPED |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel("reward_quantiles", "Reward, quantiles of a step", {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)}),
-    Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL"}),
+    Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL", "eval/reference_kl": "evaluation"}),
     Panel("length", "Response length, tokens", {"response/length": "mean"}),
     Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}, is_share=True),
     Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),

@@ -81,6 +81,9 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["beside"] = first.evaluate(2)
     drawing = replace(first, settings=replace(first.settings, samples=3), options=replace(first.options, greedy=False))
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
+    sharp = replace(drawing, options=replace(drawing.options, temperature=0.5))
+    found["sharp"] = sharp.evaluate(2)
+    found["sharp responses"] = [sample.response.tolist() for sample in sharp.builder.generate(first.prompts, 3, sharp.options)]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
     found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
     samples = first.builder.generate(first.prompts, 1, first.options)

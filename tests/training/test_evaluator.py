@@ -88,6 +88,22 @@ def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, An
     assert "eval/pass@2" in first and "eval/pass@4" not in first
 
 
+@torch.no_grad()
+def test_the_kl_of_what_is_drawn_is_from_the_initial_model_at_temperature_1(found: dict[str, Any], llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), Tokenizer(llama)
+    differences = []
+    for place, response in enumerate(found["one"]["sharp responses"]):
+        prompt, drawn = tokenizer.encode(PROMPTS[place // 3]), torch.tensor(response)
+        logits = network(torch.cat([prompt, drawn])[None]).logits[0, len(prompt) - 1 : -1].double()
+        moved = (logits / 0.5).log_softmax(-1) - logits.log_softmax(-1)
+        differences.append(moved.gather(1, drawn[:, None]).sum().item())
+    assert found["one"]["sharp"]["eval/reference_kl"] == pytest.approx(sum(differences) / 9, rel=1e-4)
+    assert found["one"]["drawn"][0]["eval/reference_kl"] == pytest.approx(0, abs=1e-4)
+    assert "eval/reference_kl" not in found["one"]["step 0"]  # the most probable tokens are no draw
+
+
 @pytest.mark.parametrize("name", ["step 0", "resumed", "responses"])
 def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(found: dict[str, Any], name: str) -> None:
     if name == "responses":
