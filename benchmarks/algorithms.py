@@ -53,17 +53,24 @@ def online_algorithms() -> list[str]:
     return sorted(names - {"on_policy_distillation"})
 
 
-def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """One run's figures."""
+def metrics_of(
+    experiment: str, algorithm: str, overrides: Sequence[str], timeout_s: float
+) -> tuple[list[dict[str, float]], float]:
+    """The metrics of a whole run, of which nothing stays, and its seconds."""
     directory = Path(tempfile.mkdtemp(prefix="aligner-algorithms-"))
     try:
         start = time.monotonic()
         finished = run_to_end(
-            directory / "run", f"algorithm={algorithm}", *overrides, experiment=EXPERIMENT, timeout_s=timeout_s
+            directory / "run", f"algorithm={algorithm}", *overrides, experiment=experiment, timeout_s=timeout_s
         )
-        seconds, metrics = time.monotonic() - start, finished.metrics
+        return finished.metrics, time.monotonic() - start
     finally:
         shutil.rmtree(directory)
+
+
+def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """One run's figures."""
+    metrics, seconds = metrics_of(EXPERIMENT, algorithm, overrides, timeout_s)
     passed = [step["eval/pass@1"] for step in metrics if "eval/pass@1" in step]
     steps = [step for step in metrics if "time/step" in step]
     return {
@@ -78,19 +85,30 @@ def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[
     }
 
 
+def drawn_at_once(count: int, updates: int) -> tuple[str, ...]:
+    """Overrides with which the samples of so many minibatches are drawn at once, at the same updates and samples in all."""
+    return (
+        f"run.steps={updates // count}",
+        f"rollout.prompts_per_step={_PROMPTS * count}",
+        f"rollout.micro_batches={count}",
+        f"algorithm.minibatches={count}",
+    )
+
+
+def drawn_beside(algorithm: str, age: int, *, corrected: bool = True) -> tuple[str, ...]:
+    """Overrides with which samples are drawn beside training, up to so many versions old, whose age counts or not."""
+    correction = _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",)) if age else ()
+    if not corrected:
+        correction = ("algorithm.truncated_importance=none", "algorithm.uncorrected_staleness=true")
+    return ("engine.placement=server", f"rollout.max_staleness={age}", *correction)
+
+
 def off_policy(algorithms: Sequence[str], updates: int, seeds: Sequence[int], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The off-policy study, a run at a time."""
     for seed in seeds:
         for count in MINIBATCHES:
             for algorithm in algorithms:
-                overrides = (
-                    f"seed={seed}",
-                    f"run.steps={updates // count}",
-                    f"rollout.prompts_per_step={_PROMPTS * count}",
-                    f"rollout.micro_batches={count}",
-                    f"algorithm.minibatches={count}",
-                    f"evaluation.every={updates // count}",
-                )
+                overrides = (f"seed={seed}", *drawn_at_once(count, updates), f"evaluation.every={updates // count}")
                 yield {"minibatches": count, "seed": seed} | measure(algorithm, overrides, timeout_s)
 
 
@@ -102,11 +120,7 @@ def beside(
         for algorithm in algorithms:
             for age in staleness:
                 for corrected in (True, False) if uncorrected and age else (True,):
-                    overrides = (f"seed={seed}", "engine.placement=server", f"rollout.max_staleness={age}")
-                    if age and corrected:
-                        overrides += _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",))
-                    elif age:
-                        overrides += ("algorithm.truncated_importance=none", "algorithm.uncorrected_staleness=true")
+                    overrides = (f"seed={seed}", *drawn_beside(algorithm, age, corrected=corrected))
                     told = {"max_staleness": age, "corrected": corrected, "seed": seed}
                     yield told | measure(algorithm, overrides, timeout_s)
 

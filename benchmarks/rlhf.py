@@ -1,0 +1,174 @@
+"""What "Asynchronous RLHF" (Noukhovitch et al. 2024) claims, on sums: the gold scorer's win rate over the KL, as curves.
+
+Runs are `experiment=arithmetic_rlhf`: a reward model that has learned from pairs is maximized, and what labeled the pairs
+judges held-out sums. Of each algorithm there is a run with the samples of N = 1, 4 and 16 minibatches drawn at once, in turn
+with training, and one with those of each update drawn beside training, up to k = 1 and 4 versions old. All have the same
+updates and samples, and are evaluated at the same updates but for N = 16, which is evaluated where a step ends.
+
+With `--rows FILE` each run's figures are put into that file as they come, and runs that it has already are not made again.
+`--figure FILE.svg` draws all that there are (needs matplotlib: the figures extra).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.algorithms import MINIBATCHES, drawn_at_once, drawn_beside, metrics_of, table
+from benchmarks.figures import vector_plots
+
+EXPERIMENT = "arithmetic_rlhf"
+ALGORITHMS = ("ppo", "proximal_rloo", "online_dpo", "best_of_n")
+PLACES = (*((count, 0) for count in MINIBATCHES), (1, 1), (1, 4))
+"""N and k."""
+_EVERY = 8
+"""Updates from one evaluation to the next, where a step has no more."""
+_PENALTY = {
+    "online_dpo": ("algorithm.kl_coefficient=0", "algorithm.preference.beta=0.6"),
+    "best_of_n": ("algorithm.kl_coefficient=0",),
+}
+"""What holds the policy where not the experiment's KL penalty in the reward does. Both are six times the paper's."""
+_KEY = ("algorithm", "minibatches", "max_staleness", "seed", "updates")
+
+Point = dict[str, float]
+Row = dict[str, Any]
+
+
+def overrides_of(algorithm: str, minibatches: int, max_staleness: int, seed: int, updates: int) -> tuple[str, ...]:
+    """What a run of the study has other than its experiment says."""
+    return (
+        f"seed={seed}",
+        *drawn_at_once(minibatches, updates),
+        *(drawn_beside(algorithm, max_staleness) if max_staleness else ()),
+        *_PENALTY.get(algorithm, ()),
+        f"evaluation.every={max(1, _EVERY // minibatches)}",
+    )
+
+
+def curve(metrics: Sequence[dict[str, float]], minibatches: int) -> list[Point]:
+    """A run's evaluations, each with the update that it follows; and the mean reward of the samples of that step."""
+    names = {"win_rate": "eval/win_rate", "kl": "eval/reference_kl", "perplexity": "eval/reference_perplexity"}
+    names |= {"score": "eval/score", "reward": "reward/mean"}
+    return [
+        {"update": step["step"] * minibatches} | {name: step[metric] for name, metric in names.items() if metric in step}
+        for step in metrics
+        if "eval/win_rate" in step
+    ]
+
+
+def win_rate_at(points: Sequence[Point], kl: float) -> float | None:
+    """The win rate where a curve first gets to a KL, on a straight line between its points; None where it never does."""
+    for before, after in pairwise(points):
+        if before["kl"] < kl <= after["kl"]:
+            share = (kl - before["kl"]) / (after["kl"] - before["kl"])
+            return before["win_rate"] + share * (after["win_rate"] - before["win_rate"])
+    return None
+
+
+def study(
+    algorithms: Sequence[str], updates: int, seeds: Sequence[int], known: Sequence[Row], timeout_s: float
+) -> Iterator[Row]:
+    """A run at a time, those that are known left out."""
+    done = {tuple(row[name] for name in _KEY) for row in known}
+    for seed in seeds:
+        for minibatches, staleness in PLACES:
+            for algorithm in algorithms:
+                key = (algorithm, minibatches, staleness, seed, updates)
+                if key in done:
+                    continue
+                metrics, seconds = metrics_of(EXPERIMENT, algorithm, overrides_of(*key), timeout_s)
+                times = [step["time/step"] for step in metrics if "time/step" in step]
+                row = dict(zip(_KEY, key, strict=True)) | {"wall_s": seconds, "s_per_update": sum(times) / updates}
+                yield row | {"points": curve(metrics, minibatches)}
+
+
+def name_of(row: Row) -> str:
+    """What a row's place in the study is called."""
+    return f"k = {row['max_staleness']}" if row["max_staleness"] else f"N = {row['minibatches']}"
+
+
+def ranged(values: Sequence[float | None]) -> str:
+    """The mean of the seeds' values, and their range; - where one has none."""
+    found = [value for value in values if value is not None]
+    if not found or len(found) < len(values):
+        return "-"
+    return f"{mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+
+
+def summary(rows: Sequence[Row], kl: float) -> list[Row]:
+    """Each algorithm's figures at each place over its seeds: at the end, at a KL, and the best of a curve."""
+    found = []
+    for algorithm, place in dict.fromkeys((row["algorithm"], name_of(row)) for row in rows):
+        curves = [row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)]
+        told = {name: ranged([points[-1][name] for points in curves]) for name in ("win_rate", "kl", "perplexity")}
+        at_kl = ranged([win_rate_at(points, kl) for points in curves])
+        best = ranged([max(point["win_rate"] for point in points) for points in curves])
+        reward = ranged([points[-1]["reward"] for points in curves])
+        told |= {f"win_rate at KL {kl:g}": at_kl, "best": best, "reward": reward}
+        found.append({"algorithm": algorithm, "at": place, "seeds": len(curves)} | told)
+    return found
+
+
+def draw(rows: Sequence[Row], kl: float, file: Path) -> None:
+    """Win rate over the KL, a plot an algorithm: a line a place, the mean over seeds, and a thin one each seed."""
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    size = (3.2 * len(algorithms), 3.4)
+    figure, plots = vector_plots().subplots(1, len(algorithms), figsize=size, sharey=True, squeeze=False)
+    for axes, algorithm in zip(plots[0], algorithms, strict=True):
+        for place in dict.fromkeys(map(name_of, rows)):
+            curves = [row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)]
+            if not curves:
+                continue
+            together = list(zip(*curves, strict=True))
+            xs, ys = ([mean(point[name] for point in points) for points in together] for name in ("kl", "win_rate"))
+            (line,) = axes.plot(
+                xs, ys, marker="o", markersize=3, linestyle="--" if place.startswith("k") else "-", label=place
+            )
+            for points in curves:
+                seed = [[point[name] for point in points] for name in ("kl", "win_rate")]
+                axes.plot(*seed, color=line.get_color(), linewidth=0.5, alpha=0.4)
+        axes.axvline(kl, color="gray", linestyle=":", linewidth=0.8)
+        axes.set(title=algorithm, xlabel="KL, nats a response")
+    plots[0][0].set_ylabel("win rate by the gold scorer")
+    plots[0][-1].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", default=ALGORITHMS, help=" ".join(ALGORITHMS))
+    parser.add_argument("--updates", type=int, default=48, help="optimizer steps of a run, a multiple of 16 (48)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each point (1)")
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--kl", type=float, default=0.4, help="KL budget, nats a response, to compare win rates at (0.4)")
+    parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="the runs' figures, read and added to")
+    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the curves")
+    parsed = parser.parse_args()
+    if parsed.updates % max(MINIBATCHES):
+        parser.error(f"--updates {parsed.updates}: must be a multiple of {max(MINIBATCHES)}")
+    rows = []
+    if parsed.rows and parsed.rows.exists():
+        rows = [json.loads(line) for line in parsed.rows.read_text().splitlines()]
+    seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
+    for row in study(parsed.algorithms, parsed.updates, seeds, rows, timeout_s=1200):
+        rows.append(row)
+        if parsed.rows:
+            with parsed.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    Console().print(table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds"))
+    if parsed.figure:
+        draw(rows, parsed.kl, parsed.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
