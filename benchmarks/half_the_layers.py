@@ -46,7 +46,7 @@ def held_out(teacher: Path) -> list[list[int]]:
     """Token ids of openings that nothing is trained on, with what the teacher writes to them."""
     from transformers import AutoTokenizer
 
-    openings = compose_config(["experiment=smollm2_rlhf"]).evaluation.prompts
+    openings = compose_config(["experiment=smollm2_rlhf"]).evaluation.prompts[:16]
     written = aligner.generate(teacher, openings, samples=2, max_new_tokens=_TOKENS, seed=5)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     texts = [record["prompt"] + record["response"] for record in written]
