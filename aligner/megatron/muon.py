@@ -3,7 +3,7 @@
 Its size is that of Liu et al. 2025, with which AdamW's learning rates and weight decay fit. A matrix is one weight by its
 Hugging Face name, whole: query, key, value, gate and up each, however megatron-core fuses them and tensor parallelism cuts
 them. The ranks that hold parts or copies of the same matrices deal them out among themselves, so that each is orthogonalized
-once. Momentum is kept where its weight is.
+once, or once a tensor rank where these do not cut it. Momentum is kept where its weight is.
 """
 
 import itertools
