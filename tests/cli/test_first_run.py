@@ -146,6 +146,13 @@ def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
     assert done.returncode == 2 and "lanch: no such command; did you mean launch? commands: launch, validate," in done.stderr
 
 
+@pytest.fixture(scope="module")
+def bash_script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    script = aligner(tmp_path_factory.mktemp("bash"), "completion", "bash")
+    assert script.returncode == 0, script.stderr
+    return script.stdout
+
+
 COMPLETE = """
 eval "$(cat script)"
 complete_line() {
@@ -167,10 +174,8 @@ complete_line() {
         ("aligner report mo", ["aligner", "report", "mo"], "model"),
     ],
 )
-def test_bash_completes(empty: Path, line: str, words: list[str], completed: str) -> None:
-    script = aligner(empty, "completion", "bash")
-    assert script.returncode == 0, script.stderr
-    (empty / "script").write_text(script.stdout)
+def test_bash_completes(empty: Path, bash_script: str, line: str, words: list[str], completed: str) -> None:
+    (empty / "script").write_text(bash_script)
     quoted = " ".join(f"'{word}'" for word in (line, *words))
     command = ["bash", "--norc", "-c", f"{COMPLETE}\ncomplete_line {quoted}"]
     done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=60)

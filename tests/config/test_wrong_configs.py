@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.config.test_command_line import aligner, refused
+from aligner.cli import main
+from tests.config.test_command_line import aligner, error_in, refused
 
 WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
@@ -44,11 +46,12 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
     ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
     # Layouts and sizes that do not go together.
+    ("actor.parallel.pipeline=3", "actor.parallel.pipeline=3", "4 layers do not divide by 3"),
     ("actor.parallel.tensor=3", "actor.parallel.tensor=3", "4 attention heads do not divide by 3"),
     ("actor.parallel.sequence=true", "actor.parallel.sequence=true", "tensor"),
     (
         "actor.parallel.data=2 engine.parallel.data=1",
-        "engine.parallel: tensor 1 x data 1 is 1 ranks",
+        "engine.parallel: tensor 1 x data 1 is 1 ranks, but a colocated engine spans the trainer's 2 ranks",
         "tensor x data that fit: 1x2 or 2x1",
     ),
     ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
@@ -207,18 +210,23 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-ROWS = [
-    pytest.param(typed, told, id=typed[:60], marks=() if place % 3 == 0 else pytest.mark.slow)
-    for place, (typed, *told) in enumerate(WRONG)
-]
-"""Each is a command of its own: every third is of the first round of tests."""
-
-
-@pytest.mark.parametrize(("typed", "told"), ROWS)
+@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG])
 def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
-    place: Path, port: int, typed: str, told: list[str]
+    place: Path,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    told: list[str],
 ) -> None:
-    error = refused(place, "experiment=tiny_ppo", *typed.replace("{port}", str(port)).split(" "))
+    """In this process: `tests/config/test_command_line.py` has the command as one of its own."""
+    monkeypatch.chdir(place)
+    before, began = sorted(place.rglob("*")), time.process_time()
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "experiment=tiny_ppo", *typed.replace("{port}", str(port)).split(" ")])
+    error = error_in(capsys.readouterr().err)
+    assert ended.value.code == 2 and time.process_time() - began < 5
+    assert sorted(place.rglob("*")) == before
     for part in told:
         assert part.replace("{port}", str(port)) in error, error
 
