@@ -23,11 +23,10 @@ from benchmarks.fault_draws import GROUPS, random_faults
 from benchmarks.faults import flip_bit, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
-from tests.system.conftest import ADAPTIVE
+from tests.system.conftest import COMPARED, STEPS
 
 pytestmark = pytest.mark.timeout(400)
 
-STEPS = 40
 FAULTS_STEPS, FAULTS_SEED = 12, 0
 UPDATED = ("policy/lr", "policy/grad_norm", "policy/entropy", "value/loss", "value/grad_norm")
 DOCUMENTED = {
@@ -44,7 +43,7 @@ FROM_THE_NEWEST = (
     "checkpoint.keep=10",
     "run.stop_after=12",
     "logging.tensorboard=false",
-    *ADAPTIVE,
+    *COMPARED,
 )
 
 
@@ -122,7 +121,7 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
 def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
-    more = ("evaluation.every=1", "evaluation.prompts=[hello,xyz]", "evaluation.samples=2", *ADAPTIVE)
+    more = ("evaluation.every=1", "evaluation.prompts=[hello,xyz]", "evaluation.samples=2", *COMPARED)
     with Launch(directory, *more) as launch:
         launch.wait_for_step(2)
         launch.interrupt(signal.SIGUSR1)
@@ -157,7 +156,7 @@ def test_a_run_that_was_killed_goes_on_from_what_the_clock_saved_as_if_it_had_no
 ) -> None:
     directory, given = (
         tmp_path / "run",
-        ("run.resume=auto", "run.stop_after=6", "checkpoint.every_minutes=1e-6", *ADAPTIVE),
+        ("run.resume=auto", "run.stop_after=6", "checkpoint.every_minutes=1e-6", *COMPARED),
     )
     with Launch(directory, *given) as launch:
         launch.wait_for_step(3)
@@ -177,10 +176,10 @@ def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]
     return [{key: value for key, value in step.items() if not key.startswith("eval/")} for step in metrics if step["step"]]
 
 
-def stopped(undisturbed: Finished, directory: Path) -> Path:
-    """The undisturbed run as it was after its second checkpoint; its checkpoints."""
+def stopped(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
+    """The undisturbed run as it was after some of its checkpoints; where they are."""
     shutil.copytree(undisturbed.paths.root, directory, ignore=shutil.ignore_patterns("checkpoints", "tensorboard", "logs"))
-    for step in (6, 12):
+    for step in checkpoints:
         shutil.copytree(undisturbed.paths.checkpoints / f"step_{step}", directory / "checkpoints" / f"step_{step}")
     (directory / "checkpoints" / "step_6").rename(directory / "checkpoints" / "step_6_backup")
     shutil.copytree(directory / "checkpoints" / "step_6_backup", directory / "checkpoints" / "step_6")
@@ -188,26 +187,25 @@ def stopped(undisturbed: Finished, directory: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["policy", "critic"])
-def test_a_run_with_a_flipped_bit_in_its_newest_checkpoint_goes_on_from_the_one_before(
-    undisturbed: Finished, tmp_path: Path, part: str
-) -> None:
-    checkpoints = stopped(undisturbed, tmp_path / "run")
-    flip_bit(checkpoints / "step_12" / part / "rank_0.safetensors", 0.5, 0)
+def test_a_run_goes_on_from_the_newest_checkpoint_in_which_no_bit_was_flipped(undisturbed: Finished, tmp_path: Path) -> None:
+    checkpoints, damaged = stopped(undisturbed, tmp_path / "run", 6, 12, 18), {12: "policy", 18: "critic"}
+    for step, part in damaged.items():
+        flip_bit(checkpoints / f"step_{step}" / part / "rank_0.safetensors", 0.5, 0)
     run = run_to_end(tmp_path / "run", *FROM_THE_NEWEST)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:12])
     assert checkpoint_differences(undisturbed.paths, run.paths, 12) == []
-    assert f"{part}/rank_0.safetensors is damaged" in (checkpoints / "step_12.damaged" / "damage.txt").read_text()
     log = run.paths.log("trainer", 0).read_text()
-    assert "DAMAGED: checkpoint step_12 is not used" in log and "Traceback" not in log
-    assert "a checkpoint was damaged, and is set aside as" in run.out and "step_12.damaged" in run.out
+    assert "Traceback" not in log and run.out.count("a checkpoint was damaged, and is set aside as") == 2
+    for step, part in damaged.items():
+        assert f"{part}/rank_0.safetensors is damaged" in (checkpoints / f"step_{step}.damaged" / "damage.txt").read_text()
+        assert f"DAMAGED: checkpoint step_{step} is not used" in log and f"step_{step}.damaged" in run.out
 
 
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothing_is_touched(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    checkpoints = stopped(undisturbed, tmp_path / "run")
+    checkpoints = stopped(undisturbed, tmp_path / "run", 6, 12)
     flip_bit(checkpoints / "step_12" / "manifest.json", 0.5, 0)
     flip_bit(checkpoints / "step_6" / "critic" / "updates.json", 0.5, 0)
     with Launch(tmp_path / "run", *FROM_THE_NEWEST) as launch:
@@ -228,7 +226,7 @@ def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp
     shutil.copytree(undisturbed.paths.checkpoints / "step_6", directory / "checkpoints" / "step_6")
     resumed = run_to_end(
         directory,
-        *("run.resume=true", "run.stop_after=8", "logging.tensorboard=false", "checkpoint.best_metric=reward/mean", *ADAPTIVE),
+        *("run.resume=true", "run.stop_after=8", "logging.tensorboard=false", "checkpoint.best_metric=reward/mean", *COMPARED),
         *("actor.parallel.data=2", "actor.optimizer.distributed=true", "critic.parallel.pipeline=2"),
     )
     assert [step["step"] for step in resumed.metrics] == list(range(1, 9))
@@ -243,7 +241,7 @@ def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp
     assert {event["tid"] for event in trace["critic"] if event["args"].get("step", 0) > 6} == {0, 1}
     events = [event for event in trace["trainer"] if event["name"] == "train"]
     steps = {rank: [event["args"]["step"] for event in events if event["tid"] == rank] for rank in (0, 1)}
-    assert steps == {0: list(range(1, 9)), 1: [7, 8]}  # of the 40 that the undisturbed run did, those that were kept
+    assert steps == {0: list(range(1, 9)), 1: [7, 8]}  # of all that the undisturbed run did, those that were kept
 
 
 def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(undisturbed: Finished, tmp_path: Path) -> None:
@@ -258,14 +256,14 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(und
 
 @pytest.mark.slow
 def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(undisturbed: Finished, tmp_path: Path) -> None:
-    run = run_to_end(tmp_path / "run", "cluster.deterministic=true", f"run.steps={STEPS}", "run.stop_after=2", *ADAPTIVE)
+    run = run_to_end(tmp_path / "run", "cluster.deterministic=true", "run.stop_after=2", *COMPARED)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:2])
 
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
-    layout = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2", *ADAPTIVE)
-    sharded = run_to_end(tmp_path / "sharded", *layout, f"run.steps={STEPS}", "run.stop_after=1")
+    layout = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2", *COMPARED)
+    sharded = run_to_end(tmp_path / "sharded", *layout, "run.stop_after=1")
     expected, got = undisturbed.metrics[0], sharded.metrics[0]
     # The same tokens were sampled: a digit more or less in 64 responses would show here.
     assert {key: got[key] for key in ("reward/mean", "reward/std")} == {
@@ -289,7 +287,7 @@ def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp
 
 @pytest.mark.slow
 def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed: Finished, tmp_path: Path) -> None:
-    apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *ADAPTIVE)
+    apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *COMPARED)
     assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
     assert (apart.paths.root / "logs" / "generator-0.log").is_file()
 
@@ -304,7 +302,7 @@ def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_we
         "checkpoint.every=6",
         "reward.replicas=2",
         "logging.tensorboard=false",
-        *ADAPTIVE,
+        *COMPARED,
     )
     disturbed = run_disturbed(tmp_path / "run", faults, *overrides)
     run = disturbed.run
