@@ -13,6 +13,10 @@ OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
 
 
+_OWN_FIELDS = ("step", "prompt", "response", "prompt_tokens", "response_tokens", "drawn", "reward")
+"""Of the records of responses."""
+
+
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
     """What of the algorithm does not fit together, or the run around it."""
     target, longest = config.algorithm.target_length, config.rollout.max_response_tokens
@@ -43,6 +47,9 @@ def _step_problems(config: Config) -> Iterator[str]:
 
 def _preference_problems(config: Config) -> Iterator[str]:
     samples, rounds = config.rollout.samples_per_prompt, config.algorithm.dynamic_sampling_rounds
+    for field in config.algorithm.kept_fields:
+        if field in _OWN_FIELDS:
+            yield f"algorithm.kept_fields: responses have a `{field}` of their own; call it otherwise (data.fields)"
     if samples < 2 and config.algorithm.pairs in ("best_and_worst", "all"):
         yield (
             f"rollout.samples_per_prompt={samples}: algorithm.pairs={config.algorithm.pairs} is between samples of one prompt;"

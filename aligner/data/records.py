@@ -13,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 from aligner.schema.options import is_finite_number
+from aligner.schema.templates import filled, template_fields
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")
@@ -233,14 +234,27 @@ def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
 
 
 def _record(line: Line, names: Mapping[str, str]) -> Record:
-    """A line's fields under our names, `names` being ours to the data's. Raises BadRecord where it has none, or lacks one."""
+    """A line's fields under our names, `names` being ours to the data's, or to templates of these.
+
+    Raises BadRecord where it has none, or lacks one.
+    """
     theirs = _fields(line)
     values = {name: value for name, value in theirs.items() if name not in names.values()}
     for ours, name in names.items():
-        if name not in theirs:
-            raise missing(line.origin, name, f" for `{ours}` (fields)", theirs)
-        values[ours] = theirs[name]
+        placed = template_fields(name)
+        for field in placed or (name,):
+            if field not in theirs:
+                raise missing(line.origin, field, f" for `{ours}` (fields)", theirs)
+        values[ours] = filled(name, {field: _text(theirs[field]) for field in placed}) if placed else theirs[name]
+        if name != ours and ours in theirs:  # the tokens that the record has are those of the field in whose place it comes
+            for drawn in (f"{ours}_tokens", *(("tokens", "drawn") if ours == "response" else ())):
+                values.pop(drawn, None)
     return Record(values, line.origin)
+
+
+def _text(value: Any) -> str:
+    """A field's value in a text; what is none as JSON has it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _fields(line: Line) -> Mapping[str, Any]:

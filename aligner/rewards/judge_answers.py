@@ -9,8 +9,8 @@ from itertools import combinations
 from typing import Any
 
 from aligner.rewards.scorers import ScoringError, ScoringRequest
-from aligner.schema.judge_questions import filled
 from aligner.schema.options import is_finite_number
+from aligner.schema.templates import filled
 
 _VERDICT = re.compile(r"VERDICT:\W*(A|B|TIE)\b", re.IGNORECASE)
 _ONLY_VERDICT = re.compile(r"\W*(A|B|TIE)\W*", re.IGNORECASE)

@@ -99,6 +99,9 @@ class AlgorithmConfig:
     min_score: float | None = option(
         None, "samples that score lower are not kept as responses; null: none is left out", read=".trainer=preferences"
     )
+    kept_fields: list[str] = option(
+        [], "fields of the prompts' records that their responses are kept with", read=".trainer=preferences"
+    )
     epochs: int = option(1, "passes over a step's samples", minimum=1)
     minibatches: int = option(1, "optimizer steps a pass", minimum=1)
     train_on: str = option(

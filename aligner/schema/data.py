@@ -71,7 +71,8 @@ class DataConfig:
     )
     fields: dict[str, Any] = option(
         {},
-        "our name of a record's field to the data's own, such as {prompt: question}; for sources that have no fields",
+        "our name of a record's field to the data's own, such as {prompt: question}, or to a text with fields of the data in"
+        " braces, such as {prompt: 'Q: {question}'}; for sources that have no fields",
         read=".path!=null or .sources!={} or .tasks!=[]",
     )
     skip_bad_records: bool = option(False, "leave out records that are not as they must be, and say how many")

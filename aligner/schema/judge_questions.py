@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aligner.schema.templates import template_fields
+
 COMPARISONS = ("pairwise", "ranking")
 """What compares the samples of a prompt with each other, and so needs several of them."""
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,6 @@ ASKINGS: Mapping[str, Asking] = {
 """By the value of `reward.judge_asks`."""
 
 
-def template_fields(template: str) -> tuple[str, ...]:
-    """The names that a template has in braces, in the order in which they come, each once."""
-    return tuple(dict.fromkeys(_FIELD.findall(template)))
-
-
 def record_fields(asks: str, template: str) -> tuple[str, ...]:
     """Those of a template's fields that a prompt's record must have."""
     return tuple(field for field in template_fields(template) if field not in ASKINGS[asks].offers)
@@ -76,11 +72,6 @@ def template_problem(asks: str, template: str) -> str | None:
     if not lacking:
         return None
     return f"must have {' and '.join(lacking)} with judge_asks={asks}, which fills {offered}; other fields are the record's"
-
-
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with its fields filled; other braces, and those of the values, stay. Raises KeyError for a missing one."""
-    return _FIELD.sub(lambda field: values[field[1]], template)
 
 
 def pattern_problem(pattern: str) -> str | None:

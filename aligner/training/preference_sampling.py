@@ -80,6 +80,8 @@ class PairWriter:
     paths: RunPaths
     tokenizer: Tokenizer
     has_pairs: bool = True
+    kept_fields: Sequence[str] = ()
+    """Of the prompts' records, which responses have too."""
 
     @writing()
     def resume(self, step: int) -> None:
@@ -107,6 +109,7 @@ class PairWriter:
         given, response = sample.tokens[: sample.prompt_length], sample.response
         is_asked = torch.equal(given, prompt.tokens)
         return {
+            **{name: prompt.metadata[name] for name in self.kept_fields},
             "prompt": prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False),
             "response": self.tokenizer.decode(response),
             "prompt_tokens": given.tolist(),

@@ -52,6 +52,7 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         scored += prompts.examples()
         _check_judged(judge_sources(config.reward), scored)
         _check_tasks(config, scored)
+        _check_kept(config.algorithm.kept_fields, prompts.examples())
         return prompts.notices
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
@@ -69,6 +70,17 @@ def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> N
                         f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt {prompt.text!r} has no"
                         f" such field, but {', '.join(prompt.metadata) or 'none'}; give it with every record, or leave it out"
                     )
+
+
+def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError for a prompt whose record lacks a field that its responses are to be kept with."""
+    for prompt in prompts if fields else ():
+        for field in fields:
+            if field not in prompt.metadata:
+                raise ConfigError(
+                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no `{field}`, but"
+                    f" {', '.join(prompt.metadata) or 'no others'}"
+                )
 
 
 def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:

@@ -109,8 +109,7 @@ def build_trainer(
     if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
         return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
-        task = build_task(config, world, data)
-        parts = _loop_parts(config, world, tokenizer, timeline)
+        task, parts = build_task(config, world, data), _loop_parts(config, world, tokenizer, timeline)
         return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
     settings, directory = config.algorithm, model_directory(config)
     policy = Policy(
@@ -126,12 +125,13 @@ def build_trainer(
     sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add, tools)
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
     if settings.trainer != "online":
+        writer = PairWriter(run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields)
         return PreferenceSampler(
             publisher=publisher,
             builder=builder,
             services=services,
             shaping=build_shaping(config),
-            writer=PairWriter(run_paths(config), tokenizer, settings.pairs != "none") if world.rank == 0 else None,
+            writer=writer if world.rank == 0 else None,
             **_loop_parts(config, world, tokenizer, timeline, data) | {"checkpoints": None},
         )
     ahead = None

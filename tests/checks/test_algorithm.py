@@ -59,6 +59,10 @@ def composed(*overrides):
             ["algorithm=preferences", "reward.missing_end_score=-1"],
             "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
         ),
+        (
+            ["algorithm=preferences", "rollout.samples_per_prompt=2", "algorithm.kept_fields=[question,reward]"],
+            "algorithm.kept_fields: responses have a `reward` of their own",
+        ),
         (["algorithm.replay_routes=true"], "algorithm.replay_routes=true: the model has no experts; give false"),
         (
             ["algorithm.replay_routes=true", "engine=tensorrt_llm"],

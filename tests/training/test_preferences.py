@@ -179,16 +179,18 @@ def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_
     length, further = len(llama.encode("ab34")), drawn(llama, 0, 0, "345")
     branch = replace(further, prompt_length=length, engine_logprobs=torch.zeros(1), weight_versions=torch.zeros(1).long())
     told = replace(drawn(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,))
-    prompt = Prompt(0, "ab", llama.encode("ab"))
+    prompt = Prompt(0, "ab", llama.encode("ab"), {"question": "a", "answer": "b"})
     rollout = RolloutBatch([prompt], [told], collate([told], 0), PendingRows(()), PendingRows(()))
     paths = RunPaths(tmp_path)
-    writer = PairWriter(paths, llama, has_pairs=False)
+    writer = PairWriter(paths, llama, has_pairs=False, kept_fields=["question"])
     writer.write(1, [], rollout, torch.ones(1), [])
     with pytest.raises(AlignerError, match=r"not one sample is kept: .* algorithm\.min_score"):
         writer.finish()
     writer.write(2, [], rollout, torch.ones(1), [0])
     writer.finish()
     assert not paths.preferences.exists()
+    kept = [json.loads(line) for line in paths.responses.read_text().splitlines()]
+    assert [record["question"] for record in kept] == ["a", "a"] and "answer" not in kept[0]
     first, read = open_demonstrations(DataConfig(path=str(paths.responses), shuffle=False), llama, 1).take(0, 2)
     assert (first.tokens.tolist(), first.prompt_length) == (branch.tokens.tolist(), length), "a branch with what it read"
     assert (read.tokens.tolist(), read.learned.tolist()) == (told.tokens.tolist(), [False, False, True, False])

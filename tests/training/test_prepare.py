@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are
         ConfigError, match=r"sources\.b\.task_weights\.sumz: no record has this task; theirs: None, chat, sums"
     ):
         prepare(sums, "b={kind: function, function: digit_fraction, task_weights: {sumz: 0}}")
+
+
+def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path) -> None:
+    more = ("algorithm=preferences", "rollout.samples_per_prompt=2", "algorithm.kept_fields=[answer, question]")
+    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'p.jsonl'}", *more])
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "1", "question": "x"}\n{"prompt": "b", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=r"kept_fields: the record of prompt 'b' has no `question`, but answer"):
+        prepare_run(config)
+    prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))
