@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aligner.cli import main
 from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
@@ -76,10 +77,19 @@ def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) 
         ([*OWN, "rollout.sample_per_prompt=3"], "did you mean rollout.samples_per_prompt?"),
     ],
 )
-def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(empty: Path, overrides: list[str], message: str) -> None:
-    done = aligner(empty, "launch", *overrides)
-    assert done.returncode == 2 and done.stderr.startswith("aligner: error: ") and message in done.stderr
-    assert "Traceback" not in done.stderr and not (empty / "runs").exists()
+def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(
+    empty: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(empty)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["launch", *overrides])
+    told = capsys.readouterr().err
+    assert told.startswith("aligner: error: ") and message in told
+    assert "Traceback" not in told and not (empty / "runs").exists()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineConfig, ParallelConfig
 from tests.engines.engines import generate, load_directory
 from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
-from tests.gpu.conftest import DEVICE, needs_cuda, needs_device
+from tests.gpu.conftest import DEVICE, FAMILIES, needs_cuda, needs_device
 from tests.megatron import families
 
 pytestmark = needs_device
@@ -49,7 +49,7 @@ def differences(directory: Path, samples) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precision):
     path = families.save(family, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.conftest import needs_device
+from tests.gpu.conftest import FAMILIES, needs_device
 from tests.megatron import families
 from tests.megatron.test_families import largest_errors
 
@@ -15,7 +15,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, family, precision):
     directory = families.save(family, tmp_path)
     expected = families.reference_steps(directory)

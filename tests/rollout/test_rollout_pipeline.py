@@ -159,7 +159,7 @@ schedules = {
 }
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
 def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(seed, max_staleness, steps, rounds):
@@ -180,7 +180,7 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
 
 
 @pytest.mark.slow
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=350, deadline=None)
 @given(**schedules)
 def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(seed, max_staleness, steps, rounds):
     world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
@@ -193,7 +193,7 @@ def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
 def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed, max_staleness, steps, rounds, stopped):
     stopped = min(stopped, steps)

@@ -121,25 +121,28 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
 
 
 @pytest.mark.parametrize(
-    ("what", "seed"), [("generator", 0), ("generator", 1), ("trainer", 0), ("trainer", 1), ("environment", 0), ("launcher", 0)]
+    ("what", "rank", "step"),
+    [("generator", 0, 3), ("trainer", 0, 2), ("environments, and then the generator", 1, 1), ("launcher", 0, 2)],
 )
 def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(
-    beside: Finished, tmp_path: Path, what: str, seed: int
+    beside: Finished, tmp_path: Path, what: str, rank: int, step: int
 ) -> None:
-    draw, overrides = random.Random(f"{what} {seed}"), BESIDE
-    with Launch(tmp_path / "run", *overrides, experiment="calculator") as launch:
-        launch.wait_for_step(draw.randrange(2, STEPS - 1))
-        time.sleep(draw.uniform(0, 1))
-        if what == "environment":
-            assert kill_environments(launch) >= 2
-        elif what == "launcher":
+    """Rank 1 of a trainer is killed above."""
+    with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
+        launch.wait_for_step(step)
+        time.sleep(random.Random(what).uniform(0, 1))
+        if what == "launcher":
             launch.interrupt(signal.SIGKILL)
+        elif what.startswith("environments"):
+            assert kill_environments(launch) >= 2
+            launch.wait_for_step(step + 1)
+            launch.rank("generator", rank).kill()
         else:
-            launch.rank(what, seed).kill()
+            launch.rank(what, rank).kill()
         run = launch.finish(200, orphans_s=15)
         assert launch.processes() == []
     if what == "launcher":
-        run = run_to_end(tmp_path / "run", *overrides, "run.resume=auto", experiment="calculator")
+        run = run_to_end(tmp_path / "run", *BESIDE, "run.resume=auto", experiment="calculator")
     assert run.code == 0, run.report()
     assert_identical(run, beside)
 

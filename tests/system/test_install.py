@@ -48,6 +48,18 @@ def told(command: Sequence[str | Path], directory: Path, seconds: float = 300) -
     return done.stdout
 
 
+def environment(python: str | Path, directory: Path) -> Path:
+    """A virtual environment; its `bin`."""
+    told([python, "-m", "venv", "--without-pip", directory / "venv"], directory)
+    return directory / "venv" / "bin"
+
+
+def install(inside: Path, *packages: str | Path) -> None:
+    """By the pip that there is; what is imported is compiled then, and thousands of files are not."""
+    pip = [sys.executable, "-m", "pip", "--python", inside / "python", "install", "-qq", "--no-compile"]
+    told([*pip, *packages], inside)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("wheel")
@@ -58,15 +70,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    told([sys.executable, "-m", "venv", tmp_path / "venv"], tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
+    python = environment(sys.executable, tmp_path) / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     # The packages of this environment but ours: PyTriton finds its libraries in site-packages alone.
     existing = [place for place in map(Path, site.getsitepackages()) if place.is_dir()]  # Debian's names some that are not
     for place in [path for directory in existing for path in directory.iterdir()]:
         if not place.name.startswith(("aligner", "_aligner", "__editable__", "pip")) and not (packages / place.name).exists():
             (packages / place.name).symlink_to(place)
-    told([python, "-m", "pip", "install", "-qq", "--no-deps", wheel], tmp_path)
+    install(python.parent, "--no-deps", wheel)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert told([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(str(packages))
@@ -83,13 +94,12 @@ def test_runs_are_checked_with_other_versions_of_python(wheel: Path, tmp_path: P
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} here")
-    told([python, "-m", "venv", tmp_path / "venv"], tmp_path)
+    inside = environment(python, tmp_path)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     light = [line for line in needed if re.match(r"[\w.-]+", line)[0] not in HEAVY]  # type: ignore[index]
-    inside = tmp_path / "venv" / "bin"
-    told([inside / "python", "-m", "pip", "install", "-qq", *light], tmp_path)
-    told([inside / "python", "-m", "pip", "install", "-qq", "--no-deps", wheel], tmp_path)
+    install(inside, *light)
+    install(inside, "--no-deps", wheel)
     told([inside / "python", "-m", "compileall", "-q", "-f", *(tmp_path / "venv" / "lib").glob("*/*/aligner")], tmp_path)
     assert told([inside / "aligner", "--version"], tmp_path).startswith("aligner ")
     told([inside / "aligner", "new", "mine"], tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs import repeatable, run_to_end
+from benchmarks.runs import run_to_end
 
 TASKS = ("calendar_arithmetic", "letter_counting", "spell_backward")
 OVERRIDES = (
@@ -28,16 +28,15 @@ OVERRIDES = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_passes_are_told_of_each_task_and_the_run_can_be_repeated(tmp_path: Path) -> None:
-    runs = [run_to_end(tmp_path / f"run{i}", *OVERRIDES, "run.steps=2", experiment="reasoning_gym") for i in range(2)]
-    for run in runs:
-        assert run.code == 0, run.report()
-        last = run.metrics[-1]
-        passes = [last[f"eval/pass@1/{task}"] for task in TASKS]
-        assert last["eval/pass@1"] == pytest.approx(sum(passes) / 3)
-        assert all(
-            last[f"eval/pass@1/{task}_low"] <= rate <= last[f"eval/pass@1/{task}_high"]
-            for task, rate in zip(TASKS, passes, strict=True)
-        )
-        assert last["eval/score"] == pytest.approx(sum(last[f"eval/score/{task}"] for task in TASKS) / 3)
-    assert repeatable(runs[0].metrics) == repeatable(runs[1].metrics)
+def test_passes_are_told_of_each_task(tmp_path: Path) -> None:
+    """That questions are the same in any process is of tests/data/test_reasoning_tasks.py."""
+    run = run_to_end(tmp_path / "run", *OVERRIDES, "run.steps=2", experiment="reasoning_gym")
+    assert run.code == 0, run.report()
+    last = run.metrics[-1]
+    passes = [last[f"eval/pass@1/{task}"] for task in TASKS]
+    assert last["eval/pass@1"] == pytest.approx(sum(passes) / 3)
+    assert all(
+        last[f"eval/pass@1/{task}_low"] <= rate <= last[f"eval/pass@1/{task}_high"]
+        for task, rate in zip(TASKS, passes, strict=True)
+    )
+    assert last["eval/score"] == pytest.approx(sum(last[f"eval/score/{task}"] for task in TASKS) / 3)
