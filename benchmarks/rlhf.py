@@ -104,15 +104,13 @@ def ranged(values: Sequence[float | None]) -> str:
 
 
 def summary(rows: Sequence[Row], kl: float) -> list[Row]:
-    """Each algorithm's figures at each place over its seeds: at the end, at a KL, and the best of a curve."""
+    """Each algorithm's figures at each place over its seeds: at the end, and the win rate at a KL."""
     found = []
     for algorithm, place in dict.fromkeys((row["algorithm"], name_of(row)) for row in rows):
         curves = [row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)]
-        told = {name: ranged([points[-1][name] for points in curves]) for name in ("win_rate", "kl", "perplexity")}
-        at_kl = ranged([win_rate_at(points, kl) for points in curves])
-        best = ranged([max(point["win_rate"] for point in points) for points in curves])
-        reward = ranged([points[-1]["reward"] for points in curves])
-        told |= {f"win_rate at KL {kl:g}": at_kl, "best": best, "reward": reward}
+        ends = {"win_rate": "win rate", "kl": "KL", "perplexity": "perplexity", "reward": "reward"}
+        told = {shown: ranged([points[-1][name] for points in curves]) for name, shown in ends.items()}
+        told[f"win rate at KL {kl:g}"] = ranged([win_rate_at(points, kl) for points in curves])
         found.append({"algorithm": algorithm, "at": place, "seeds": len(curves)} | told)
     return found
 
@@ -149,7 +147,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=48, help="optimizer steps of a run, a multiple of 16 (48)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point (1)")
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--kl", type=float, default=0.4, help="KL budget, nats a response, to compare win rates at (0.4)")
+    parser.add_argument("--kl", type=float, default=0.25, help="KL budget, nats a response, to compare win rates at (0.25)")
     parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="the runs' figures, read and added to")
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the curves")
     parsed = parser.parse_args()
@@ -164,7 +162,7 @@ def main() -> int:
         if parsed.rows:
             with parsed.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    Console().print(table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds"))
+    Console(width=170).print(table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds"))
     if parsed.figure:
         draw(rows, parsed.kl, parsed.figure)
     return 0
