@@ -60,9 +60,9 @@ from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable
 CHECKPOINT_EVERY = 2
 BESIDE = (
     *("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1"),
-    *("rollout.top_p=0.95", "evaluation.every=2", "evaluation.prompts=[one,two,three]", "evaluation.beside=true"),
+    "rollout.top_p=0.95",
 )
-"""Samples are drawn beside training, and come with what each token was drawn among; the policy is evaluated beside it, too."""
+"""Samples are drawn beside training, and come with what each token was drawn among."""
 EPISODES = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
     *("environment.target=tests.engines.teller:Teller", "+environment.arguments.turns=3"),

@@ -101,8 +101,8 @@ class Launch:
 
     @property
     def steps(self) -> int:
-        """Steps in `metrics.jsonl`."""
-        return len(read_metrics(self.paths.metrics))
+        """The last step in `metrics.jsonl`; 0 before the first, and with what the initial policy is worth alone."""
+        return max((int(step["step"]) for step in read_metrics(self.paths.metrics)), default=0)
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Until so many steps are in `metrics.jsonl`."""

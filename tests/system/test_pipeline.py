@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, SEED = 6, 2
 OVERRIDES = (
     *BESIDE,
+    *("evaluation.every=2", "evaluation.prompts=[one,two,three]", "evaluation.beside=true"),
     "actor.parallel.data=2",
     "data.curriculum.target=0.3",
     "data.pass_threshold=null",
