@@ -40,13 +40,13 @@ def reader_problems(config: Config, policy: ModelShape | None, key: str, directo
             f"{named}: it has {shape.max_positions} positions, the longest sequence {longest} tokens"
             f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
         )
-    own = _policy_directory(config)
-    written = None if own is None else read_vocabulary(own)
     if (difference := policys_difference(config, directory)) is not None:
         yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
         return
     if policy is None or shape.vocab_size >= policy.vocab_size:
         return
+    own = _policy_directory(config)
+    written = None if own is None else read_vocabulary(own)
     # The policy may have embeddings to spare.
     vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
     if shape.vocab_size < vocabulary:
