@@ -57,7 +57,7 @@ class RunPaths:
         self.sample_files = root / "samples"
         """All samples, two files a step: `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
-        """The responses that evaluation compares the policy's with, and their scores, one JSON object each."""
+        """`references_of` prompts that are of no suite."""
         self.preferences, self.responses = root / PREFERENCES, root / RESPONSES
         """Pairs and samples of algorithm.trainer=preferences, once it has ended: `aligner.training.preference_sampling`."""
         self.teacher_scores = root / TEACHER_SCORES
@@ -91,13 +91,18 @@ class RunPaths:
         self.logs = root / "logs"
         """What the run's processes print, a file a process."""
 
+    def references_of(self, suite: str | None) -> Path:
+        """The responses that an evaluation compares the policy's with, and their scores, one JSON object each."""
+        return self.references if suite is None else self.root / f"references-{suite}.jsonl"
+
     @property
     def of_training(self) -> tuple[Path, ...]:
         """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
         files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
         trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
         directories = (self.teacher_scores, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
-        return (*files, self.end, *trackers, *directories)
+        of_suites = sorted(self.root.glob("references-*.jsonl"))
+        return (*files, *of_suites, self.end, *trackers, *directories)
 
     def random_model(self, name: str) -> Path:
         """A randomly initialised reward model of a dry run (dry_run.models)."""

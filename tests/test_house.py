@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "aligner"
 MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
 """Folders that have files of the same names on purpose."""
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_LINES = 400, 60, 52_080
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_LINES = 400, 60, 52_300
 MOST_FILES_TO_THE_LOSS = 16
 
 

@@ -27,6 +27,7 @@ from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
+from aligner.schema.evaluation_suites import suite_problems
 from aligner.schema.keys import only_read, schema_keys, value_at
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
@@ -88,3 +89,4 @@ def _bounds(config: Config) -> Iterator[str]:
         value = value_at(config, name)
         if problem := key.bound_problem(value):
             yield f"{name}={value}: {problem}"
+    yield from suite_problems(config.evaluation)

@@ -10,6 +10,7 @@ from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import fields_problems
+from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.schema.scoring_functions import function_problem
 
@@ -26,31 +27,37 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
-    settings, questions = config.evaluation, bool(config.data.tasks) and config.evaluation.questions
+    for suite in evaluation_suites(config):
+        yield from _suite_problems(config, suite, expected)
+    if config.evaluation.every and config.evaluation.beside:
+        yield from _beside_problems(config)
+
+
+def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> Iterator[str]:
+    settings, key = suite.settings, suite.key
+    questions = bool(config.data.tasks) and settings.questions
     if questions and (settings.path is not None or settings.prompts):
-        yield f"evaluation.questions={questions}: evaluation.path or evaluation.prompts is given as well; give one of them"
-    if settings.every and settings.path is None and not settings.prompts and not questions:
+        yield f"{key}.questions={questions}: {key}.path or {key}.prompts is given as well; give one of them"
+    if config.evaluation.every and settings.path is None and not settings.prompts and not questions:
         yield (
-            f"evaluation.every={settings.every}: there is nothing to evaluate on; give evaluation.path=FILE or"
-            " evaluation.prompts=[…], or with data.tasks evaluation.questions=NUMBER"
+            f"evaluation.every={config.evaluation.every}: there is nothing to evaluate on; give {key}.path=FILE or"
+            f" {key}.prompts=[…], or with data.tasks {key}.questions=NUMBER"
         )
     if settings.path is not None and settings.prompts:
-        yield "evaluation.prompts: evaluation.path is given as well; give one of them"
+        yield f"{key}.prompts: {key}.path is given as well; give one of them"
     path = settings.path
     if path is not None and not is_expected(path, expected) and (problem := path_problem(Path(path), "online")):
-        yield f"evaluation.path={path}: {problem}"
+        yield f"{key}.path={path}: {problem}"
     if any(not prompt.strip() for prompt in settings.prompts):
-        yield "evaluation.prompts: a prompt is empty"
-    yield from fields_problems("evaluation.fields", settings.fields)
+        yield f"{key}.prompts: a prompt is empty"
+    yield from fields_problems(f"{key}.fields", settings.fields)
     if settings.function is not None and (problem := function_problem(settings.function)):
-        yield f"evaluation.function={settings.function}: {problem}"
-    yield from _judge_problems(config)
-    if settings.every and settings.beside:
-        yield from _beside_problems(config)
+        yield f"{key}.function={settings.function}: {problem}"
+    yield from _judge_problems(config, suite)
     if settings.greedy and settings.samples > 1:
         yield (
-            f"evaluation.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
-            " evaluation.greedy=false, or one sample"
+            f"{key}.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
+            f" {key}.greedy=false, or one sample"
         )
 
 
@@ -66,10 +73,10 @@ def _beside_problems(config: Config) -> Iterator[str]:
             yield f"{key}: {name}={value} is to end the run before its next step; leave one of them out"
 
 
-def _judge_problems(config: Config) -> Iterator[str]:
+def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
     """What is wrong with what compares responses with references."""
     try:
-        judge = evaluation_judge(config.evaluation)
+        judge = evaluation_judge(suite.settings, suite.key)
     except ConfigError as error:
         yield str(error)
         return

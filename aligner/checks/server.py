@@ -12,8 +12,9 @@ from aligner.models.shape import ModelShape
 from aligner.placement.addresses import client_address, explicit_ports, interface_address, port_is_free
 from aligner.placement.roles import has_generator, server_ranks
 from aligner.placement.tls import AUTO, TLSFiles, tls_files
-from aligner.schema import Config, TLSConfig
+from aligner.schema import Config, EvaluationConfig, TLSConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema.evaluation_suites import evaluation_suites
 from aligner.schema.server import LAST_PORT
 
 
@@ -69,8 +70,8 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
         requests.append(("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches"))
-    if config.evaluation.every:
-        requests += _evaluation_requests(config, longest)
+    for suite in evaluation_suites(config) if config.evaluation.every else ():
+        requests += _evaluation_requests(config, suite.settings, longest)
     for what, rows, tokens, instead in requests:
         if rows * tokens > server.max_request_tokens:
             yield (
@@ -79,9 +80,9 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
             )
 
 
-def _evaluation_requests(config: Config, longest: int) -> Iterator[tuple[str, int, int, str]]:
+def _evaluation_requests(config: Config, settings: EvaluationConfig, longest: int) -> Iterator[tuple[str, int, int, str]]:
     """Those of held-out prompts, all of which are asked for at once. How many a file has is not known before it is read."""
-    settings, instead = config.evaluation, "a smaller evaluation.count"
+    instead = "a smaller evaluation.count"
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
         rows = min(prompts * settings.samples, config.server.max_batch_size)

@@ -31,11 +31,9 @@ from aligner.data.streams import ExampleStream
 from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError
-from aligner.schema import DataConfig, EvaluationConfig
+from aligner.schema import DataConfig
 from aligner.schema.data_sources import DataSource, task_sources
-
-_EVALUATION_IDS = 2**40
-"""The first id of a prompt that is evaluated on."""
+from aligner.schema.evaluation_suites import Suite
 
 
 class PromptStream(ExampleStream[Prompt]):
@@ -98,7 +96,7 @@ def open_prompts(
 
 
 def open_evaluation_prompts(
-    settings: EvaluationConfig,
+    suite: Suite,
     data: DataConfig,
     tokenizer: Tokenizer,
     *,
@@ -109,9 +107,9 @@ def open_evaluation_prompts(
 
     `data` says of them what it says of those that are learned from: where they begin and end, and how long they may be.
 
-    Their ids are beyond those of any training step, so that no random stream is shared. `messages` and `tools` as
-    `open_prompts`, whose ConfigError it raises.
+    `messages` and `tools` as `open_prompts`, whose ConfigError it raises.
     """
+    settings = suite.settings
 
     def parse(record: Record) -> Prompt:
         if "reference" in record.values:
@@ -126,11 +124,11 @@ def open_evaluation_prompts(
         each = [source_examples(source, parse)[0] for source in task_sources(data, settings.questions)]
         prompts = [prompt for prompts in zip(*each, strict=False) for prompt in prompts]
     elif settings.path is None:
-        prompts, _ = given_examples(settings.prompts, "evaluation.prompts", parse)
+        prompts, _ = given_examples(settings.prompts, f"{suite.key}.prompts", parse)
     else:
-        source = DataSource("evaluation", Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)
+        source = DataSource(suite.key, Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)
         prompts, _ = source_examples(source, parse)
-    return [replace(prompt, id=_EVALUATION_IDS + place) for place, prompt in enumerate(prompts[: settings.count])]
+    return [replace(prompt, id=suite.first_id + place) for place, prompt in enumerate(prompts[: settings.count])]
 
 
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:

@@ -1,7 +1,7 @@
 """What a run shows on a console: its steps as they come, samples, and a summary of its first steps and its last."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,8 @@ _COMPARED = {
     "time/step": "seconds a step",
 }
 
+GROUPED = ("score", "pass@1")
+"""What is measured of groups, too, as `eval/METRIC/GROUP`."""
 _BOUNDS = ("_low", "_high")  # what the names of an interval's ends end in
 
 
@@ -81,11 +83,21 @@ class Pace:
 def describe_step(metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None) -> list[str]:
     """A step's reward, KL, loss and evaluation, the pace and the time left, as far as they are known."""
     parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+    parts += [f"{name} {_SHOWN[key].format(value)}" for name, key, value in suite_metrics(metrics) if key in _SHOWN]
     if seconds_per_step is not None:
         parts.append(f"{seconds_per_step:.2f} s/step")
     if seconds_left is not None:
         parts.append(f"ETA {timedelta(seconds=round(seconds_left))}")
     return parts
+
+
+def suite_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """(NAME, `eval/METRIC`, value) of a step's `eval/NAME/METRIC`."""
+    for key, value in metrics.items():
+        kind, _, rest = key.partition("/")
+        name, _, metric = rest.rpartition("/")
+        if kind == "eval" and name and name not in GROUPED:
+            yield name, f"eval/{metric}", value
 
 
 class PlainProgress:
@@ -181,7 +193,7 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
 
 def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
     """The first evaluation of responses against the last, with 95 % intervals; None without one."""
-    evaluated = [record for record in metrics if "eval/score" in record]
+    evaluated = [record for record in metrics if "eval/score" in record or any(suite_metrics(record))]
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]

@@ -47,3 +47,8 @@ class EvaluationConfig:
         "a judge that compares each response with its prompt's reference, in both orders, for eval/judge_win_rate: judge_url,"
         " judge_model and the other judge_… keys of reward; none when empty",
     )
+    suites: dict[str, Any] = option(
+        {},
+        "further evaluations by their names: path or prompts, and what else of this section, but every and beside, they have"
+        " otherwise; measured as eval/NAME/…",
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
-from aligner.schema.options import CALLABLE, callable_place
+from aligner.schema.options import CALLABLE, callable_place, is_finite_number
 
 MASK = "***"
 """Stands for a value that is kept secret."""
@@ -35,6 +35,25 @@ class Key:
     """When a run reads it, its section's included."""
     is_mapping: bool
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
+
+    def value_problem(self, value: Any) -> str | None:
+        """What is wrong with a value that no schema was asked about, as of an entry of a mapping: its type, or its bounds."""
+        kind = self.type_name.removesuffix(" | None")
+        if value is None and kind != self.type_name:
+            return None
+        if kind == "float" and not is_finite_number(value):
+            return "must be a finite number"
+        if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+            return "must be a whole number"
+        if kind == "bool" and not isinstance(value, bool):
+            return "must be true or false"
+        if kind == "str" and not (isinstance(value, str) and value):
+            return f"expected text, got {type(value).__name__}"
+        if kind == "list[str]" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            return "must be a list of texts"
+        if self.is_mapping and not isinstance(value, Mapping):
+            return f"expected a mapping, got {type(value).__name__}"
+        return self.bound_problem(value)
 
     def bound_problem(self, value: Any) -> str | None:
         """What is wrong with a value that is not one of the choices, not finite or out of bounds."""

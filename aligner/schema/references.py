@@ -23,6 +23,7 @@ _PATHS = (
     "data.sources.*.path",
     "data.normalization",
     "evaluation.path",
+    "evaluation.suites.*.path",
     "critic.path",
     "reward.path",
     "reward.sources.*.path",

@@ -179,9 +179,12 @@ def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
     return tuple(source for source in reward_sources(reward) if isinstance(source, JudgeSource))
 
 
-def evaluation_judge(evaluation: EvaluationConfig) -> JudgeSource | None:
-    """What compares responses with references; None where nothing does. Raises ConfigError as `reward_sources`."""
-    key, given = "evaluation.judge", evaluation.judge
+def evaluation_judge(evaluation: EvaluationConfig, section: str = "evaluation") -> JudgeSource | None:
+    """What compares responses with references, of the settings at `section`; None where nothing does.
+
+    Raises ConfigError as `reward_sources`.
+    """
+    key, given = f"{section}.judge", evaluation.judge
     if not given:
         return None
     asks = given.get("judge_asks", "pairwise")
@@ -312,15 +315,9 @@ def _value_problem(entry: str, value: Any) -> str | None:
 
 def _judge_value_problem(entry: str, value: Any) -> str | None:
     """By the section's key of the same name."""
-    key = schema_keys()[f"reward.{entry}"]
-    kind = key.type_name.removesuffix(" | None")
-    if kind == "str" and not (isinstance(value, str) and value):
-        return f"expected text, got {type(value).__name__}"
-    if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-        return "must be a whole number"
-    if kind == "float" and not is_finite_number(value):
-        return "must be a finite number"
-    if (problem := key.bound_problem(value)) is not None:
+    if value is None:
+        return "expected a value; leave the entry out"
+    if (problem := schema_keys()[f"reward.{entry}"].value_problem(value)) is not None:
         return problem
     if entry == "judge_url":
         return _url_problem(value)

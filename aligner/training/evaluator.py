@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
+from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_options
@@ -107,10 +108,9 @@ class _Answers:
 
 @dataclass
 class Evaluator:
-    """One rank's part of evaluating the policy; every rank calls every method."""
+    """One rank's part of evaluating the policy on one suite; every rank calls every method."""
 
-    settings: EvaluationConfig
-    last_step: int
+    suite: Suite
     prompts: list[Prompt]
     options: SamplingOptions
     tokenizer: Tokenizer
@@ -131,9 +131,10 @@ class Evaluator:
     _reference_scores: Tensor | None = field(default=None, init=False)
     _reference_texts: list[str] = field(default_factory=list, init=False)
 
-    def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated: the initial ones, every so many steps', and the last."""
-        return step % self.settings.every == 0 or step == self.last_step
+    @property
+    def settings(self) -> EvaluationConfig:
+        """Those of the suite."""
+        return self.suite.settings
 
     def draw(self, builder: RolloutBuilder) -> list[Sample]:
         """Responses to the held-out prompts, each prompt's in a row, by the weights that serve `builder`.
@@ -142,8 +143,8 @@ class Evaluator:
         """
         return builder.generate(self.prompts, self.settings.samples, self.options)
 
-    def begin(self, step: int, drawn: Future[list[Sample]] | None) -> None:
-        """Have what is `drawn` of the weights of `step` scored as it comes, on the rank that writes, which alone draws.
+    def begin(self, step: int, drawn: Callable[[], list[Sample]] | None) -> None:
+        """Have what `drawn` returns, responses by the weights of `step`, scored, on the rank that writes, which alone draws.
 
         Collective; `evaluate` waits for it. Raises AlignerError as that does for references.
         """
@@ -179,7 +180,7 @@ class Evaluator:
         if not self.options.greedy and not self.options.truncates:  # of other draws the log-probs' difference is no KL
             moved = torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
             metrics["eval/reference_kl"] = float(moved) / len(samples)
-        return metrics
+        return {self.suite.prefix + name.removeprefix("eval/"): value for name, value in metrics.items()}
 
     def _answers(self) -> _Answers:
         """By the weights that the engine holds. Collective."""
@@ -189,9 +190,9 @@ class Evaluator:
         wins = together(lambda: self._compared(prompts, samples)) if self.settings.judge else None
         return _Answers(samples, scores, wins)
 
-    def _scored_alone(self, drawn: Future[list[Sample]]) -> _Answers:
+    def _scored_alone(self, drawn: Callable[[], list[Sample]]) -> _Answers:
         """On the rank that writes, beside what the ranks do."""
-        samples, prompts = drawn.result(), self._prompts_of_samples()
+        samples, prompts = drawn(), self._prompts_of_samples()
         return _Answers(samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples))
 
     def _taken(self) -> _Answers:
@@ -250,7 +251,7 @@ class Evaluator:
                 raise AlignerError(
                     f"{self.references_file}: no such file, so that there is nothing to compare responses with: a run that is"
                     " evaluated from its first step on keeps the initial policy's here; give `reference` with every prompt of"
-                    " evaluation.path, or evaluation.every=0"
+                    f" {self.suite.key}.path, or evaluation.every=0"
                 )
             self._reference_scores = self._score_references()
         return self._reference_scores
@@ -280,13 +281,13 @@ class Evaluator:
             return None
         if [record["prompt"] for record in records] != [prompt.text for prompt in self.prompts]:
             raise AlignerError(
-                f"{self.references_file}: it has the references of other prompts than evaluation.path or evaluation.prompts;"
-                " go on with the prompts that the run was started with"
+                f"{self.references_file}: it has the references of other prompts than {self.suite.key}.path or"
+                f" {self.suite.key}.prompts; go on with the prompts that the run was started with"
             )
         function = records[0]["scorer"]
         if function != self.settings.function:
             raise AlignerError(
-                f"{self.references_file}: it has scores by evaluation.function={function}; go on with that, not with"
+                f"{self.references_file}: it has scores by {self.suite.key}.function={function}; go on with that, not with"
                 f" {self.settings.function}"
             )
         self._reference_texts = [record["response"] for record in records]
@@ -295,29 +296,26 @@ class Evaluator:
 
 def build_evaluator(
     config: Config,
+    suite: Suite,
     tokenizer: Tokenizer,
     policy: Policy,
     builder: RolloutBuilder,
     services: Services,
     tools: Sequence[ListedTool] = (),
-) -> Evaluator | None:
-    """What evaluates the run; None where `evaluation.every` is 0. Prompts tell the model of the tools.
+) -> Evaluator:
+    """What evaluates the run on a suite, whose prompts tell the model of the tools.
 
     Raises ConfigError for prompts that can not be used, or a scorer or a judge that is not there.
     """
-    settings = config.evaluation
-    if not settings.every:
-        return None
-    scorer = None
+    settings, scorer = suite.settings, None
     if settings.function is not None:
         deadline = settings.function_timeout_s
-        scorer = TextSource(settings.function, resolve_scorer(settings.function, "evaluation.function", deadline))
-    writes, judge = policy.world.rank == 0, evaluation_judge(settings)
+        scorer = TextSource(settings.function, resolve_scorer(settings.function, f"{suite.key}.function", deadline))
+    writes, judge = policy.world.rank == 0, evaluation_judge(settings, suite.key)
     return Evaluator(
-        settings=settings,
-        last_step=config.run.steps,
+        suite=suite,
         prompts=open_evaluation_prompts(
-            settings,
+            suite,
             config.data,
             tokenizer,
             messages=config.environment.draws_episodes,
@@ -334,7 +332,7 @@ def build_evaluator(
         builder=builder,
         services=services,
         scorer=scorer,
-        references_file=run_paths(config).references,
+        references_file=run_paths(config).references_of(suite.name),
         writes=writes,
         judge=build_judge(judge, run_paths(config)) if judge is not None and writes else None,
     )

@@ -25,7 +25,7 @@ from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import has_step_rewards, source_names
 from aligner.servers.critic_updates import INITIAL, CriticState
-from aligner.training.evaluator import Evaluator
+from aligner.training.evaluations import Evaluations
 from aligner.training.loop import TrainingLoop
 from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
@@ -75,7 +75,7 @@ class OnlineTrainer(TrainingLoop):
     pass_rates: PassRates
     """Theirs, after the steps that are done."""
     kl_controller: KLController
-    evaluator: Evaluator | None
+    evaluations: Evaluations | None
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         """Draw samples, learn from them, and say what was seen."""
@@ -264,21 +264,21 @@ class OnlineTrainer(TrainingLoop):
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
         """Every so many steps, the initial weights and the last ones too."""
-        return self.evaluator is not None and self.evaluator.is_due(step)
+        return self.evaluations is not None and self.evaluations.is_due(step)
 
     def begin_evaluation(self, step: int) -> bool:
         """Have the generator draw the responses behind the samples that the same weights draw, where `evaluation.beside`."""
-        if self.evaluator is None or not self.config.evaluation.beside:
+        if self.evaluations is None or not self.config.evaluation.beside:
             return False
-        self.evaluator.begin(step, self.pipeline.draw_beside(self.evaluator.draw))
+        self.evaluations.begin(step, self.pipeline.draw_beside(self.evaluations.draw))
         return True
 
     def evaluate(self, step: int) -> dict[str, float]:
         """What responses to held-out prompts are worth."""
-        assert self.evaluator is not None
-        if not self.evaluator.has_begun:
+        assert self.evaluations is not None
+        if not self.evaluations.has_begun:
             self.pipeline.await_published()
-        metrics = self.evaluator.evaluate(step)
+        metrics = self.evaluations.evaluate(step)
         self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
         return metrics
 

@@ -15,6 +15,7 @@ from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_t
 from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
+from aligner.schema.evaluation_suites import evaluation_suites
 from aligner.schema.keys import only_read
 from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.reward_sources import FunctionSource, JudgeSource, evaluation_judge, judge_sources, reward_sources
@@ -28,8 +29,9 @@ def prepare_run(config: Config) -> None:
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
             resolve_scorer(source.function, f"{source.key}.function")
-    if config.evaluation.function is not None:
-        resolve_scorer(config.evaluation.function, "evaluation.function")
+    for suite in evaluation_suites(config):
+        if suite.settings.function is not None:
+            resolve_scorer(suite.settings.function, f"{suite.key}.function")
     if config.algorithm.trainer == "online":
         require_functions(config.algorithm)
 
@@ -39,10 +41,11 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
     scored: list[Prompt] = []
-    if config.algorithm.trainer == "online" and config.evaluation.every:
-        evaluated = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools=tools)
-        scored += evaluated if config.evaluation.function is None else ()
-        if (judge := evaluation_judge(config.evaluation)) is not None:
+    evaluates = config.algorithm.trainer == "online" and config.evaluation.every
+    for suite in evaluation_suites(config) if evaluates else ():
+        evaluated = open_evaluation_prompts(suite, config.data, tokenizer, tools=tools)
+        scored += evaluated if suite.settings.function is None else ()
+        if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             _check_judged([judge], evaluated)
     if config.algorithm.generates:
         tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")

@@ -37,6 +37,7 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
+from aligner.schema.evaluation_suites import evaluation_suites
 from aligner.schema.reward_sources import evaluation_judge, judge_sources, score_parts, source_names
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
@@ -44,7 +45,7 @@ from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.teacher_client import TeacherClient
 from aligner.training.engine_setup import build_engine_ends, build_options
-from aligner.training.evaluator import build_evaluator
+from aligner.training.evaluations import build_evaluations
 from aligner.training.loop import StopCondition, TrainingLoop
 from aligner.training.offline import OfflineTrainer
 from aligner.training.offline_tasks import (
@@ -153,7 +154,7 @@ def build_trainer(
         prompts=data,
         pass_rates=PassRates.none(len(data), data.checksum()),
         kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
-        evaluator=build_evaluator(config, tokenizer, policy, builder, services, tools),
+        evaluations=build_evaluations(config, tokenizer, policy, builder, services, tools),
         **_loop_parts(config, world, tokenizer, timeline, data),
     )
 
@@ -178,8 +179,9 @@ def _judge_meter(config: Config) -> JudgeMeter | None:
     """What reads the counts of the run's judges, from where those who ask keep them."""
     paths, judges = run_paths(config), judge_sources(config.reward) if config.algorithm.generates else ()
     evaluates = config.algorithm.trainer == "online" and config.evaluation.every
-    if evaluates and (judge := evaluation_judge(config.evaluation)) is not None:
-        judges = (*judges, judge)
+    for suite in evaluation_suites(config) if evaluates else ():
+        if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
+            judges = (*judges, judge)
     directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))
     return JudgeMeter(directories, judge_run(paths)) if directories else None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.observability.console import WINDOW, window_mean
+from aligner.observability.console import WINDOW, suite_metrics, window_mean
 from aligner.observability.logs import REPORTED, text_lines
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
@@ -48,7 +48,13 @@ def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, 
         before, after = window_mean(first, key), window_mean(last, key)
         if before is not None and after is not None:
             found.append((label, form.format(after), f"from {form.format(before)}"))
-    for key, label in _EVALUATED.items():
+    of_suites = {
+        key.replace("/", f"/{name}/", 1): f"{name}: {_EVALUATED[key]}"
+        for record in metrics
+        for name, key, _ in suite_metrics(record)
+        if key in _EVALUATED
+    }
+    for key, label in {**_EVALUATED, **of_suites}.items():
         if evaluated := [record for record in metrics if key in record]:
             then, now = evaluated[0], evaluated[-1]
             found.append((label, f"{now[key]:.3f}", f"from {then[key]:.3f}"))

@@ -16,7 +16,7 @@ FITS_ALONE = {"model", "dry_run"}
 SHARED = {"trained_model"}
 """What several sections have in common."""
 OF_SCHEMA = {"conditions", "data_sources", "derived", "keys", "options", "reasoning_tasks", "references", "reward_sources"}
-OF_SCHEMA |= {"judge_questions", "scoring_functions", "teacher_sources", "templates"}
+OF_SCHEMA |= {"evaluation_suites", "judge_questions", "scoring_functions", "teacher_sources", "templates"}
 """Files of the schema about what several sections say together."""
 
 

@@ -39,6 +39,7 @@ def problems(trainer: str, **sections: Any) -> list[str]:
         ),
         ("online", {"checkpoint": CheckpointConfig(best_metric="reward/mean")}),
         ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], judge=JUDGE)}),
+        ("online", {"evaluation": EvaluationConfig(every=3, suites={"one": {"prompts": ["a"], "judge": JUDGE}})}),
         ("online", AHEAD | {"evaluation": BESIDE}),
         ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_kl=1)}),
         ("sft", {"data": DataConfig(held_out=2), "checkpoint": CheckpointConfig(best_metric="eval/loss")}),
@@ -52,6 +53,26 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
     ("trainer", "sections", "found"),
     [
         ("online", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on; give"),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(every=2, prompts=["a"], suites={"one": {"samples": 2}})},
+            "evaluation.every=2: there is nothing to evaluate on; give evaluation.suites.one.path=FILE",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(suites={"one": {"path": "a.jsonl"}})},
+            "suites.one.path=a.jsonl: no such file",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(suites={"one": {"function": "nope"}})},
+            "suites.one.function=nope: must be",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(suites={"one": {"judge": {"judge_url": "http://a/v1"}}})},
+            "evaluation.suites.one.judge.judge_model: missing",
+        ),
         ("online", {"evaluation": EvaluationConfig(every=2, prompts=["a", " "])}, "evaluation.prompts: a prompt is empty"),
         ("online", {"evaluation": EvaluationConfig(path="a.csv")}, "evaluation.path=a.csv: allowed are .jsonl and .txt files"),
         ("online", {"evaluation": EvaluationConfig(path="a.jsonl")}, "evaluation.path=a.jsonl: no such file"),

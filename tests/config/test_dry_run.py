@@ -239,6 +239,7 @@ def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> Non
         assert {key: value_at(small, key) for key in several} == dict.fromkeys(several, 2)
 
 
+JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 MORE = {"GPTNeoXForCausalLM": {"hidden_act": "gelu"}, "GPT2LMHeadModel": {"activation_function": "gelu_new"}}
 
 
@@ -263,6 +264,11 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
         expected.data.sources["one"]["path"] == sums
         and expected.evaluation.path == "function:aligner.data.arithmetic:held_out"
     )
+    absent = with_values(here, {"evaluation.suites": {"one": {"path": "/absent/x.jsonl", "samples": 4, "judge": JUDGE}}})
+    sums_instead, notes = with_present_data(absent, {})
+    assert notes == ("evaluation.suites.one.path=/absent/x.jsonl: not on this machine; sums take its place",)
+    one = {"path": "function:aligner.data.arithmetic:held_out", "fields": {}, "samples": 2, "count": 4, "judge": {}}
+    assert tiny(sums_instead).evaluation.suites["one"] == one
 
 
 @pytest.mark.parametrize("algorithm", OFFLINE)

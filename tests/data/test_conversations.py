@@ -24,6 +24,7 @@ from aligner.rewards.sources import CombinedReward, ModelSource
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig, EvaluationConfig
+from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import ModelSource as ModelSettings
 from aligner.servers.reward_server import Scoring
 from aligner.servers.validation import Limits
@@ -130,7 +131,7 @@ def test_a_plain_prompt_begins_as_the_tokenizers_own_encoding_does_wherever_it_i
     assert (expected[0] == tokenizer.encode(BOS)[0]) == (post is not None and post.startswith(BOS))
     found = [
         open_prompts(DataConfig(prompts=["one and two"]), tokenizer, 1).take(0, 1)[0].tokens,
-        open_evaluation_prompts(EvaluationConfig(prompts=["one and two"]), DataConfig(), tokenizer)[0].tokens,
+        open_evaluation_prompts(Suite(None, EvaluationConfig(prompts=["one and two"])), DataConfig(), tokenizer)[0].tokens,
     ]
     row = {"prompt": "one and two", "response": "four", "chosen": "four", "rejected": "it", "chosen_tokens": None}
     (demonstration,) = open_demonstrations(records(tmp_path, row), tokenizer, 1).take(0, 1)

@@ -29,6 +29,7 @@ from aligner.data.records import has_steps
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig, ModelConfig, RunConfig
+from aligner.schema.evaluation_suites import Suite
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos> {% endfor %}"
@@ -403,7 +404,7 @@ def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
     assert [parts(plain, member) for member in (pair.chosen, pair.rejected)] == [("b", "2"), ("b", "3")]
     (steps,) = open_labeled_steps(data({"prompt": "aQ:b!c", "steps": ["2"], "labels": [1]}, **cut), plain, 1).take(0, 1)
     assert plain.decode(steps.tokens) == "b2"
-    settings = EvaluationConfig(prompts=["aQ:b!c"])
+    settings = Suite(None, EvaluationConfig(prompts=["aQ:b!c"]))
     (prompt,) = open_evaluation_prompts(settings, DataConfig(**cut), plain)
     assert prompt.text == "b" and plain.decode(prompt.tokens) == "b"
     with pytest.raises(ConfigError, match=r"evaluation.prompts\[0\]: the prompt lacks data.prompt_before='\?'"):

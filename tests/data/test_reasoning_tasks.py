@@ -24,6 +24,7 @@ from aligner.errors import ConfigError
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
 from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig
 from aligner.schema.data_sources import data_sources
+from aligner.schema.evaluation_suites import Suite
 
 IMPURE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 """Those that the library makes differently with another global random state, or another hash of texts."""
@@ -72,7 +73,7 @@ def test_tasks_are_mixed_by_weight_and_scored_by_themselves(tokenizer: Tokenizer
 def test_held_out_questions_are_never_learned_from_whatever_the_seed(tokenizer: Tokenizer) -> None:
     task = {"name": "chain_sum", "config": {"max_terms": 2, "max_digits": 1}, "questions": 600}
     data = data_of(task, "gcd")
-    held_out = open_evaluation_prompts(EvaluationConfig(questions=40), data, tokenizer)
+    held_out = open_evaluation_prompts(Suite(None, EvaluationConfig(questions=40)), data, tokenizer)
     assert [prompt.metadata["task"] for prompt in held_out] == ["chain_sum", "gcd"] * 40
     texts = {prompt.text for prompt in held_out if prompt.metadata["task"] == "chain_sum"}
     assert len(texts) > 5

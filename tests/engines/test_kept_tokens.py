@@ -115,7 +115,7 @@ def trained_step(
         prompts=unused,
         pass_rates=unused,
         kl_controller=KLController(0.1),
-        evaluator=None,
+        evaluations=None,
     )
     pending = PendingRows((scores,) if dist.get_rank() == 0 else ())
     rollout = RolloutBatch([unused] * len(samples), samples, collate(samples, 0), pending, PendingRows(()))

@@ -30,6 +30,16 @@ def test_without_a_terminal_each_step_is_one_line_with_what_it_measured() -> Non
     ]
 
 
+def test_an_evaluations_suites_are_shown_by_their_names(tmp_path: Path) -> None:
+    where = console()
+    suite = {"eval/math/score": 0.5, "eval/math/score_low": 0.25, "eval/math/score_high": 0.75, "eval/math/length": 3.0}
+    make_progress(10, where).step({"step": 2, **suite, "eval/score/gcd": 0.125})
+    assert shown(where).splitlines() == ["step 2/10  math held-out score 0.500"]
+    print_summary([{"step": 0, **suite}, {"step": 2, **suite, "eval/math/score": 0.75}], RunPaths(tmp_path), where)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    assert [cell.split()[0] for cell in rows["math/score"]] == ["0.500", "0.750", "+0.250"]
+
+
 def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> None:
     where = console(terminal=True)
     view = make_progress(10, where)

@@ -16,6 +16,7 @@ STEPS, SEED = 6, 2
 OVERRIDES = (
     *BESIDE,
     *("evaluation.every=2", "evaluation.prompts=[one,two,three]", "evaluation.beside=true"),
+    "+evaluation.suites.digits={prompts: [four, five], samples: 2, function: digit_fraction}",
     "actor.parallel.data=2",
     "data.curriculum.target=0.3",
     "data.pass_threshold=null",
@@ -82,5 +83,6 @@ def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as
 
 def test_an_evaluation_beside_the_next_step_finds_what_one_finds_between_steps(undisturbed: Finished, tmp_path: Path) -> None:
     between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.beside=false")
-    assert [step["step"] for step in between.metrics if "eval/score" in step] == [0, 2, 4, 6]
+    for metric in ("eval/score", "eval/digits/pass@2"):
+        assert [step["step"] for step in between.metrics if metric in step] == [0, 2, 4, 6]
     assert repeatable(between.metrics) == repeatable(undisturbed.metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.paths import run_paths
 from aligner.rewards.judge import build_judge
+from aligner.rewards.scorers import ScoringRequest
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema import (
@@ -30,11 +32,18 @@ from aligner.schema import (
     RolloutConfig,
     RunConfig,
 )
+from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.training.engine_setup import build_engine_ends, build_options
-from aligner.training.evaluator import Evaluator, build_evaluator
+from aligner.training.evaluations import Evaluations, build_evaluations
+from aligner.training.evaluator import Evaluator
 
 RESPONSE_TOKENS = 7
+
+
+def letters(batch: Sequence[ScoringRequest]) -> list[float]:
+    """A scorer: the share of letters."""
+    return [sum(map(str.isalpha, request.response)) / max(len(request.response), 1) for request in batch]
 
 
 def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config:
@@ -51,8 +60,8 @@ def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config
     return config
 
 
-def evaluator(config: Config, world: World) -> Evaluator:
-    """One that evaluates the initial weights. Collective."""
+def built(config: Config, world: World) -> Evaluations:
+    """What evaluates the initial weights. Collective."""
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
@@ -61,9 +70,9 @@ def evaluator(config: Config, world: World) -> Evaluator:
     options, services = build_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
     builder = RolloutBuilder(stream, sampler, services, config.rollout, options, shape.pad_token_id)
-    built = build_evaluator(config, tokenizer, policy, builder, services)
-    assert built is not None
-    return built
+    evaluations = build_evaluations(config, tokenizer, policy, builder, services)
+    assert evaluations is not None
+    return evaluations
 
 
 def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str, Any]:
@@ -71,32 +80,56 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
-    first = evaluator(config, world)
-    found: dict[str, Any] = {"due": [step for step in range(6) if first.is_due(step)]}
+    every = built(config, world)
+    (first,) = every.suites
+    found: dict[str, Any] = {"due": [step for step in range(6) if every.is_due(step)]}
     found["lost"] = _error(first, step=2)
     found["step 0"] = first.evaluate(0)
     first._reference_scores = None  # as a resumed run has it
     found["resumed"] = first.evaluate(2)
     begin(first, world)
     found["beside"] = first.evaluate(2)
-    drawing = replace(first, settings=replace(first.settings, samples=3), options=replace(first.options, greedy=False))
+    drawing = replace(first, suite=_with(first, samples=3), options=replace(first.options, greedy=False))
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
     sharp = replace(drawing, options=replace(drawing.options, temperature=0.5))
     found["sharp"] = sharp.evaluate(2)
     found["sharp responses"] = [sample.response.tolist() for sample in sharp.builder.generate(first.prompts, 3, sharp.options)]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
-    found["other scorer"] = _error(replace(first, settings=replace(first.settings, function="math")), step=2)
+    found["other scorer"] = _error(replace(first, suite=_with(first, function="math")), step=2)
     samples = first.builder.generate(first.prompts, 1, first.options)
     found["responses"] = [sample.response.tolist() for sample in samples]
     worlds.shutdown()
     return found
 
 
+def _with(of: Evaluator, **settings: Any) -> Suite:
+    return replace(of.suite, settings=replace(of.settings, **settings))
+
+
 def begin(of: Evaluator, world: World) -> None:
     """Have it score beside what follows what it has drawn. Collective."""
-    drawn: Future[list[Sample]] = Future()
-    drawn.set_result(of.draw(of.builder))
-    of.begin(2, drawn if world.rank == 0 else None)
+    drawn = of.draw(of.builder)
+    of.begin(2, (lambda: drawn) if world.rank == 0 else None)
+
+
+def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
+    """Metrics of the initial weights by every suite: at first, of a run that goes on, and of what is scored beside it."""
+    config = configuration(model, run, ranks, **evaluation)
+    world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
+    Path(run).mkdir(exist_ok=True)
+    every = built(config, world)
+    found = [every.evaluate(0)]
+    for one in every.suites:
+        one._reference_scores = None  # as a resumed run has it
+    found.append(every.evaluate(2))
+    drawn: Future[list[list[Sample]]] = Future()
+    every.begin(4, drawn if world.rank == 0 else None)
+    assert every.has_begun
+    drawn.set_result(every.draw(every.suites[0].builder))
+    found.append(every.evaluate(4))
+    assert not every.has_begun
+    worlds.shutdown()
+    return found
 
 
 def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
@@ -104,7 +137,7 @@ def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
-    first, source = evaluator(config, world), evaluation_judge(config.evaluation)
+    (first,), source = built(config, world).suites, evaluation_judge(config.evaluation)
     assert source is not None
     again = replace(first, judge=first.judge and build_judge(source, run_paths(config)))
     found = [first.evaluate(0), again.evaluate(2)]

@@ -13,7 +13,8 @@ from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.errors import ConfigError
-from aligner.schema import DataConfig, EvaluationConfig
+from aligner.schema import Config, DataConfig, EvaluationConfig
+from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from tests.megatron.reference import save_llama
 from tests.rewards.judge_server import Reply, judging, says
 from tests.training import evaluation_jobs
@@ -146,11 +147,59 @@ def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes
     assert (first[0]["eval/judge_unreadable"], first[0]["eval/judge_order_bias"], first[0]["eval/judge_ties"]) == (3, 0, 0)
 
 
+@pytest.fixture(scope="module")
+def measured(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By name what two ranks found with suites, and one with the unnamed one and with one of the suites alone."""
+    run = tmp_path_factory.mktemp("suites")
+    drawn = {"prompts": ["x+y", "hello"], "samples": 3, "function": "tests.training.evaluation_jobs:letters"}
+    given = {
+        "all": {"prompts": PROMPTS, "suites": {"easy": {"prompts": PROMPTS[:2]}, "drawn": drawn}},
+        "unnamed": {"prompts": PROMPTS},
+        "drawn": {"suites": {"drawn": drawn}, "samples": 1},
+    }
+    each: dict[str, Any] = {"run": run}
+    for name, ranks in {"all": 2, "unnamed": 1, "drawn": 1}.items():
+        every = pool.run(evaluation_jobs.suites, ranks, str(llama), str(run / name), ranks, **given[name])
+        assert all(one == every[0] for one in every)
+        each[name] = every[0]
+    return each
+
+
+def test_suites_are_measured_beside_each_other_as_each_is_alone(measured: dict[str, Any]) -> None:
+    both, unnamed, drawn = (measured[name][0] for name in ("all", "unnamed", "drawn"))
+    assert {name: value for name, value in both.items() if name.count("/") == 1} == pytest.approx(unnamed, rel=1e-5)
+    assert {name: value for name, value in both.items() if name.startswith("eval/drawn/")} == pytest.approx(drawn, abs=1e-5)
+    assert all(name.startswith("eval/drawn/") for name in drawn)
+    assert {"eval/drawn/pass@2", "eval/drawn/reference_kl", "eval/easy/win_rate", "eval/easy/score_low"} <= set(both)
+    assert "eval/easy/pass@2" not in both and both["eval/easy/score"] != both["eval/score"]
+
+
+def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_worth_the_same(measured: dict[str, Any]) -> None:
+    for name in ("all", "drawn"):
+        at_first, resumed, beside = measured[name]
+        assert at_first == resumed == beside
+    files = sorted(path.name for path in (measured["run"] / "all").glob("references*"))
+    assert files == ["references-drawn.jsonl", "references-easy.jsonl", "references.jsonl"]
+
+
+def test_a_suite_draws_the_same_whatever_suites_are_beside_it(llama: Path) -> None:
+    config = Config(evaluation=EvaluationConfig(prompts=["a"], suites={name: {"prompts": ["a", "b"]} for name in ("x", "y")}))
+    unnamed, first, second = (
+        [prompt.id for prompt in open_evaluation_prompts(suite, DataConfig(), Tokenizer(llama))]
+        for suite in evaluation_suites(config)
+    )
+    assert len({*unnamed, *first, *second}) == 5 and min(*unnamed, *first, *second) == unnamed[0] == 2**40
+    config.evaluation.suites = {"y": {"prompts": ["c"]}}
+    config.evaluation.prompts = []
+    (alone,) = evaluation_suites(config)
+    assert open_evaluation_prompts(alone, DataConfig(), Tokenizer(llama))[0].id == second[0]
+
+
 def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n')
     settings = EvaluationConfig(path=str(file), fields={"prompt": "question"}, count=2)
-    prompts = open_evaluation_prompts(settings, DataConfig(max_prompt_tokens=4), Tokenizer(llama))
+    prompts = open_evaluation_prompts(Suite(None, settings), DataConfig(max_prompt_tokens=4), Tokenizer(llama))
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"answer": 2}), ("b", {"reference": "c"})]
     assert [prompt.id for prompt in prompts] == [2**40, 2**40 + 1]
 
@@ -166,4 +215,6 @@ def test_a_held_out_record_that_can_not_be_used_is_named(llama: Path, tmp_path: 
     file = tmp_path / "held_out.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{record}\n')
     with pytest.raises(ConfigError, match=f"{file}:2: .*{problem}"):
-        open_evaluation_prompts(EvaluationConfig(path=str(file)), DataConfig(max_prompt_tokens=4), Tokenizer(llama))
+        open_evaluation_prompts(
+            Suite(None, EvaluationConfig(path=str(file))), DataConfig(max_prompt_tokens=4), Tokenizer(llama)
+        )

@@ -17,6 +17,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
 from aligner.schema.derived import longest_sequence
+from aligner.schema.evaluation_suites import evaluation_suites
 from aligner.schema.keys import only_read, schema_keys, value_at, with_values
 from aligner.schema.reward_sources import asked_address, reward_sources, without_tasks
 from aligner.schema.teacher_sources import teacher_sources
@@ -166,11 +167,12 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
 
 
 def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
-    path = config.evaluation.path
-    if config.algorithm.trainer == "online" and path is not None and _is_absent(path, expected):
-        values: dict[str, Any] = {"evaluation.path": _sums("held_out"), "evaluation.fields": {}}
-        values |= {"data.prompt_after": None, "data.prompt_before": None}
-        yield values, f"evaluation.path={path}: not on this machine; sums take its place"
+    for suite in evaluation_suites(config) if config.algorithm.trainer == "online" else ():
+        path = suite.settings.path
+        if path is not None and _is_absent(path, expected):
+            values: dict[str, Any] = {f"{suite.key}.path": _sums("held_out"), f"{suite.key}.fields": {}}
+            values |= {"data.prompt_after": None, "data.prompt_before": None}
+            yield values, f"{suite.key}.path={path}: not on this machine; sums take its place"
 
 
 def changes_table(dry_run: DryRun) -> Table:

@@ -13,6 +13,7 @@ from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config, ParallelConfig, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
 from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
+from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.reward_sources import ModelSource, Source, asked_address, reward_sources, source_entry
 
@@ -99,9 +100,7 @@ def lengths(config: Config) -> Values:
         "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),
         "data.normalization_samples": min(data.normalization_samples, 8),
         "evaluation.every": min(evaluation.every, config.dry_run.steps),
-        "evaluation.count": min(evaluation.count or 4, 4),
-        "evaluation.samples": min(evaluation.samples, 2),
-        "evaluation.judge": {},  # which would be paid for what random models say
+        **_evaluated(config),
         "rollout.max_response_tokens": longest,
         "algorithm.target_length": min(config.algorithm.target_length, longest),
         "rollout.min_response_tokens": (
@@ -112,6 +111,15 @@ def lengths(config: Config) -> Values:
         "rollout.truncate_after": longest // 2,
         "rollout.truncate_token": None if rollout.truncate_token is None else ".",
     }
+
+
+def _evaluated(config: Config) -> Values:
+    """Few responses to few prompts of each suite, and no judge, who would be paid for what random models say."""
+    values: Values = {}
+    for suite in (Suite(None, config.evaluation), *evaluation_suites(config)):
+        count, samples = min(suite.settings.count or 4, 4), min(suite.settings.samples, 2)
+        values |= {f"{suite.key}.count": count, f"{suite.key}.samples": samples, f"{suite.key}.judge": {}}
+    return values
 
 
 def batches(config: Config) -> Values:

@@ -1,0 +1,91 @@
+"""What a run is evaluated on: prompts of `evaluation` itself, and suites that have names."""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.schema import Config, EvaluationConfig
+from aligner.schema.keys import schema_keys
+from aligner.schema.options import key_hint
+
+_SHARED = ("every", "beside", "suites")
+"""Keys of the section that are about all suites."""
+_OWN = ("path", "fields", "prompts", "questions", "group_by", "judge")
+"""Those that a suite does not take from the section."""
+_ENTRIES = tuple(one.name for one in fields(EvaluationConfig) if one.name not in _SHARED)
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts with how their responses are drawn and scored."""
+
+    name: str | None
+    """None for those of `evaluation` itself."""
+    settings: EvaluationConfig
+    """Of this suite alone."""
+
+    @property
+    def key(self) -> str:
+        """Where the configuration has it."""
+        return "evaluation" if self.name is None else f"evaluation.suites.{self.name}"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its metrics begin with."""
+        return "eval/" if self.name is None else f"eval/{self.name}/"
+
+    @property
+    def first_id(self) -> int:
+        """Where its prompts' ids begin: beyond those of any training step, and of other suites, so that no random stream is
+        shared, whatever suites there are beside it.
+        """
+        return 2**40 + (0 if self.name is None else zlib.crc32(self.name.encode()) << 20)
+
+
+def evaluation_suites(config: Config) -> tuple[Suite, ...]:
+    """Those of `evaluation` itself, where it has prompts or nothing else does, and then the suites in their order.
+
+    A suite has what the section says unless it says otherwise, but for prompts, groups and a judge.
+    Raises ConfigError with one line for each thing that is wrong with a suite's entries.
+    """
+    section = config.evaluation
+    if problems := list(suite_problems(section)):
+        raise ConfigError("\n".join(problems))
+    unnamed = [Suite(None, section)] if _has_prompts(config) or not section.suites else []
+    of_none = {name: getattr(EvaluationConfig(), name) for name in (*_OWN, "suites")}
+    return (
+        *unnamed,
+        *(Suite(name, replace(section, **(of_none | dict(entries)))) for name, entries in section.suites.items()),
+    )
+
+
+def suite_problems(section: EvaluationConfig) -> Iterator[str]:
+    """One line for each thing that is wrong with a suite's entries, each by itself."""
+    for name, entries in section.suites.items():
+        yield from _problems(name, entries)
+
+
+def _has_prompts(config: Config) -> bool:
+    settings = config.evaluation
+    return settings.path is not None or bool(settings.prompts) or bool(config.data.tasks and settings.questions)
+
+
+def _problems(name: str, entries: Any) -> Iterator[str]:
+    key = f"evaluation.suites.{name}"
+    if not _NAME.fullmatch(name) or name == "score":  # eval/score/… is of groups
+        yield f"{key}: a suite's name is letters, digits, _ and -, for it is part of its metrics' names, and not score"
+    if not isinstance(entries, Mapping):
+        yield f"{key}={entries}: expected a mapping with path or prompts, got {type(entries).__name__}"
+        return
+    for entry, value in entries.items():
+        if entry in _SHARED:
+            yield f"{key}.{entry}: holds for all suites; give evaluation.{entry}"
+        elif entry not in _ENTRIES:
+            hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
+            yield f"{key}.{entry}: unknown key; {hint}"
+        elif problem := schema_keys()[f"evaluation.{entry}"].value_problem(value):
+            yield f"{key}.{entry}={value}: {problem}"

@@ -1,0 +1,81 @@
+"""The evaluations of a run, as the configuration names them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from aligner.checks.check import check
+from aligner.errors import ConfigError
+from aligner.schema import Config, DataConfig, EvaluationConfig
+from aligner.schema.evaluation_suites import evaluation_suites
+
+MATH = {"path": "math.jsonl", "function": "math", "samples": 8}
+
+
+def suites(**evaluation: Any) -> dict[str | None, EvaluationConfig]:
+    return {suite.name: suite.settings for suite in evaluation_suites(Config(evaluation=EvaluationConfig(**evaluation)))}
+
+
+def test_without_suites_the_section_is_what_is_evaluated() -> None:
+    assert suites(prompts=["a"]) == {None: EvaluationConfig(prompts=["a"])}
+    assert list(suites()) == [None]
+
+
+def test_a_suite_has_what_the_section_says_but_prompts_groups_and_judge() -> None:
+    given: dict[str, Any] = {
+        "every": 3,
+        "prompts": ["a"],
+        "group_by": "task",
+        "judge": {"judge_model": "m"},
+        "temperature": 0.5,
+    }
+    both = suites(**given, count=4, suites={"math": MATH})
+    assert list(both) == [None, "math"]
+    assert both["math"] == EvaluationConfig(every=3, temperature=0.5, count=4, path="math.jsonl", function="math", samples=8)
+    assert replace(both[None], suites={}) == EvaluationConfig(**given, count=4)
+
+
+def test_where_only_suites_have_prompts_they_are_all_that_is_evaluated() -> None:
+    assert list(suites(samples=2, suites={"b": {"prompts": ["a"]}, "a": {"prompts": ["b"]}})) == ["b", "a"]
+    questions = {"evaluation": EvaluationConfig(questions=3, suites={"math": MATH})}
+    assert [suite.name for suite in evaluation_suites(Config(**questions))] == ["math"]  # which are of data.tasks
+    with_tasks = Config(data=DataConfig(tasks=["gcd"]), **questions)
+    assert [suite.name for suite in evaluation_suites(with_tasks)] == [None, "math"]
+
+
+def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
+    config = Config(evaluation=EvaluationConfig(prompts=["a"], suites={"math": MATH}))
+    unnamed, math = evaluation_suites(config)
+    assert (unnamed.key, unnamed.prefix) == ("evaluation", "eval/")
+    assert (math.key, math.prefix) == ("evaluation.suites.math", "eval/math/")
+    assert 2**40 == unnamed.first_id < math.first_id < 2**62
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "problem"),
+    [
+        ("a/b", MATH, "evaluation.suites.a/b: a suite's name is letters, digits, _ and -"),
+        ("score", MATH, "evaluation.suites.score: a suite's name is "),
+        ("math", ["a"], r"evaluation.suites.math=\['a'\]: expected a mapping with path or prompts, got list"),
+        ("math", {"every": 3}, "evaluation.suites.math.every: holds for all suites; give evaluation.every"),
+        ("math", {"suites": {}}, "evaluation.suites.math.suites: holds for all suites"),
+        ("math", {"sample": 3}, "math.sample: unknown key; did you mean evaluation.suites.math.samples?"),
+        ("math", {"samples": 0}, "evaluation.suites.math.samples=0: must be at least 1"),
+        ("math", {"samples": 1.5}, "evaluation.suites.math.samples=1.5: must be a whole number"),
+        ("math", {"greedy": 1}, "evaluation.suites.math.greedy=1: must be true or false"),
+        ("math", {"prompts": "a"}, "evaluation.suites.math.prompts=a: must be a list of texts"),
+        ("math", {"fields": "a"}, "evaluation.suites.math.fields=a: expected a mapping, got str"),
+        ("math", {"path": 3}, "evaluation.suites.math.path=3: expected text, got int"),
+        ("math", {"temperature": "hot"}, "evaluation.suites.math.temperature=hot: must be a finite number"),
+        ("math", {"pass_threshold": None}, "evaluation.suites.math.pass_threshold=None: must be a finite number"),
+    ],
+)
+def test_what_is_wrong_with_a_suite_is_told_before_anything_else(name: str, entries: Any, problem: str) -> None:
+    config = Config(evaluation=EvaluationConfig(every=1, suites={name: entries}))
+    with pytest.raises(ConfigError, match=problem):
+        check(config)
+    with pytest.raises(ConfigError, match=problem):
+        evaluation_suites(config)
