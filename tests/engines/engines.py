@@ -186,6 +186,8 @@ def whole_logprobs(model: Any, sample: Sample, temperature: float) -> Tensor:
 
 def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
     """The next `count` tokens by transformers."""
+    if not count:
+        return []
     everything = torch.ones_like(tokens)[None]  # token 0 may be part of a prompt
     generated = model.generate(tokens[None], attention_mask=everything, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return generated[0, len(tokens) :].tolist()
