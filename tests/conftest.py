@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first: `make test` gives two processes a file at a time."""
     tests = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in _LONGEST_FIRST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The first round of `servers` is handed out as one file: its servers and worker ranks then start in one process alone.
+
+    The second round's tests there have servers of their own.
+    """
+    if config.option.dist != "loadfile" or config.option.markexpr != "not slow":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/servers" if file.startswith("tests/servers/") else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
