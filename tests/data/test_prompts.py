@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
-import signal
-import threading
 
 import pytest
 
@@ -16,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 
 TEXTS = ["one", "two", "three", "four", "five"]
+FUNCTIONS = "tests.data.record_functions"
 
 
 @pytest.fixture(scope="module")
@@ -133,33 +131,8 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
         read_prompts(path, "data.path=")
 
 
-def good():
-    return [{"prompt": "a", "answer": 1}]
-
-
-def nothing():
-    return iter(())
-
-
-def failing():
-    yield {"prompt": "a"}
-    raise KeyError("answers.csv")
-
-
-def leaving():
-    raise SystemExit(3)
-
-
-def bare():
-    return ["a"]
-
-
-def binary():
-    return [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": b"2"}]
-
-
 def test_a_function_gives_records(tokenizer):
-    (prompt,) = open_prompts(DataConfig(path=f"function:{__name__}:good"), tokenizer, seed=1).take(0, 1)
+    (prompt,) = open_prompts(DataConfig(path=f"function:{FUNCTIONS}:good"), tokenizer, seed=1).take(0, 1)
     assert (prompt.text, prompt.metadata) == ("a", {"answer": 1})
 
 
@@ -176,7 +149,7 @@ def test_a_function_gives_records(tokenizer):
 )
 def test_a_function_that_gives_none_is_named(tokenizer, function, message):
     with pytest.raises(ConfigError, match=message):
-        open_prompts(DataConfig(path=f"function:{__name__}:{function}"), tokenizer, seed=1)
+        open_prompts(DataConfig(path=f"function:{FUNCTIONS}:{function}"), tokenizer, seed=1)
 
 
 def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(tokenizer, tmp_path, monkeypatch):
@@ -225,20 +198,11 @@ def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer
         assert [prompt.text for prompt in prompts] == ["abc", "de"]
 
 
-def hangs():
-    yield {"prompt": "a"}
-    threading.Event().wait()
-
-
-def is_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [("hangs", "it gave no answer within 0.5 s, and was ended"), ("is_killed", "it was killed by SIGKILL: its process")],
 )
 def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(tokenizer, function, message):
-    given = DataConfig(path=f"function:{__name__}:{function}", function_timeout_s=0.5)
-    with pytest.raises(ConfigError, match=f"data.path=function:{__name__}:{function}: {message}"):
+    given = DataConfig(path=f"function:{FUNCTIONS}:{function}", function_timeout_s=0.5)
+    with pytest.raises(ConfigError, match=f"data.path=function:{FUNCTIONS}:{function}: {message}"):
         open_prompts(given, tokenizer, seed=1)
