@@ -10,7 +10,7 @@ import torch
 from aligner.schema import ParallelConfig
 from tests.megatron import families, jobs, route_jobs
 from tests.megatron.families import MIXTURES
-from tests.megatron.test_families import MIXTURE_LAYOUTS, TOLERANCE, largest_errors
+from tests.megatron.test_families import MIXTURE_LAYOUTS, TOLERANCE, largest_errors, layouts
 from tests.rounds import typical
 
 EXPERIENCE = jobs.make_experience(72)
@@ -34,14 +34,15 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute"),
+    ("family", "name", "recompute"),
     [
-        pytest.param(name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow)
+        pytest.param(family, name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow)
+        for family in MIXTURES
         for name in LAYOUTS
+        if name in layouts(family)
         for recompute in ("none", "selective", "full")
     ],
 )
-@pytest.mark.parametrize("family", MIXTURES)
 def test_gradients_and_trained_weights_under_forced_routes_equal_those_of_transformers(pool, model, family, name, recompute):
     """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when it is recomputed too."""
     directory, expected = model(family)
