@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first: `make test` gives two processes a file at a time."""
     tests = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in _LONGEST_FIRST)
+
+
+def pytest_collection_finish() -> None:
+    """Looking for garbage among all that was imported and collected took an eighth of the time of tests in this process."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -170,7 +170,9 @@ def is_read(config: Config, name: str) -> bool:
 
 def only_read(config: Config) -> Config:
     """The configuration with the schema's own values of the keys that the run does not read."""
-    return with_values(config, {name: key.default for name, key in schema_keys().items() if unmet(config, key.read)})
+    conditions = {key.read for key in schema_keys().values()}  # of hundreds of keys, many of which have a section's
+    unread = {condition for condition in conditions if unmet(config, condition)}
+    return with_values(config, {name: key.default for name, key in schema_keys().items() if key.read in unread})
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -199,7 +199,7 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
         arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
         with contextlib.closing(connection(role)) as server, pytest.raises(TransportError) as caught:
             server.infer(CRITIC_INFER, arrays, 20)
-        assert caught.value.kind in ("ServerFailed", "Unreachable")
+        assert caught.value.kind in ("ServerFailed", "ServerStopping", "Unreachable")  # by how far its end has come
         assert role.ranks[0].wait(20) != 0
     finally:
         role.stop()
