@@ -34,12 +34,20 @@ class EvaluationConfig:
     count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
     samples: int = option(1, "responses a prompt", minimum=1)
     greedy: bool | None = option(None, "take the most probable token instead of drawing; with one response a prompt when null")
-    temperature: float = option(1.0, "sampling temperature", minimum=1e-3, read=".greedy=false or .greedy=null and .samples>1")
+    temperature: float = option(
+        1.0,
+        "sampling temperature",
+        minimum=1e-3,
+        read=".greedy=false or .greedy=null and .samples>1 or .suites!={}",  # which take it from here
+    )
     function: str | None = option(
         None, "scorer of the responses, as reward.function: a gold scorer; the run's own reward when null"
     )
     function_timeout_s: float = option(
-        3600.0, "deadline of a function of the user's own for all responses", minimum=0.1, read=".function!=null"
+        3600.0,
+        "deadline of a function of the user's own for all responses",
+        minimum=0.1,
+        read=".function!=null or .suites!={}",
     )
     pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")
     judge: dict[str, Any] = option(

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from aligner.checks.check import check
+from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, EvaluationConfig
 from aligner.schema.evaluation_suites import evaluation_suites
+from aligner.schema.keys import only_read
 
 MATH = {"path": "math.jsonl", "function": "math", "samples": 8}
 
@@ -36,6 +38,16 @@ def test_a_suite_has_what_the_section_says_but_prompts_groups_and_judge() -> Non
     assert list(both) == [None, "math"]
     assert both["math"] == EvaluationConfig(every=3, temperature=0.5, count=4, path="math.jsonl", function="math", samples=8)
     assert replace(both[None], suites={}) == EvaluationConfig(**given, count=4)
+
+
+def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_not_need_it() -> None:
+    suites_of = "+evaluation.suites.math={prompts: [a], samples: 8, function: math}"
+    given = ("evaluation.every=5", "evaluation.temperature=0.7", "evaluation.function_timeout_s=9", suites_of)
+    config = only_read(compose_config(["experiment=tiny_ppo", *given]))
+    (math,) = evaluation_suites(config)
+    assert (math.settings.temperature, math.settings.function_timeout_s) == (0.7, 9)
+    with pytest.raises(ConfigError, match=r"evaluation\.temperature=0\.7: not read with"):
+        compose_config(["experiment=tiny_ppo", *given[:3], "evaluation.prompts=[a]"])
 
 
 def test_where_only_suites_have_prompts_they_are_all_that_is_evaluated() -> None:
