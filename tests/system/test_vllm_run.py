@@ -25,7 +25,7 @@ GENERATOR = (
 
 def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(tmp_path: Path) -> None:
     cut = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.publish=changes", "engine.verify_every=1")
-    with Launch(tmp_path / "run", *GENERATOR, "engine.parallel.tensor=2", *cut, "run.stop_after=3") as launch:
+    with Launch(tmp_path / "run", *GENERATOR, *cut, "run.stop_after=3") as launch:
         run = launch.finish(500)
     assert run.code == 0, run.report()
     assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 3
