@@ -80,6 +80,7 @@ def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_de
     assert replicas[0].asked == ["reward_model", "control"]
 
 
+@bounds_seconds
 def test_a_replica_that_is_at_work_for_long_is_waited_for(replicas, client) -> None:
     replicas[0]._work_s = 2.0
     assert score(client) == [1.0, 1.0]
