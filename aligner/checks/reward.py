@@ -10,7 +10,7 @@ from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
-from aligner.schema.evaluation_suites import evaluation_suites
+from aligner.schema.evaluation_suites import evaluated_suites
 from aligner.schema.reward_sources import (
     JudgeSource,
     ModelSource,
@@ -118,7 +118,7 @@ def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
 def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     """What keeps the samples of a prompt from coming to the judge together, with the same prompt before them."""
     asks, rollout, server = f"{source.key}.judge_asks={source.judge_asks}", config.rollout, config.server
-    each, evaluates = rollout.samples_per_prompt, config.algorithm.trainer == "online" and config.evaluation.every
+    each = rollout.samples_per_prompt
     if each < 2:
         yield f"{asks}: compares the samples of a prompt, and rollout.samples_per_prompt={each} gives one; give 2 or more"
     size = server.max_batch_size
@@ -129,7 +129,7 @@ def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
         )
     if config.environment.draws_episodes:
         yield f"{asks}: compares responses to one prompt, and episodes of several turns have come to several; ask for a score"
-    for suite in evaluation_suites(config) if evaluates else ():
+    for suite in evaluated_suites(config):
         if suite.settings.function is None:
             yield (
                 f"{asks}: compares the samples of a prompt, and evaluation scores each by itself, a prompt's reference too;"

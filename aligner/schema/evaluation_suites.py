@@ -63,6 +63,11 @@ def evaluation_suites(config: Config) -> tuple[Suite, ...]:
     )
 
 
+def evaluated_suites(config: Config) -> tuple[Suite, ...]:
+    """`evaluation_suites` of a run that is evaluated on responses; none of any other. Raises ConfigError as that does."""
+    return evaluation_suites(config) if config.algorithm.trainer == "online" and config.evaluation.every else ()
+
+
 def suite_problems(section: EvaluationConfig) -> Iterator[str]:
     """One line for each thing that is wrong with a suite's entries, each by itself."""
     for name, entries in section.suites.items():

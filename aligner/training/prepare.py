@@ -15,7 +15,7 @@ from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_t
 from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
-from aligner.schema.evaluation_suites import evaluation_suites
+from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
 from aligner.schema.keys import only_read
 from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.reward_sources import FunctionSource, JudgeSource, evaluation_judge, judge_sources, reward_sources
@@ -41,8 +41,7 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
     scored: list[Prompt] = []
-    evaluates = config.algorithm.trainer == "online" and config.evaluation.every
-    for suite in evaluation_suites(config) if evaluates else ():
+    for suite in evaluated_suites(config):
         evaluated = open_evaluation_prompts(suite, config.data, tokenizer, tools=tools)
         scored += evaluated if suite.settings.function is None else ()
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:

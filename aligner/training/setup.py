@@ -37,7 +37,7 @@ from aligner.rollout.samplers import RemoteSampler, Sampler
 from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.evaluation_suites import evaluation_suites
+from aligner.schema.evaluation_suites import evaluated_suites
 from aligner.schema.reward_sources import evaluation_judge, judge_sources, score_parts, source_names
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
@@ -178,8 +178,7 @@ def _loop_parts(
 def _judge_meter(config: Config) -> JudgeMeter | None:
     """What reads the counts of the run's judges, from where those who ask keep them."""
     paths, judges = run_paths(config), judge_sources(config.reward) if config.algorithm.generates else ()
-    evaluates = config.algorithm.trainer == "online" and config.evaluation.every
-    for suite in evaluation_suites(config) if evaluates else ():
+    for suite in evaluated_suites(config):
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             judges = (*judges, judge)
     directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))

@@ -237,11 +237,12 @@ def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, ot
 
 
 def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(engine, model, directory, other_directory):
-    for place in range(0, 2 * TRIES, 2):
-        if _interrupted(engine, place, model, other_directory):
-            return
-        publish(engine, directory, place + 2)
-    pytest.fail("no response was under way")
+    for version in range(0, 2 * TRIES, 2):
+        were_under_way = _interrupted(engine, version, model, other_directory)
+        if were_under_way:
+            break
+        publish(engine, directory, version + 2)
+    assert were_under_way
 
 
 def _interrupted(engine: GenerationEngine, version: int, model: Any, other_directory: Path) -> bool:
