@@ -77,8 +77,8 @@ def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
 
 def _measured(part: str, needs: Sequence[str] = ()) -> Check:
     """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be had."""
-    small = ("--model", "tiny", "--repeats", "1", "--rows", "2", "--tokens", "32", "--batches", "2", "--new-tokens", "4")
-    small += ("--precision", "bf16")
+    small: tuple[str, ...] = ("--model", "tiny", "--repeats", "1", "--rows", "2", "--tokens", "32", "--batches", "2")
+    small += ("--new-tokens", "4", "--precision", "bf16")
     return Check(
         f"speed: {part}",
         (sys.executable, "-m", "benchmarks.device", "--json", "--parts", part, *(small if DEVICE == "cpu" else ())),
@@ -87,7 +87,7 @@ def _measured(part: str, needs: Sequence[str] = ()) -> Check:
     )
 
 
-_SERVED = ("experiment=tiny_ppo", "algorithm=grpo")
+_SERVED = ("experiment=tiny_ppo", "algorithm=grpo", "logging.samples_mib=0")  # files of samples would need pyarrow
 _LAYOUT = tuple(f"actor.parallel.{way}=2" for way in ("tensor", "pipeline", "data"))
 _GENERATOR = (
     *("engine.placement=server", "rollout.max_staleness=1", "actor.parallel.data=2", "engine.parallel.data=2"),
@@ -149,6 +149,7 @@ def carry_out(check: Check) -> Outcome:
             said, failed = f"not over after {TIMEOUT_S} s", True
     seconds = round(time.perf_counter() - begin, 1)
     if failed:
+        print(said, file=sys.stderr)
         return Outcome(check.name, DEVICE, "fail", said.strip()[-_TAIL:], seconds)
     figures = tuple(json.loads(line) for line in done.stdout.splitlines()) if check.tells else ()
     return Outcome(check.name, DEVICE, "pass", "; ".join(map(_shown, figures)), seconds, figures)

@@ -80,7 +80,8 @@ def ours(work: Work, way: Way, overrides: Sequence[str]) -> Steps:
             *(f"actor.precision={work.precision}", f"engine.precision={work.precision}"),
             *(f"actor.optimizer.learning_rate={LEARNING_RATE}", f"actor.micro_batch_tokens={MICRO_BATCH_TOKENS}"),
             *(f"actor.parallel.data={way.processes}", f"cluster.threads_per_rank={way.threads}"),
-            *("logging.tensorboard=false", "logging.samples_every=1000", f"run.steps={work.steps}", *overrides),
+            *("logging.tensorboard=false", "logging.samples_every=1000", "logging.samples_mib=0"),
+            *(f"run.steps={work.steps}", *overrides),
             timeout_s=TIMEOUT_S,
         )
         metrics = run.metrics
