@@ -136,7 +136,7 @@ def grpo(model: str, precision: str, args: argparse.Namespace) -> Result:
     with stored(model, precision) as directory:
         work = Work(directory, prompts, args.samples, args.new_tokens, precision, args.repeats + 1)
         steps = ours(work, ONE, (f"actor.micro_batch_tokens={args.micro_batch_tokens}",))[1:]
-    parts = {name: median(step[name] for step in steps) for name in ("generate", "train", "publish") if name in steps[0]}
+    parts = {name: median(step[name] for step in steps) for name in steps[0] if name != "step"}
     return {"samples": args.rows * args.samples, **told("step_s", [step["step"] for step in steps]), "parts_s": parts}
 
 

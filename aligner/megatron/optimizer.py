@@ -65,10 +65,12 @@ def build_optimizer(
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offload,
-        # The optimizer that spans both devices reads its gradients the way of this flag.
-        use_precision_aware_optimizer=offload,
         log_num_zeros_in_grad=False,
     )
+    if offload and dtype != torch.float32:
+        # Main weights are then the offloading optimizer's alone. Given to the configuration itself, it would compare
+        # transformer-engine's version, which fails where that is not installed.
+        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
     with torch.no_grad():
         overrides = _overrides(options, head_learning_rate)

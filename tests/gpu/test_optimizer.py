@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.gpu.conftest import needs_device
+from tests.gpu.conftest import DEVICE, needs_device
 from tests.megatron import jobs, optimizer_jobs
 from tests.megatron.reference import save_llama
 from tests.megatron.test_layouts import assert_slices_equal
@@ -38,6 +38,8 @@ def test_steps_are_adams(one_rank, tmp_path, way, precision):
     expected = adam(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **settings), len(STEPS))
     after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
     assert_slices_equal([after], expected, **TOLERANCE[precision])
+    hosts = {"half on the host": {"cpu", DEVICE}, "all on the host": {"cpu"}}
+    assert found["devices"] == hosts.get(way, {DEVICE})
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -41,6 +41,12 @@ def _give_gradients(actor: Policy, step: int) -> None:
         weights.scatter(name, weights.parameter(name).main_grad, piece)
 
 
+def moment_devices(actor: Policy) -> set[str]:
+    """Kinds of the devices that hold Adam's moments and its own copies of weights."""
+    states = [state for part in actor.runner.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return {value.device.type for state in states for name, value in state.items() if name != "step"}
+
+
 def optimizer_state(actor: Policy) -> list[Tensor]:
     """Adam's moments and step counts, and the weights, of this rank."""
     parts = actor.runner.optimizer.chained_optimizers
@@ -54,8 +60,8 @@ def guided_steps(
 ) -> dict[str, Any]:
     """Optimizer steps from the given gradients of `whole_gradient`, some of them spoiled where the weight is held.
 
-    Returns the statistics of every step, the weights at the end, and for each spoiled step whether it left everything as it
-    was, bit for bit.
+    Returns the statistics of every step, the weights at the end, where the optimizer's moments are, and for each spoiled step
+    whether it left everything as it was, bit for bit.
     """
     actor = jobs.policy(directory, layout, settings)
     stats, untouched = [], []
@@ -72,7 +78,8 @@ def guided_steps(
             if index in (poison or {}):
                 same = zip(before, optimizer_state(actor), strict=True)
                 untouched.append(all(torch.equal(left, right) for left, right in same))
-        return {"stats": stats, "after": jobs.slices(actor.runner.weights), "untouched": untouched}
+        after, devices = jobs.slices(actor.runner.weights), moment_devices(actor)
+        return {"stats": stats, "after": after, "devices": devices, "untouched": untouched}
     except AlignerError as error:
         return {"stats": stats, "error": str(error), "rank": actor.world.rank}
     finally:
