@@ -6,7 +6,7 @@ installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
 # Images of CI often have it, and then each of a run's processes would compile aligner anew.
 unexport PYTHONDONTWRITEBYTECODE
-pytest := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-rest test-all lint types docs gpu-check install clean
 
@@ -15,13 +15,14 @@ demo: $(installed)
 
 # Two rounds: `test` covers every room, a whole run and every command; `test-rest` is what it leaves out.
 test: $(installed)
-	$(pytest) -m "not slow"
+	$(pytest) -n 2 -m "not slow"
 
+# Three processes on two cores: whole runs wait for each other's servers a good third of the time.
 test-rest: $(installed)
-	$(pytest) -m slow
+	$(pytest) -n 3 -m slow
 
 test-all: $(installed)
-	$(pytest)
+	$(pytest) -n 2
 
 lint: $(installed)
 	$(bin)/ruff check .
