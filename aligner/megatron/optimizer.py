@@ -46,31 +46,7 @@ def build_optimizer(
     min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded. The scalar
     head's learning rate is in the same proportion to the others' at every step, `head_learning_rate` at the peak.
     """
-    dtype = chunks[0].config.params_dtype
-    lowest = 0.0 if settings.schedule == "constant" else settings.min_learning_rate
-    offload = settings.offload_fraction > 0 and torch.cuda.is_available()
-    options = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.learning_rate,
-        min_lr=lowest,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.epsilon,
-        clip_grad=settings.clip_grad_norm,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=settings.distributed,
-        overlap_param_gather=settings.overlap_param_gather,
-        optimizer_cpu_offload=offload,
-        optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=offload,
-        log_num_zeros_in_grad=False,
-    )
-    if offload and dtype != torch.float32:
-        # Main weights are then the offloading optimizer's alone. Given to the configuration itself, it would compare
-        # transformer-engine's version, which fails where that is not installed.
-        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    options = _options(settings, chunks[0].config.params_dtype)
     # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
     with torch.no_grad():
         overrides = _overrides(options, head_learning_rate)
@@ -83,7 +59,7 @@ def build_optimizer(
         optimizer,
         init_lr=0.0,
         max_lr=settings.learning_rate,
-        min_lr=lowest,
+        min_lr=options.min_lr,
         lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),  # a run that learns nothing reads no warm-up
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
@@ -93,6 +69,32 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _options(settings: schema.OptimizerConfig, dtype: torch.dtype) -> OptimizerConfig:
+    offload = settings.offload_fraction > 0 and torch.cuda.is_available()
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=0.0 if settings.schedule == "constant" else settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad_norm,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap_param_gather,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=settings.offload_fraction if offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=offload,
+    )
+    if offload and dtype != torch.float32:
+        # Main weights are then the offloading optimizer's alone. Given to the configuration itself, it would compare
+        # transformer-engine's version, which fails where that is not installed.
+        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return options
 
 
 def _muon_beside_adam(

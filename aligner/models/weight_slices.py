@@ -187,12 +187,15 @@ def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
     )
 
 
-def tensor_slice(spec: TensorSpec, rank: int, size: int) -> Slice:
-    """What a tensor-parallel rank, of so many, holds of a tensor."""
+def tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
+    """What a tensor-parallel rank, of so many, holds of a tensor that is cut as if it had the next `multiple` of entries."""
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
-    step = spec.shape[spec.axis] // size
-    return Slice(spec.name, spec.axis, rank * step, (rank + 1) * step)
+    entries = spec.shape[spec.axis]
+    step = -(-entries // multiple) * multiple // size
+    start, stop = (min(at * step, entries) for at in (rank, rank + 1))
+    # Padding alone has no slice.
+    return Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
 
 
 def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[range]:
@@ -239,14 +242,7 @@ def engine_slices(
 
     An engine that pads the vocabulary cuts it as if it had the next multiple of `vocabulary_multiple` entries.
     """
-
-    def piece(spec: TensorSpec) -> Slice:
-        if spec.layer is not None or spec.axis is None:
-            return tensor_slice(spec, rank % layout.tensor, layout.tensor)
-        size = spec.shape[spec.axis]
-        step = -(-size // vocabulary_multiple) * vocabulary_multiple // layout.tensor
-        start, stop = (min(at * step, size) for at in (rank % layout.tensor, rank % layout.tensor + 1))
-        is_whole = layout.tensor == 1 or start == stop  # padding alone has no slice
-        return Slice(spec.name, None, 0, 0) if is_whole else Slice(spec.name, spec.axis, start, stop)
-
-    return {spec.name: piece(spec) for spec in table}
+    return {
+        spec.name: tensor_slice(spec, rank % layout.tensor, layout.tensor, vocabulary_multiple if spec.layer is None else 1)
+        for spec in table
+    }
