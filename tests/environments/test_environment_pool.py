@@ -197,6 +197,7 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
     assert len(log.pids()) == 1 and log.asked("other") == ["reset", "say"] and log.asked("late")[-1] == "close"
 
 
+@bounds_seconds
 @pytest.mark.parametrize("how", typical(["hang", "hold", "task hang", "deaf", "die", "task die"], ("hang", "die")))
 def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, how):
     pool = make(deadline_s=1.0)
