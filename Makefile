@@ -17,7 +17,7 @@ demo: $(installed)
 test: $(installed)
 	$(pytest) -n 2 -m "not slow"
 
-# Three processes on two cores: whole runs wait for each other's servers a good third of the time.
+# Three processes on two cores: what waits for whole runs leaves them idle now and then. It takes about a tenth less than two.
 test-rest: $(installed)
 	$(pytest) -n 3 -m slow
 
