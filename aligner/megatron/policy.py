@@ -94,21 +94,12 @@ class Policy(CheckpointedModel):
         packed = self.runner.rows(rows.tokens, rows.lengths, places * columns, read).view(*rows.mask.shape, columns)
         return packed[..., 0], dataclasses.replace(rows, candidate_logprobs=packed[..., 1:])
 
-    def reference_logprobs(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        *,
-        mask: Tensor | None = None,
-        temperature: float | None = None,
-        kept: KeptTokens | None = None,
-        routes: Tensor | None = None,
-    ) -> Tensor:
-        """The same under the initial weights: swapped in, or with the adapters off."""
+    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, **given: Any) -> Tensor:
+        """`logprobs`, and what it is given by name, under the initial weights: swapped in, or with the adapters off."""
         weights = self.runner.weights
         initial = weights.adapters_off() if isinstance(weights, LoraWeights) else self.runner.swapped(self._reference)
         with initial:
-            return self.logprobs(tokens, lengths, mask=mask, temperature=temperature, kept=kept, routes=routes)
+            return self.logprobs(tokens, lengths, **given)
 
     def train(
         self,

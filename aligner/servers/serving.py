@@ -141,7 +141,9 @@ def _host(config: Config, role: str) -> TritonHost:
     log.parent.mkdir(parents=True, exist_ok=True)
     guard = Guard(run_access(config).key, tls_files(config), _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
     address = interface_address(server.interface)
-    return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log)
+    # Half of what the role has: Triton can be tried again before whoever waits for the role gives up.
+    start_s = server.start_timeout_s / 2
+    return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log, start_s)
 
 
 class _StoppedEarly(BaseException):

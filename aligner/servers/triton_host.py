@@ -73,9 +73,11 @@ class TritonHost:
         concurrent: int = 1,
         guard: Guard = Guard(),  # frozen
         log: Path | None = None,
+        start_timeout_s: float = 90.0,
     ) -> None:
         """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
         self._guard, self._log = guard, log
+        self._start_timeout_s = start_timeout_s
         self.endpoint = Endpoint(
             address,
             http=_claimed(address, "http", ports.http),
@@ -105,11 +107,11 @@ class TritonHost:
         try:
             with private_children():  # requests and answers are in Triton's shared memory
                 self._triton._run_server()
-            with self._interrupted_when_triton_ends():
+            with self._interrupted_when_triton_fails():
                 self._load_models(triton_sockets(sockets)["grpc"])
-            close_triton_memory()  # where the kernel has no filters
-            _await_gateway(gateway)
-        except (Exception, _TritonEnded) as error:
+                close_triton_memory()  # where the kernel has no filters
+                _await_gateway(gateway)
+        except (Exception, _TritonFailed) as error:
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         finally:
@@ -189,14 +191,21 @@ class TritonHost:
                 model.setup()
 
     @contextlib.contextmanager
-    def _interrupted_when_triton_ends(self) -> Iterator[None]:
-        """Raise _TritonEnded inside soon after a Triton ends: PyTriton would ask it for two minutes more. Main thread only."""
+    def _interrupted_when_triton_fails(self) -> Iterator[None]:
+        """Raise _TritonFailed inside soon after Triton ends, or takes too long. Main thread only.
+
+        PyTriton would ask one that has ended for two minutes more, and wait for ever for one that hangs: once in thousands of
+        starts Triton locks itself out of its own log, between fork and exec.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
 
         def look(*_: object) -> None:
             found = _triton_processes()
             self._processes = [*{*found, *self._processes}]
             if not any(map(is_alive, found[:1])):
-                raise _TritonEnded("it ended by itself")
+                raise _TritonFailed("it ended by itself")
+            if time.monotonic() > deadline:
+                raise _TritonFailed(f"it had not loaded its models after {self._start_timeout_s:g} s")
 
         before = signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
@@ -249,8 +258,8 @@ def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
         raise AlignerError(f"its gateway ended with exit code {gateway.wait()}")
 
 
-class _TritonEnded(BaseException):
-    """Triton ended while it was started; nothing in between may swallow it."""
+class _TritonFailed(BaseException):
+    """Triton ended or hung while it was started; nothing in between may swallow it."""
 
 
 def _bound(spec: TensorSpec, batching: bool) -> Any:

@@ -289,6 +289,38 @@ def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which
     assert copies and not any(copy.exists() for copy in copies)
 
 
+_STARTS_IN_TIME = """
+import time
+from aligner.errors import TransientError
+from aligner.schema import PortsConfig
+from aligner.servers.triton_host import TritonHost
+from aligner.servers.wire_protocol import CONTROL
+host = TritonHost("127.0.0.1", PortsConfig(), 16, start_timeout_s=2)
+try:
+    host.start({CONTROL: lambda request: request})
+except TransientError as error:
+    print(error, flush=True)
+host.stop()
+"""
+
+
+def test_a_triton_that_hangs_while_it_starts_is_given_up_and_nothing_of_it_is_left() -> None:
+    with subprocess.Popen([sys.executable, "-c", _STARTS_IN_TIME], stdout=subprocess.PIPE, text=True) as host:
+        own = psutil.Process(host.pid)
+        found: list[psutil.Process] = []
+        while not found and host.poll() is None:
+            found = [child for child in own.children() if is_triton(child)]
+            time.sleep(0.01)
+        try:
+            found[0].suspend()
+            out, _ = host.communicate(timeout=30)
+        finally:
+            kill_processes([*found, own])
+            remove_triton_files(host.pid)
+        assert "Triton did not start (_TritonFailed: it had not loaded its models after 2 s)" in out
+        assert not found[0].is_running() and not claimed(host.pid)
+
+
 def claimed(pid: int) -> list[Path]:
     """Where this process says what Triton has made for it."""
     return [*Path("/dev/shm").glob(f"aligner-server-*-{pid}-*/directories")]
