@@ -135,7 +135,8 @@ class RemoteClient:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
-                    # Triton may hand its helper's late answer to the next request: the server must be started anew.
+                    # Triton may hand its helper's late answer to the next request.
+                    _log.warning("%s: it is told to end, to be started anew", error)
                     with contextlib.suppress(RemoteError):
                         connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:

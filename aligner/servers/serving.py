@@ -141,8 +141,7 @@ def _host(config: Config, role: str) -> TritonHost:
     log.parent.mkdir(parents=True, exist_ok=True)
     guard = Guard(run_access(config).key, tls_files(config), _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
     address = interface_address(server.interface)
-    # Half of what the role has: Triton can be tried again before whoever waits for the role gives up.
-    start_s = server.start_timeout_s / 2
+    start_s = server.start_timeout_s / 2  # Triton can be tried again before whoever waits for the role gives up
     return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log, start_s)
 
 
@@ -199,6 +198,7 @@ def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, o
             status = "stopping" if executor.stopping else "ok"
             answer = {"status": status, "role": role, "protocol": PROTOCOL_VERSION, "queue_depth": executor.queue_depth}
         elif op == "shutdown":
+            _log.info("%s: told to end by a request", role)
             executor.shutdown()
             answer = {"status": "stopping", "role": role}
         else:

@@ -194,8 +194,7 @@ class TritonHost:
     def _interrupted_when_triton_fails(self) -> Iterator[None]:
         """Raise _TritonFailed inside soon after Triton ends, or takes too long. Main thread only.
 
-        PyTriton would ask one that has ended for two minutes more, and wait for ever for one that hangs: once in thousands of
-        starts Triton locks itself out of its own log, between fork and exec.
+        PyTriton would ask one that has ended for two minutes more, and one that hangs, between fork and exec, for ever.
         """
         deadline = time.monotonic() + self._start_timeout_s
 

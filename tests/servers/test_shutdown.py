@@ -227,6 +227,7 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
         assert client.control("shutdown")["status"] == "stopping"
         client.close()
         assert role.ranks[0].wait(15) == 0
+        assert "reward: told to end by a request" in role.log.read_text()
     finally:
         role.stop()
     assert ended(role, 2), role.survivors()
