@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ BESIDE = (
     *("algorithm.truncated_importance=token", "run.max_restarts=9", "server.max_restarts=9"),
 )
 """Drawn ahead of training, and stragglers are left behind in the middle of their episodes."""
+RANKS = (("generator", 1), ("trainer", 0), ("generator", 0))
+"""That are killed, a step after another."""
 
 
 @pytest.fixture(scope="module")
@@ -120,30 +123,29 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
     assert_identical(run_to_end(tmp_path / "run", *BESIDE, *slower, experiment="calculator"), beside)
 
 
-@pytest.mark.parametrize(
-    ("what", "rank", "step"),
-    [("generator", 0, 3), ("trainer", 0, 2), ("environments, and then the generator", 1, 1), ("launcher", 0, 2)],
-)
-def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(
-    beside: Finished, tmp_path: Path, what: str, rank: int, step: int
-) -> None:
+def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(beside: Finished, tmp_path: Path) -> None:
     """Rank 1 of a trainer is killed above."""
     with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
-        launch.wait_for_step(step)
-        time.sleep(random.Random(what).uniform(0, 1))
-        if what == "launcher":
-            launch.interrupt(signal.SIGKILL)
-        elif what.startswith("environments"):
-            assert kill_environments(launch) >= 2
-            launch.wait_for_step(step + 1)
-            launch.rank("generator", rank).kill()
-        else:
-            launch.rank(what, rank).kill()
-        run = launch.finish(200, orphans_s=15)
+        for step, kill in enumerate((kill_environments, *(partial(kill_rank, *rank) for rank in RANKS)), 1):
+            launch.wait_for_step(step)
+            time.sleep(random.Random(step).uniform(0, 0.5))
+            assert kill(launch)
+        run = launch.finish(200)
         assert launch.processes() == []
-    if what == "launcher":
-        run = run_to_end(tmp_path / "run", *BESIDE, "run.resume=auto", experiment="calculator")
     assert run.code == 0, run.report()
+    assert run.out.count("; starting ") == len(RANKS), run.report()
+    assert_identical(run, beside)
+
+
+def test_a_run_with_episodes_under_way_ends_with_the_same_weights_where_the_launcher_is_killed(
+    beside: Finished, tmp_path: Path
+) -> None:
+    with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
+        launch.wait_for_step(2)
+        launch.interrupt(signal.SIGKILL)
+        launch.finish(200, orphans_s=15)
+        assert launch.processes() == []
+    run = run_to_end(tmp_path / "run", *BESIDE, "run.resume=auto", experiment="calculator")
     assert_identical(run, beside)
 
 
@@ -158,6 +160,13 @@ def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_
     told = [turn["environment"] for line in before for turn in json.loads(line).get("turns", []) if "environment" in turn]
     assert len({*told}) > 4
     assert run.paths.samples.read_text().splitlines()[: len(before)] == before
+
+
+def kill_rank(group: str, rank: int, launch: Launch) -> bool:
+    """Kill it as soon as it is there: one before it may be being started again."""
+    launch.wait_for_rank(group)
+    launch.rank(group, rank).kill()
+    return True
 
 
 def assert_identical(run: Finished, expected: Finished) -> None:

@@ -25,10 +25,9 @@ TWO_SOURCES = (
     "+reward.sources.fewer={kind: function, function: digit_fraction, weight: -1, bias: 1}",
 )
 RUNS = {
-    "grpo on two pipeline stages": ("tiny_ppo", ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2")),
-    "dapo with samples one version old": (
+    "dapo on two pipeline stages with samples one version old": (
         "tiny_ppo",
-        (*BESIDE, "algorithm=dapo", "rollout.max_response_tokens=2", *TWO_SOURCES),
+        (*BESIDE, "algorithm=dapo", "actor.parallel.pipeline=2", "rollout.max_response_tokens=2", *TWO_SOURCES),
     ),
     "ppo on two data ranks with a critic that serves the reward": (
         "tiny_ppo",
