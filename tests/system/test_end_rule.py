@@ -14,7 +14,7 @@ from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TARGET = 0.25
-GIVEN = (f"run.end_at=reward/mean:{TARGET}", "run.steps=30", "logging.tensorboard=false")
+GIVEN = ("algorithm=grpo", f"run.end_at=reward/mean:{TARGET}", "run.steps=30", "logging.tensorboard=false")
 
 
 def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path: Path) -> None:
@@ -43,6 +43,6 @@ def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path:
     on = next(line for line in again.out.splitlines() if "go on to the last step" in line)
     words = [word for word in shlex.split(on, comments=True) if word.startswith("run.") and not word.startswith("run.dir=")]
     assert "run.end_at=null" in words
-    further = run_to_end(directory, "logging.tensorboard=false", *words, f"run.stop_after={last + 1}")
+    further = run_to_end(directory, "algorithm=grpo", "logging.tensorboard=false", *words, f"run.stop_after={last + 1}")
     assert len(further.metrics) == last + 1
     assert read_status(directory).state == "stopped"
