@@ -145,8 +145,9 @@ def carry_out(check: Check) -> Outcome:
                 command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, errors="replace"
             )
             said, failed = f"{done.stdout}\n{done.stderr}", done.returncode != 0
-        except subprocess.TimeoutExpired:
-            said, failed = f"not over after {TIMEOUT_S} s", True
+        except subprocess.TimeoutExpired as late:
+            before = [(part or b"").decode(errors="replace") for part in (late.stdout, late.stderr)]  # bytes, even of text
+            said, failed = "\n".join([*before, f"not over after {TIMEOUT_S} s"]), True
     seconds = round(time.perf_counter() - begin, 1)
     if failed:
         print(said, file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_check
 from benchmarks.device import product_weights, step_flops
 from benchmarks.models import MODELS, shape_of
 from benchmarks.runs import REPOSITORY
@@ -36,6 +37,16 @@ def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: P
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
     assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
+
+
+def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "TIMEOUT_S", 2)
+    waits = (sys.executable, "-uc", "import time; print('half of it'); time.sleep(60)")
+    outcome = gpu_check.carry_out(gpu_check.Check("one that waits", waits))
+    assert (outcome.result, outcome.why.split("\n")) == ("fail", ["half of it", "", "", "not over after 2 s"])
+    assert "half of it" in capsys.readouterr().err
 
 
 @pytest.mark.slow
