@@ -14,7 +14,7 @@ import psutil
 
 _PLACE = Path("/dev/shm")
 """Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
-_DIRECTORIES = "directories"
+_PATHS = "paths"
 _ENVIRONMENT = "python_env_"
 _TRACKERS_S = 3.0
 
@@ -41,10 +41,19 @@ def claim_triton_files() -> Path:
     return directory
 
 
-def claim_directories(directories: Iterable[Path]) -> None:
+def claim_paths(paths: Iterable[Path]) -> None:
     """Have these removed with the rest of this process's, instead of those of an earlier call."""
     for claim in _claims(os.getpid()):
-        (claim / _DIRECTORIES).write_text("".join(f"{directory}\n" for directory in directories))
+        (written := claim / f"{_PATHS}.new").write_text("".join(f"{path}\n" for path in paths))
+        written.replace(claim / _PATHS)  # a process may be killed at any time
+
+
+def shared_memory() -> set[Path]:
+    """What this process shares by Python's own means, as PyTriton has it do.
+
+    Python's resource tracker removes it behind a killed process, but not where Slurm has killed all processes of a step.
+    """
+    return set(map(Path, re.findall(rf"{_PLACE}/psm_\w+", Path("/proc/self/maps").read_text())))
 
 
 def close_triton_memory() -> None:
@@ -57,17 +66,18 @@ def close_triton_memory() -> None:
 def remove_triton_files(pid: int) -> None:
     """Remove what an ended process, or this one, had PyTriton set up."""
     for claim in _claims(pid):
-        for directory in _claimed_directories(claim):
-            if directory.name.startswith(_ENVIRONMENT):
+        for claimed in _claimed_paths(claim):
+            if claimed.parent == _PLACE:
+                _unlink(claimed)
+            elif claimed.name.startswith(_ENVIRONMENT):
                 with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
-                    directory.rmdir()
+                    claimed.rmdir()
             else:
-                for path in (*_model_copies(directory), directory):
+                for path in (*_model_copies(claimed), claimed):
                     shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(claim, ignore_errors=True)
     for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
-        if _is_own(file, stat.S_ISREG):
-            file.unlink(missing_ok=True)
+        _unlink(file)
 
 
 def kill_processes(processes: Sequence[psutil.Process]) -> None:
@@ -107,9 +117,14 @@ def _claims(pid: int | None = None) -> Iterator[Path]:
             yield claim
 
 
-def _claimed_directories(claim: Path) -> list[Path]:
+def _unlink(file: Path) -> None:
+    if _is_own(file, stat.S_ISREG):
+        file.unlink(missing_ok=True)
+
+
+def _claimed_paths(claim: Path) -> list[Path]:
     try:
-        return [*map(Path, (claim / _DIRECTORIES).read_text().splitlines())]
+        return [*map(Path, (claim / _PATHS).read_text().splitlines())]
     except FileNotFoundError:
         return []
 

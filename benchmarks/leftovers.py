@@ -63,7 +63,7 @@ def _present() -> set[Path]:
 
 def _used(process: psutil.Process) -> str:
     """What a process has mapped, what it was started with, and what it says is its own (`aligner.triton_cleanup`)."""
-    claims = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*/directories")
+    claims = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*/paths")
     files = [Path(f"/proc/{process.pid}/maps"), *claims]
     return "\n".join([*(file.read_text() for file in files), *process.cmdline()])
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aligner.triton_cleanup import claim_directories, claim_triton_files, kill_processes, remove_triton_files
+from aligner.triton_cleanup import claim_paths, claim_triton_files, kill_processes, remove_triton_files
 from tests import other_user
 
 _SERVER = """
 import os, sys, time
 from pathlib import Path
-from aligner.triton_cleanup import claim_directories, claim_triton_files
+from aligner.triton_cleanup import claim_paths, claim_triton_files
 claim_triton_files()
-claim_directories([Path(sys.argv[1])])
+claim_paths([Path(sys.argv[1])])
 Path(f"/dev/shm/pytrtion{os.getpid()}-region").touch()
 print("there", flush=True)
 time.sleep(60)
@@ -52,6 +52,36 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
             remove_triton_files(process.pid)
         remove_triton_files(os.getpid())
     assert not used.exists() and not [*tmp_path.iterdir()]
+
+
+_SHARES = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+from aligner.triton_cleanup import claim_paths, claim_triton_files, shared_memory
+claim_triton_files()
+memory = SharedMemory(create=True, size=100)
+(path,) = shared_memory()
+claim_paths([path])
+print(path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_shared_memory_of_a_server_that_was_killed_with_pythons_tracker_goes_with_the_next_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", _SHARES], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            shared = Path(process.stdout.readline().strip())
+            (tracker,) = psutil.Process(process.pid).children()
+        finally:
+            for each in (tracker, process):
+                each.kill()
+    assert shared.name.startswith("psm_") and shared.exists()
+    try:
+        claim_triton_files()
+        assert not shared.exists()
+    finally:
+        remove_triton_files(os.getpid())
 
 
 def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> None:
@@ -143,7 +173,7 @@ def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_
         (tmp_path / "kept").mkdir()
         (tmp_path / "own").mkdir()
         claim_triton_files()
-        claim_directories([tmp_path / "own"])
+        claim_paths([tmp_path / "own"])
         remove_triton_files(gone)
         remove_triton_files(own)
         assert [path.name for path in tmp_path.iterdir()] == ["kept"]
@@ -160,10 +190,10 @@ def test_nobody_else_can_name_directories_for_a_server_to_remove(tmp_path: Path)
     process, _ = server(tmp_path / "own")
     try:
         (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*")
-        kept = (claim / "directories").read_text()
-        for attempt in (f"echo / >> {claim}/directories", f"echo / > {claim}/more", f"cat {claim}/*", f"mv {claim} {claim}x"):
+        kept = (claim / "paths").read_text()
+        for attempt in (f"echo / >> {claim}/paths", f"echo / > {claim}/more", f"cat {claim}/*", f"mv {claim} {claim}x"):
             assert not other_user.succeeds("sh", "-c", attempt), attempt
-        assert (claim / "directories").read_text() == kept == f"{tmp_path / 'own'}\n"
+        assert (claim / "paths").read_text() == kept == f"{tmp_path / 'own'}\n"
     finally:
         process.kill()
         process.wait()

@@ -107,21 +107,14 @@ class EnvironmentPool:
         self,
         target: str,
         arguments: Mapping[str, Any],
-        *,
-        workers: int,
-        episodes_per_worker: int,
-        deadline_s: float,
-        memory_mib: int | None,
-        retries: int,
-        most_characters: int,
+        settings: EnvironmentConfig,
         journal: EpisodeJournal | None = None,
     ) -> None:
-        """`target` is `module:Class`, made with `arguments`, which are JSON; `memory_mib` bounds a process's address space."""
+        """`target` is `module:Class`, made with `arguments`, which are JSON, whatever `settings` say of that."""
         module, _, name = target.partition(":")
-        memory_bytes = None if memory_mib is None else memory_mib * _MIB
-        self._settings = WorkerSettings(module, name, dict(arguments), most_characters, memory_bytes)
-        self._workers, self._episodes_per_worker = workers, episodes_per_worker
-        self._deadline_s, self._retries = deadline_s, retries
+        memory_bytes = None if settings.memory_mib is None else settings.memory_mib * _MIB
+        self._limits = settings
+        self._settings = WorkerSettings(module, name, dict(arguments), settings.most_characters, memory_bytes)
         self._journal, self._keeps = journal or EpisodeJournal(), journal is not None
         self._episodes: dict[str, _Episode] = {}
         self._numbers = itertools.count(1)
@@ -141,29 +134,13 @@ class EnvironmentPool:
         """The pool that a configuration asks for; it has a `target`."""
         if settings.target is None:
             raise AssertionError  # who has none makes no pool
-        return cls._with(settings, settings.target, settings.arguments, journal)
+        return cls(settings.target, settings.arguments, settings, journal)
 
     @classmethod
     def of_agents(cls, settings: EnvironmentConfig) -> "EnvironmentPool":
         """A pool in which an episode's `reset` is all that the configuration's agent does."""
         arguments = {"agent": settings.agent, "command": settings.agent_command}
-        return cls._with(settings, f"{AgentRun.__module__}:{AgentRun.__name__}", arguments, None)
-
-    @classmethod
-    def _with(
-        cls, settings: EnvironmentConfig, target: str, arguments: Mapping[str, Any], journal: EpisodeJournal | None
-    ) -> "EnvironmentPool":
-        return cls(
-            target,
-            arguments,
-            workers=settings.workers,
-            episodes_per_worker=settings.episodes_per_worker,
-            deadline_s=settings.deadline_s,
-            memory_mib=settings.memory_mib,
-            retries=settings.retries,
-            most_characters=settings.most_characters,
-            journal=journal,
-        )
+        return cls(f"{AgentRun.__module__}:{AgentRun.__name__}", arguments, settings)
 
     def start(self) -> None:
         """Start the processes; returns when the first one is ready, the others get so meanwhile.
@@ -263,8 +240,8 @@ class EnvironmentPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _begin(self) -> None:
-        self._all = [_Worker(self._settings) for _ in range(self._workers)]
-        for _ in range(self._episodes_per_worker):
+        self._all = [_Worker(self._settings) for _ in range(self._limits.workers)]
+        for _ in range(self._limits.episodes_per_worker):
             for worker in self._all:
                 self._places.put_nowait(worker)
         first, _ = await asyncio.wait([worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED)
@@ -334,8 +311,8 @@ class EnvironmentPool:
                     await self._close_environment(episode.name, environment)
                 episode.failures += 1
                 _log.warning("episode %s, in its %s, failure %d: %s", episode.name, _named(call), episode.failures, error)
-                if episode.failures > self._retries:
-                    told = f"episode {episode.name}, in its {_named(call)}: {error}; given up after {self._retries} retries"
+                if episode.failures > (retries := self._limits.retries):
+                    told = f"episode {episode.name}, in its {_named(call)}: {error}; given up after {retries} retries"
                     raise EpisodeLost(told) from error
 
     async def _asked(self, episode: _Episode) -> Outcome:
@@ -347,7 +324,7 @@ class EnvironmentPool:
             environment = _Environment(await episode.place.process(), next(self._numbers))
             episode.environment = environment
         for call, asked in enumerate(episode.calls[environment.calls :], start=environment.calls):
-            outcome = Outcome(**await environment.process.ask(environment.number, asked, self._deadline_s))
+            outcome = Outcome(**await environment.process.ask(environment.number, asked, self._limits.deadline_s))
             before = self._journal.told(episode.name, call, episode.digests[call])
             if before is not None and before != outcome:
                 raise EpisodeLost(
@@ -373,7 +350,7 @@ class EnvironmentPool:
 
     async def _close_environment(self, episode: str, environment: _Environment) -> None:
         try:
-            await environment.process.close_environment(environment.number, self._deadline_s)
+            await environment.process.close_environment(environment.number, self._limits.deadline_s)
         except EnvironmentFailed as error:
             _log.warning("episode %s: closing its environment: %s", episode, error)
 

@@ -29,12 +29,13 @@ from aligner.servers.gateway_settings import READY, GatewaySettings, triton_addr
 from aligner.servers.private_child import private_children
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import (
-    claim_directories,
+    claim_paths,
     claim_triton_files,
     close_triton_memory,
     is_alive,
     kill_processes,
     remove_triton_files,
+    shared_memory,
     triton_environments,
 )
 
@@ -89,6 +90,7 @@ class TritonHost:
         self._triton: Any = None
         self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
+        self._directories: list[Path] = []
         self._last_answer = -math.inf
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
@@ -100,7 +102,7 @@ class TritonHost:
         _prepare_environment()
         sockets = claim_triton_files()
         workspace = Workspace()
-        claim_directories([workspace.path])
+        claim_paths([workspace.path])
         gateway = self._gateway = self._start_gateway(sockets)
         self._triton = self._bound_triton(workspace, sockets, endpoints)
         before = triton_environments()
@@ -115,7 +117,8 @@ class TritonHost:
             where = self._log or "the lines above"
             raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
         finally:
-            claim_directories([workspace.path, *(triton_environments() - before)])
+            self._directories = [workspace.path, *(triton_environments() - before)]
+            claim_paths(self._directories)
         self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
 
     def _start_gateway(self, sockets: Path) -> "subprocess.Popen[str]":
@@ -215,7 +218,7 @@ class TritonHost:
             signal.signal(signal.SIGALRM, before)
 
     def check(self) -> None:
-        """Raise AlignerError when Triton has ended, or one of its helpers.
+        """Raise AlignerError when Triton has ended, or one of its helpers; claim what is shared by now.
 
         Triton starts a helper again, but may hand the late answer of the one before to the next request.
         """
@@ -223,6 +226,7 @@ class TritonHost:
             raise AlignerError(
                 f"the Triton server or a helper of it ended by itself; its last words are in {self._log or 'the lines above'}"
             )
+        claim_paths([*self._directories, *shared_memory()])
 
     def _answering(self, serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
         def answer(requests: list[Any]) -> list[dict[str, NDArray]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
+from aligner.schema.environment import EnvironmentConfig
 
 
 class Told:
@@ -97,9 +98,9 @@ class NoStep:
 NOTHING = None
 
 
-def pool_of(log: Path, kind: str = "Told", **settings: Any) -> EnvironmentPool:
-    chosen = {"workers": 1, "episodes_per_worker": 8, "deadline_s": 20.0, "memory_mib": None, "retries": 0} | settings
-    return EnvironmentPool(f"{__name__}:{kind}", {"log": str(log)}, most_characters=1000, **chosen)
+def pool_of(log: Path, kind: str = "Told", journal: EpisodeJournal | None = None, **settings: Any) -> EnvironmentPool:
+    chosen = {"episodes_per_worker": 8, "deadline_s": 20.0, "retries": 0, "most_characters": 1000} | settings
+    return EnvironmentPool(f"{__name__}:{kind}", {"log": str(log)}, EnvironmentConfig(**chosen), journal)
 
 
 def hold_a_pool(directory: Path, steps: int) -> None:

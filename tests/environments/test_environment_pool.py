@@ -13,6 +13,7 @@ import pytest
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.errors import AlignerError, ConfigError
+from aligner.schema.environment import EnvironmentConfig
 from tests.environments.acting import pool_of
 from tests.environments.conftest import ended
 from tests.rounds import bounds_seconds, typical
@@ -179,8 +180,7 @@ def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(
     ],
 )
 def test_a_class_that_is_not_there_or_does_not_fit_is_refused_at_the_start(target, arguments, told):
-    settings = {"workers": 2, "episodes_per_worker": 1, "deadline_s": 1, "memory_mib": None, "retries": 0}
-    pool = EnvironmentPool(target, arguments, most_characters=9, **settings)
+    pool = EnvironmentPool(target, arguments, EnvironmentConfig(workers=2, deadline_s=1, retries=0))
     with pytest.raises(ConfigError, match=told):
         pool.start()
     pool.close()

@@ -10,6 +10,7 @@ import pytest
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.gymnasium_environment import GymnasiumEnvironment
 from aligner.errors import ConfigError
+from aligner.schema.environment import EnvironmentConfig
 
 LAKE = {
     "id": "FrozenLake-v1",
@@ -111,16 +112,8 @@ def test_what_cannot_be_acted_in_is_refused(arguments: dict[str, Any], message: 
 
 
 def test_it_runs_in_the_pools_processes() -> None:
-    pool = EnvironmentPool(
-        "aligner.environments.gymnasium_environment:GymnasiumEnvironment",
-        LAKE,
-        workers=1,
-        episodes_per_worker=8,
-        deadline_s=60.0,
-        memory_mib=None,
-        retries=0,
-        most_characters=1000,
-    )
+    target = "aligner.environments.gymnasium_environment:GymnasiumEnvironment"
+    pool = EnvironmentPool(target, LAKE, EnvironmentConfig(retries=0))
     with contextlib.closing(pool):
         pool.start()
         assert pool.reset("a", {}, 3).result().observation.startswith("\nSFFF")

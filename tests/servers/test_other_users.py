@@ -53,7 +53,7 @@ def test_another_user_reads_nothing_of_a_server_and_cannot_keep_it_from_starting
         )
         assert process.stdout is not None and "ready\n" in process.stdout  # behind what Triton warns of
         (claim,) = Path("/dev/shm").glob(f"aligner-server-{world}-{process.pid}-*")
-        directories = [Path(line) for line in (claim / "directories").read_text().splitlines()]
+        directories = [Path(line) for line in (claim / "paths").read_text().splitlines()]
         memory = mapped(psutil.Process(process.pid))
         assert memory and any(path.name.startswith("pytrtion") for path in memory), memory
         for path in memory:

@@ -242,7 +242,7 @@ from aligner.servers.wire_protocol import CONTROL
 host = TritonHost("127.0.0.1", PortsConfig(), 16)
 host.start({CONTROL: lambda request: request})
 (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{os.getpid()}-*")
-directories = (claim / "directories").read_text().splitlines()
+directories = (claim / "paths").read_text().splitlines()
 directories += [str(file.parent) for file in Path("/tmp").glob("folder*/config.pbtxt") if directories[0] in file.read_text()]
 assert all(Path(directory).is_dir() for directory in directories)
 host.stop()
@@ -324,7 +324,7 @@ def test_a_triton_that_hangs_while_it_starts_is_given_up_and_nothing_of_it_is_le
 
 def claimed(pid: int) -> list[Path]:
     """Where this process says what Triton has made for it."""
-    return [*Path("/dev/shm").glob(f"aligner-server-*-{pid}-*/directories")]
+    return [*Path("/dev/shm").glob(f"aligner-server-*-{pid}-*/paths")]
 
 
 def test_a_port_in_use_is_named_before_anything_starts():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
@@ -183,6 +184,18 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
     assert status.note == f"stopped by SIGTERM; start it again with: sbatch {job.paths.job_script}"
 
 
+def shared_memory_of(role: str, job: Job) -> list[Path]:
+    """What a server's rank 0 has said that it shares, as soon as there is some."""
+    words = {f"role={role}", str(job.paths.config)}
+    pids = [each.pid for each in psutil.process_iter(["cmdline"]) if words <= {*(each.info["cmdline"] or ())}]  # srun's, too
+    (claim,) = [claim for pid in pids for claim in Path("/dev/shm").glob(f"aligner-server-*-{pid}-*")]
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not (found := [path for path in (claim / "paths").read_text().splitlines() if "/psm_" in path]):
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
+    return [*map(Path, found)]
+
+
 def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_often_ends_the_job_with_its_error(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -201,8 +214,10 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
             assert time.monotonic() < deadline, job.log
             time.sleep(0.2)
 
+    shared = shared_memory_of("critic", job)
     kill("critic")
     wait_for("critic is healthy again")
+    assert not [path for path in shared if path.exists()], "Slurm has killed who else removes it"
     assert "critic rank 0 was ended by SIGKILL; starting critic again (1 of 3)" in job.log
     job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
     kill("trainer")
