@@ -76,7 +76,10 @@ class TritonHost:
         log: Path | None = None,
         start_timeout_s: float = 90.0,
     ) -> None:
-        """Triton writes into `log`. Raises AlignerError when a port is in use; port 0 takes a free one."""
+        """Triton writes into `log`, and may take `start_timeout_s` to load its models.
+
+        Raises AlignerError when a port is in use; port 0 takes a free one.
+        """
         self._guard, self._log = guard, log
         self._start_timeout_s = start_timeout_s
         self.endpoint = Endpoint(
@@ -114,8 +117,8 @@ class TritonHost:
                 close_triton_memory()  # where the kernel has no filters
                 _await_gateway(gateway)
         except (Exception, _TritonFailed) as error:
-            where = self._log or "the lines above"
-            raise TransientError(f"Triton did not start ({type(error).__name__}: {error}); see {where}") from error
+            why = error if isinstance(error, _TritonFailed) else f"{type(error).__name__}: {error}"
+            raise TransientError(f"Triton did not start ({why}); see {self._log or 'the lines above'}") from error
         finally:
             self._directories = [workspace.path, *(triton_environments() - before)]
             claim_paths(self._directories)
