@@ -293,7 +293,6 @@ def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which
 
 
 _STARTS_IN_TIME = """
-import time
 from aligner.errors import TransientError
 from aligner.schema import PortsConfig
 from aligner.servers.triton_host import TritonHost

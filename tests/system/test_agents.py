@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,10 +125,13 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
 def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(beside: Finished, tmp_path: Path) -> None:
     """Rank 1 of a trainer is killed above."""
     with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
-        for step, kill in enumerate((kill_environments, *(partial(kill_rank, *rank) for rank in RANKS)), 1):
+        launch.wait_for_step(1)
+        assert kill_environments(launch) >= 2
+        for step, (group, rank) in enumerate(RANKS, 2):
             launch.wait_for_step(step)
             time.sleep(random.Random(step).uniform(0, 0.5))
-            assert kill(launch)
+            launch.wait_for_rank(group)  # one before it may be being started again
+            launch.rank(group, rank).kill()
         run = launch.finish(200)
         assert launch.processes() == []
     assert run.code == 0, run.report()
@@ -160,13 +162,6 @@ def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_
     told = [turn["environment"] for line in before for turn in json.loads(line).get("turns", []) if "environment" in turn]
     assert len({*told}) > 4
     assert run.paths.samples.read_text().splitlines()[: len(before)] == before
-
-
-def kill_rank(group: str, rank: int, launch: Launch) -> bool:
-    """Kill it as soon as it is there: one before it may be being started again."""
-    launch.wait_for_rank(group)
-    launch.rank(group, rank).kill()
-    return True
 
 
 def assert_identical(run: Finished, expected: Finished) -> None:
