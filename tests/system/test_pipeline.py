@@ -41,8 +41,8 @@ def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: 
 
 def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
     """And trains on the same samples in the same order: in one launch, although the trainer is killed, too."""
-    faults = random_faults(SEED, [*GROUPS["all"], "reward.1"], STEPS, 0.4, {"trainer": 2})
-    disturbed = run_disturbed(tmp_path / "run", faults, *OVERRIDES, "reward.replicas=2")
+    faults = random_faults(SEED, GROUPS["all"], STEPS, 0.4, {"trainer": 2})
+    disturbed = run_disturbed(tmp_path / "run", faults, *OVERRIDES)
     run = disturbed.run
     assert run.code == 0, run.report()
     assert [fault for fault, _ in disturbed.done] == faults, run.report()

@@ -19,13 +19,15 @@ from aligner.data.model_directory import check_model_directory
 from aligner.exit_codes import RESUMABLE
 from aligner.observability.metrics import read_records
 from aligner.paths import complete_steps
-from benchmarks.faults import flip_bit
+from benchmarks.fault_draws import GROUPS, random_faults
+from benchmarks.faults import flip_bit, run_disturbed
 from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
 from tests.observability.traces import checked_trace
 from tests.system.conftest import COMPARED, STEPS
 
 pytestmark = pytest.mark.timeout(400)
 
+FAULTS_STEPS, FAULTS_SEED = 12, 0
 UPDATED = ("policy/lr", "policy/grad_norm", "policy/entropy", "value/loss", "value/grad_norm")
 DOCUMENTED = {
     *("step", "reward/mean", "reward/std", "kl/reference", "kl/coef", "response/length", "response/ended_fraction"),
@@ -288,6 +290,26 @@ def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed:
     apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *COMPARED)
     assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
     assert (apart.paths.root / "logs" / "generator-0.log").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    faults = random_faults(FAULTS_SEED, GROUPS["servers"], FAULTS_STEPS, 0.4, {})
+    overrides = (
+        f"run.stop_after={FAULTS_STEPS}",
+        "checkpoint.every=6",
+        "reward.replicas=2",
+        "logging.tensorboard=false",
+        *COMPARED,
+    )
+    disturbed = run_disturbed(tmp_path / "run", faults, *overrides)
+    run = disturbed.run
+    assert run.code == 0, run.report()
+    assert disturbed.restarts == len(faults), run.report()
+    assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:FAULTS_STEPS])
+    assert checkpoint_differences(undisturbed.paths, run.paths, FAULTS_STEPS) == []
 
 
 def save_reward_model(directory: Path) -> None:
