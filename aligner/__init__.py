@@ -1,4 +1,5 @@
-"""aligner: a Megatron-native alignment pipeline (RLHF and RLVR). docs/python.md has what is here for Python."""
+"""aligner: a Megatron-native alignment pipeline (RLHF and RLVR). docs/python.md has what is here
+for Python."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ _PLACES = {
     "generate": "aligner.api.drawing",
     **dict.fromkeys(("AlignerError", "ConfigError", "Interrupted", "Stopped"), "aligner.errors"),
 }
-"""Where each name is. A module is imported when a name of it is first asked for, so that `import aligner` takes no time."""
+"""Where each name is. A module is imported when a name of it is first asked for, so that `import
+aligner` takes no time."""
 
 __all__ = [
     "AlignerError",

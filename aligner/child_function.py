@@ -1,7 +1,9 @@
-"""A function that runs in a process of its own, under a deadline: what hangs or is killed there costs that process alone.
+"""A function that runs in a process of its own, under a deadline: what hangs or is killed there
+costs that process alone.
 
-Arguments and results are JSON. Python cannot end a thread, nor a regular expression or a long multiplication from another
-thread; a process it can. The child writes what it prints where this process writes its errors.
+Arguments and results are JSON. Python cannot end a thread, nor a regular expression or a long
+multiplication from another thread; a process it can. The child writes what it prints where this
+process writes its errors.
 """
 
 import contextlib
@@ -27,11 +29,13 @@ _IMPORT_S = 180.0
 
 
 class ChildRaised(AlignerError):
-    """The function raised: the exception's type and message. Its traceback is in this process's error output."""
+    """The function raised: the exception's type and message. Its traceback is in this process's
+    error output."""
 
 
 class ChildLost(AlignerError):
-    """The process hung, or ended in the middle: what it did, as the end of a sentence. Another takes its place."""
+    """The process hung, or ended in the middle: what it did, as the end of a sentence. Another
+    takes its place."""
 
 
 class ChildTooSlow(ChildLost):
@@ -39,7 +43,8 @@ class ChildTooSlow(ChildLost):
 
 
 class ChildFunction:
-    """A function of a module, called in a child process that goes on from call to call; threads take turns."""
+    """A function of a module, called in a child process that goes on from call to call; threads
+    take turns."""
 
     def __init__(
         self,
@@ -52,18 +57,23 @@ class ChildFunction:
         processor_s: float = 0.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """A call takes at most `deadline_s`, and `processor_s` of processor time where that is not 0.
+        """A call takes at most `deadline_s`, and `processor_s` of processor time where that is not
+        0.
 
-        `through` is a `module:function` that is called with the function and the arguments, instead of the function.
-        `takes` is how many arguments the function must take; None: it is not looked at.
+        `through` is a `module:function` that is called with the function and the arguments, instead
+        of the function. `takes` is how many arguments the function must take; None: it is not
+        looked at.
         """
-        self._settings = json.dumps([module, name, through, takes, processor_s, memory_bytes, sys.path])
+        self._settings = json.dumps(
+            [module, name, through, takes, processor_s, memory_bytes, sys.path]
+        )
         self._deadline_s, self._processor_s = deadline_s, processor_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Have the process ready. Raises ConfigError, with the reason alone, where there is no such function."""
+        """Have the process ready. Raises ConfigError, with the reason alone, where there is no such
+        function."""
         with self._lock:
             self._started()
 
@@ -89,7 +99,8 @@ class ChildFunction:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            # One hash of texts in all of them, so that what hangs on the order of a set is the same on every rank.
+            # One hash of texts in all of them, so that what hangs on the order of a set is the same
+            # on every rank.
             environment = {"PYTHONHASHSEED": "0", **os.environ}
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1, env=environment
@@ -103,11 +114,17 @@ class ChildFunction:
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], deadline_s: float | None) -> dict[str, Any]:
-        end, descriptor, line = time.monotonic() + (deadline_s or 0), _pipe(process.stdout).fileno(), bytearray()
+        end, descriptor, line = (
+            time.monotonic() + (deadline_s or 0),
+            _pipe(process.stdout).fileno(),
+            bytearray(),
+        )
         readable = select.poll()
         readable.register(descriptor, select.POLLIN)
         while not line.endswith(b"\n"):
-            if not readable.poll(None if deadline_s is None else max(0.0, end - time.monotonic()) * 1000):
+            if not readable.poll(
+                None if deadline_s is None else max(0.0, end - time.monotonic()) * 1000
+            ):
                 self._end()
                 raise ChildTooSlow(f"gave no answer within {deadline_s:g} s, and was ended")
             if not (more := os.read(descriptor, 1 << 16)):
@@ -119,7 +136,9 @@ class ChildFunction:
         code = process.wait()
         self._end()
         if code == -signal.SIGPROF:
-            return ChildTooSlow(f"took more than {self._processor_s:g} s of processor time, and was ended")
+            return ChildTooSlow(
+                f"took more than {self._processor_s:g} s of processor time, and was ended"
+            )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended in the middle"
         return ChildLost(f"{how}: its process ended with code {code}")
 
@@ -140,8 +159,10 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def serve() -> None:
-    """The child: a line of settings, an answer, and from then on a line of arguments and one of a result each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the end of the input ends this one
+    """The child: a line of settings, an answer, and from then on a line of arguments and one of a
+    result each."""
+    # a terminal sends it to every process; the end of the input ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the function prints is no answer
@@ -150,11 +171,16 @@ def serve() -> None:
         answers.write(json.dumps(content, default=_foreign) + "\n")
         answers.flush()
 
-    module, name, through, takes, processor_s, memory_bytes, sys.path = json.loads(requests.readline())
+    module, name, through, takes, processor_s, memory_bytes, sys.path = json.loads(
+        requests.readline()
+    )
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:
-        function, called = imported(module, name), None if through is None else imported(*through.split(":"))
+        function, called = (
+            imported(module, name),
+            (None if through is None else imported(*through.split(":"))),
+        )
         if not callable(function):
             raise ConfigError(f"{name!r} is a {type(function).__name__}, must be callable")
         if takes is not None:
@@ -167,10 +193,13 @@ def serve() -> None:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, processor_s)
         try:
-            content = {"result": function(*arguments) if called is None else called(function, *arguments)}
+            content = {
+                "result": function(*arguments) if called is None else called(function, *arguments)
+            }
             signal.setitimer(signal.ITIMER_PROF, 0)
             answer(content)
-        except (Exception, SystemExit) as error:  # the function may be the user's, and fails in its own ways
+        # the function may be the user's, and fails in its own ways
+        except (Exception, SystemExit) as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
             traceback.print_exc()
             answer({"raised": f"{type(error).__name__}: {error}"})
@@ -185,7 +214,9 @@ def _require_arguments(name: str, function: Callable[..., Any], count: int) -> N
     try:
         signature.bind(*[None] * count)
     except TypeError:
-        raise ConfigError(f"{name}{signature} must take {count} argument{'' if count == 1 else 's'}") from None
+        raise ConfigError(
+            f"{name}{signature} must take {count} argument{'' if count == 1 else 's'}"
+        ) from None
 
 
 _FOREIGN = "aligner: of a type that JSON does not have"
@@ -193,7 +224,11 @@ _FOREIGN = "aligner: of a type that JSON does not have"
 
 def _foreign(value: Any) -> Any:
     """Numbers and texts of NumPy as Python's own; of anything else the type's name goes over."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else {_FOREIGN: type(value).__name__}
+    return (
+        value.item()
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0
+        else {_FOREIGN: type(value).__name__}
+    )
 
 
 def _as_foreign(value: dict[str, Any]) -> Any:

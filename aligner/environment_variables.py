@@ -5,8 +5,9 @@ import os
 from collections.abc import Iterator, Mapping
 
 OPENMP_WAITS = {"GOMP_SPINCOUNT": "20000"}
-"""How long a thread spins between parallel regions, in turns: about a millisecond. One that spins on takes the core of
-another process; to wake one that sleeps costs a tenth of a training step. Counts only before torch is imported."""
+"""How long a thread spins between parallel regions, in turns: about a millisecond. One that spins
+on takes the core of another process; to wake one that sleeps costs a tenth of a training step.
+Counts only before torch is imported."""
 
 
 @contextlib.contextmanager

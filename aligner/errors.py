@@ -7,13 +7,15 @@ class AlignerError(Exception):
     """Something that went wrong in a run, told in one message."""
 
     def __init__(self, message: str, *, summary: str | None = None) -> None:
-        """`summary` is the message in a line, where it has several and the first does not say it all."""
+        """`summary` is the message in a line, where it has several and the first does not say it
+        all."""
         super().__init__(message)
         self.summary = summary or (message.splitlines() or [""])[0]
 
 
 class UnavailableError(AlignerError):
-    """Something outside that a request needs does not answer: any other request would fare alike."""
+    """Something outside that a request needs does not answer: any other request would fare
+    alike."""
 
 
 class TransientError(AlignerError):
@@ -25,7 +27,8 @@ class ConfigError(AlignerError):
 
 
 class EngineGone(Exception):
-    """The program that generates is gone. A rank ends by it, and is started again where its role is a server's."""
+    """The program that generates is gone. A rank ends by it, and is started again where its role is
+    a server's."""
 
 
 class Stopped(Exception):

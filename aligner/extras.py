@@ -26,16 +26,21 @@ EXTRAS = {
 
 
 def lacking(extra: str, *modules: str) -> str | None:
-    """Which of an extra's modules, or of those named, are not installed, and what installs them; None where all are."""
+    """Which of an extra's modules, or of those named, are not installed, and what installs them;
+    None where all are."""
     missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
     if not missing:
         return None
     verb = "is" if len(missing) == 1 else "are"
-    return f"{', '.join(missing)} {verb} not installed; install the {extra} extra: pip install 'aligner[{extra}]'"
+    return (
+        f"{', '.join(missing)} {verb} not installed; install the {extra} extra: pip install"
+        f" 'aligner[{extra}]'"
+    )
 
 
 def unfit_numpy() -> str | None:
-    """What to say where numpy is too new for the installed PyTriton; None where it is not, or there is none of either.
+    """What to say where numpy is too new for the installed PyTriton; None where it is not, or there
+    is none of either.
 
     Triton's Python processes would start with it, and write other bytes than they should.
     """

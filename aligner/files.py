@@ -1,4 +1,5 @@
-"""Writing files and directories that are complete whenever they are there; errors that say what could not be written."""
+"""Writing files and directories that are complete whenever they are there; errors that say what
+could not be written."""
 
 import contextlib
 import errno
@@ -16,7 +17,8 @@ from aligner.errors import ConfigError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`."""
+"""What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,39 +32,50 @@ class Holder:
     @staticmethod
     def here() -> "Holder":
         """This process, from now on."""
-        return Holder(os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
+        return Holder(
+            os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write all of a file or nothing, also where the process is killed or the machine loses power; text as UTF-8.
+    """Write all of a file or nothing, also where the process is killed or the machine loses power;
+    text as UTF-8.
 
-    One writer at a time: what a killed one leaves is written over by the next. Raises OSError, which names the file.
+    One writer at a time: what a killed one leaves is written over by the next. Raises OSError,
+    which names the file.
     """
     with _complete_file(path, unfinished(path)) as file, naming(path):
         file.write(_encoded(content))
 
 
 def create_private_file(path: Path, content: str | bytes) -> None:
-    """`write_file`, of a file that only its owner may read, unless there is one: of several writers the first one's stays."""
-    with contextlib.suppress(FileExistsError), _complete_file(path, _own_name(path), os.link, mode=0o600) as file:
+    """`write_file`, of a file that only its owner may read, unless there is one: of several writers
+    the first one's stays."""
+    with (
+        contextlib.suppress(FileExistsError),
+        _complete_file(path, _own_name(path), os.link, mode=0o600) as file,
+    ):
         file.write(_encoded(content))
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write bit by bit, which takes the place of `path` when the block ends well; else nothing is left of it."""
+    """A file to write bit by bit, which takes the place of `path` when the block ends well; else
+    nothing is left of it."""
     with _complete_file(path, _own_name(path)) as file:
         yield file
 
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name when the block ends well; else nothing is left of it.
+    """A directory to fill, which gets its name when the block ends well; else nothing is left of
+    it.
 
-    Of several processes that make the same one the first wins: the others get FileExistsError at the end.
+    Of several processes that make the same one the first wins: the others get FileExistsError at
+    the end.
     """
     temporary = _own_name(directory)
     temporary.mkdir(parents=True)
@@ -73,13 +86,16 @@ def new_directory(directory: Path) -> Iterator[Path]:
         except OSError as error:
             if not directory.is_dir():
                 raise
-            raise FileExistsError(error.errno, "it was made by someone else in the meantime", str(directory)) from error
+            raise FileExistsError(
+                error.errno, "it was made by someone else in the meantime", str(directory)
+            ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def start_directory(directory: Path) -> Path:
-    """Make a directory for several processes to fill, under a name that none knows which was stopped; removes earlier ones."""
+    """Make a directory for several processes to fill, under a name that none knows which was
+    stopped; removes earlier ones."""
     for left in directory.parent.glob(f"{directory.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)
     started = unfinished(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
@@ -94,7 +110,8 @@ def finish_directory(started: Path, directory: Path) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """What a file or directory is called until it is complete, where one writer at a time makes it."""
+    """What a file or directory is called until it is complete, where one writer at a time makes
+    it."""
     return path.with_name(f"{path.name}.tmp")
 
 
@@ -116,19 +133,22 @@ def _complete_file(
                 os.fsync(file.fileno())
         put(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # whatever keeps it from being removed is not what went wrong
+        # whatever keeps it from being removed is not what went wrong
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     _to_disk(path.parent)
 
 
 def append(path: Path, content: str | bytes) -> None:
-    """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises OSError, which names it."""
+    """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises
+    OSError, which names it."""
     with naming(path), path.open("ab") as file:
         file.write(_encoded(content))
 
 
 def newer_half(file: BinaryIO, limit: int) -> bytes | None:
-    """The whole lines among the last `limit / 2` bytes of a file that has more than `limit`; None of a shorter one."""
+    """The whole lines among the last `limit / 2` bytes of a file that has more than `limit`; None
+    of a shorter one."""
     size = file.seek(0, os.SEEK_END)
     if size <= limit:
         return None
@@ -138,7 +158,8 @@ def newer_half(file: BinaryIO, limit: int) -> bytes | None:
 
 
 def drop_older_half(path: Path, limit: int) -> int:
-    """Have a file of more than `limit` bytes begin with its newer half, while others append to it; how many were dropped.
+    """Have a file of more than `limit` bytes begin with its newer half, while others append to it;
+    how many were dropped.
 
     What is written in the same moment may be lost. Raises OSError.
     """
@@ -173,11 +194,15 @@ def asked_for(path: Path) -> Iterator[None]:
 
 
 def full_disk(error: BaseException) -> str | None:
-    """What to tell where an error says that the disk, or the user's share of it, is full; None for any other."""
+    """What to tell where an error says that the disk, or the user's share of it, is full; None for
+    any other."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return None
     what = error.filename or "standard output"
-    return f"{what}: {error.strerror}; make room, and go on from the last complete checkpoint with run.resume=auto"
+    return (
+        f"{what}: {error.strerror}; make room, and go on from the last complete checkpoint with"
+        " run.resume=auto"
+    )
 
 
 def _encoded(content: str | bytes) -> bytes:

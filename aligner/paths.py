@@ -16,10 +16,12 @@ LOCK = "lock"
 """In a directory that a launch works on: who does, for others to stay away."""
 
 RECORDS = "data.jsonl"
-"""In a run's directory before it is launched: records that were given to `aligner.launch` as such."""
+"""In a run's directory before it is launched: records that were given to `aligner.launch` as such.
+"""
 
 PRIVATE = 0o700
-"""Mode of a run directory that a launch makes: prompts, samples and what the environment keeps secret are in it."""
+"""Mode of a run directory that a launch makes: prompts, samples and what the environment keeps
+secret are in it."""
 
 CHECKPOINT_MANIFEST = "manifest.json"
 """Written last: a checkpoint without it does not count."""
@@ -41,15 +43,19 @@ class RunPaths:
         self.access_key = root / "access_key"
         """The key that the run's servers ask for."""
         self.tls = root / "tls"
-        """The certificate that the run's servers show, where the run has made it, and its key: `aligner.placement.tls`."""
+        """The certificate that the run's servers show, where the run has made it, and its key:
+        `aligner.placement.tls`."""
         self.claim = root / "claim"
-        """Who has taken the run last, and how many before; it stays where training begins again: `aligner.data.claim`."""
+        """Who has taken the run last, and how many before; it stays where training begins again:
+        `aligner.data.claim`."""
         self.journal = root / "journal"
         """The critic's updates since its last checkpoint."""
         self.episodes = root / "episodes"
-        """What environments said to episodes, a directory a process: `aligner.environments.episode_journal`."""
+        """What environments said to episodes, a directory a process:
+        `aligner.environments.episode_journal`."""
         self.judge = root / "judge"
-        """What judges have said, which a run that begins anew keeps: `aligner.rewards.judge_ledger`."""
+        """What judges have said, which a run that begins anew keeps:
+        `aligner.rewards.judge_ledger`."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
         self.samples = root / "samples.jsonl"
@@ -59,7 +65,8 @@ class RunPaths:
         self.references = root / "references.jsonl"
         """`references_of` prompts that are of no suite."""
         self.preferences, self.responses = root / PREFERENCES, root / RESPONSES
-        """Pairs and samples of algorithm.trainer=preferences, once it has ended: `aligner.training.preference_sampling`."""
+        """Pairs and samples of algorithm.trainer=preferences, once it has ended:
+        `aligner.training.preference_sampling`."""
         self.teacher_scores = root / TEACHER_SCORES
         """What a run of algorithm.trainer=teacher_scores keeps: `aligner.data.teacher_scores`."""
         self.timeline = root / "timeline"
@@ -92,15 +99,38 @@ class RunPaths:
         """What the run's processes print, a file a process."""
 
     def references_of(self, suite: str | None) -> Path:
-        """The responses that an evaluation compares the policy's with, and their scores, one JSON object each."""
+        """The responses that an evaluation compares the policy's with, and their scores, one JSON
+        object each."""
         return self.references if suite is None else self.root / f"references-{suite}.jsonl"
 
     @property
     def of_training(self) -> tuple[Path, ...]:
-        """What training leaves behind, for a run that begins again to set aside; what any start makes anew is not among it."""
-        files = (self.metrics, self.samples, self.references, self.preferences, self.responses, self.trace, self.report)
-        trackers = (self.tensorboard, self.wandb, self.mlflow, self.tracker_run("wandb"), self.tracker_run("mlflow"))
-        directories = (self.teacher_scores, self.sample_files, self.journal, self.episodes, self.timeline, self.checkpoints)
+        """What training leaves behind, for a run that begins again to set aside; what any start
+        makes anew is not among it."""
+        files = (
+            self.metrics,
+            self.samples,
+            self.references,
+            self.preferences,
+            self.responses,
+            self.trace,
+            self.report,
+        )
+        trackers = (
+            self.tensorboard,
+            self.wandb,
+            self.mlflow,
+            self.tracker_run("wandb"),
+            self.tracker_run("mlflow"),
+        )
+        directories = (
+            self.teacher_scores,
+            self.sample_files,
+            self.journal,
+            self.episodes,
+            self.timeline,
+            self.checkpoints,
+        )
         of_suites = sorted(self.root.glob("references-*.jsonl"))
         return (*files, *of_suites, self.end, *trackers, *directories)
 
@@ -117,7 +147,8 @@ class RunPaths:
         return self.root / "heartbeats" / f"{role}-{rank}"
 
     def job_log(self, job: str) -> Path:
-        """What a Slurm job's supervisor prints; `%j` stands for the job's number where Slurm is asked for one."""
+        """What a Slurm job's supervisor prints; `%j` stands for the job's number where Slurm is
+        asked for one."""
         return self.logs / f"job-{job}.log"
 
     def tracker_run(self, tracker: str) -> Path:
@@ -141,30 +172,41 @@ def run_paths(config: Config) -> RunPaths:
 
 
 def can_resume(config: Config) -> bool:
-    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that need none."""
+    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that
+    need none."""
     paths = run_paths(config)
-    return bool(complete_steps(paths.checkpoints)) if config.algorithm.learns else paths.metrics.is_file()
+    return (
+        bool(complete_steps(paths.checkpoints))
+        if config.algorithm.learns
+        else paths.metrics.is_file()
+    )
 
 
 def early_end(paths: RunPaths) -> str | None:
-    """Why the run has ended before its last step, by what it reached; None of one that has not ended so."""
+    """Why the run has ended before its last step, by what it reached; None of one that has not
+    ended so."""
     return paths.end.read_text(encoding="utf-8").strip() if paths.end.is_file() else None
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
     """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
-    steps = [checkpoint_step(manifest.parent) for manifest in checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")]
+    steps = [
+        checkpoint_step(manifest.parent)
+        for manifest in checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")
+    ]
     return sorted(step for step in steps if step is not None)
 
 
 def checkpoint_step(directory: Path) -> int | None:
-    """The step whose checkpoint a directory is by its name; None for a copy, what was set aside, and anything else."""
+    """The step whose checkpoint a directory is by its name; None for a copy, what was set aside,
+    and anything else."""
     name = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
     return None if name is None else int(name[1])
 
 
 def cache_directory() -> Path:
-    """Where converted models and other experiments' results are kept: $ALIGNER_CACHE, else the user's cache directory."""
+    """Where converted models and other experiments' results are kept: $ALIGNER_CACHE, else the
+    user's cache directory."""
     explicit = os.environ.get("ALIGNER_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(explicit) if explicit else Path(base) / "aligner"

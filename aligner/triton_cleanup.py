@@ -20,20 +20,25 @@ _TRACKERS_S = 3.0
 
 
 def triton_environments() -> set[Path]:
-    """Where Triton's Python backends on this machine would unpack environments, of which we give ours none."""
+    """Where Triton's Python backends on this machine would unpack environments, of which we give
+    ours none."""
     return set(Path("/tmp").glob(f"{_ENVIRONMENT}*"))  # Triton's own choice, whatever TMPDIR says
 
 
 def claim_triton_files() -> Path:
-    """Say that this process has PyTriton set something up, and remove that of processes which said so and were killed.
+    """Say that this process has PyTriton set something up, and remove that of processes which said
+    so and were killed.
 
     Returns a directory that is this process's, and closed to other users.
 
-    Containers may share their machine's memory, but not its process ids: those of this process's own world alone are judged.
+    Containers may share their machine's memory, but not its process ids: those of this process's
+    own world alone are judged.
     """
     own = os.getpid()
     # A directory that nobody else can write to, under a name that nobody could take before.
-    directory = next(_claims(own), None) or Path(tempfile.mkdtemp(prefix=f"{_prefix()}{own}-", dir=_PLACE))
+    directory = next(_claims(own), None) or Path(
+        tempfile.mkdtemp(prefix=f"{_prefix()}{own}-", dir=_PLACE)
+    )
     for claim in _claims():
         pid = int(claim.name.split("-")[-2])
         if not psutil.pid_exists(pid):
@@ -51,13 +56,15 @@ def claim_paths(paths: Iterable[Path]) -> None:
 def shared_memory() -> set[Path]:
     """What this process shares by Python's own means, as PyTriton has it do.
 
-    Python's resource tracker removes it behind a killed process, but not where Slurm has killed all processes of a step.
+    Python's resource tracker removes it behind a killed process, but not where Slurm has killed all
+    processes of a step.
     """
     return set(map(Path, re.findall(rf"{_PLACE}/psm_\w+", Path("/proc/self/maps").read_text())))
 
 
 def close_triton_memory() -> None:
-    """Take other users' rights to this process's shared memory, where Triton has given them some."""
+    """Take other users' rights to this process's shared memory, where Triton has given them
+    some."""
     for file in _PLACE.glob(f"pytrtion{os.getpid()}-*"):
         if _is_own(file, stat.S_ISREG):
             file.chmod(0o600)
@@ -70,7 +77,8 @@ def remove_triton_files(pid: int) -> None:
             if claimed.parent == _PLACE:
                 _unlink(claimed)
             elif claimed.name.startswith(_ENVIRONMENT):
-                with contextlib.suppress(OSError):  # it may be another's, started in the same moment: not if it is filled
+                # it may be another's, started in the same moment: not if it is filled
+                with contextlib.suppress(OSError):
                     claimed.rmdir()
             else:
                 for path in (*_model_copies(claimed), claimed):
@@ -81,9 +89,11 @@ def remove_triton_files(pid: int) -> None:
 
 
 def kill_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kill these, and have Python's resource trackers among them remove the shared memory of the others before they end.
+    """Kill these, and have Python's resource trackers among them remove the shared memory of the
+    others before they end.
 
-    A tracker ends when those whose memory it knows have; one that does not, because it is stopped, is killed, too.
+    A tracker ends when those whose memory it knows have; one that does not, because it is stopped,
+    is killed, too.
     """
     trackers = [process for process in processes if _is_resource_tracker(process)]
     for group in ([process for process in processes if process not in trackers], trackers):
@@ -97,7 +107,8 @@ def kill_processes(processes: Sequence[psutil.Process]) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended. One that has, and that nobody has waited for yet, is there all the same."""
+    """Whether it has not ended. One that has, and that nobody has waited for yet, is there all the
+    same."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -130,7 +141,8 @@ def _claimed_paths(claim: Path) -> list[Path]:
 
 
 def _model_copies(workspace: Path) -> Iterator[Path]:
-    """Triton's temporary copies of the models that PyTriton has bound in this workspace, whether or not Triton still runs.
+    """Triton's temporary copies of the models that PyTriton has bound in this workspace, whether or
+    not Triton still runs.
 
     Their configurations name it.
     """

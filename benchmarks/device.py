@@ -1,15 +1,18 @@
-"""How fast one device is: a training step, decoding, weights to an engine beside the trainer, and a whole step of GRPO.
+"""How fast one device is: a training step, decoding, weights to an engine beside the trainer, and a
+whole step of GRPO.
 
     python -m benchmarks.device --json                     # a GPU of 80 GB
     python -m benchmarks.device --model tiny --json        # any machine
 
-A line each, with the device's name. `train` is a policy-gradient step (`tokens_per_s`) of a 1B model and of eight layers of an
-8B one: `flops_share` is what its products and causal attention have to compute, over the device's dense bf16 peak,
-`products_share` the time of the linear layers' and the head's products alone, over the step's, and `expected_gib` what
-docs/memory.md counts, beside the peak that torch saw. `decode` is the embedded engine with an 8B model; `bandwidth_share` is
-the time in which the device could read the weights and the keys and values once, over a decoding step's. `publish` copies the
-weights into an engine of the same process. `grpo` is a launch. Shares are null for a device whose peaks are not known here.
-Random weights; medians of --repeats, with the least and the most.
+A line each, with the device's name. `train` is a policy-gradient step (`tokens_per_s`) of a 1B
+model and of eight layers of an 8B one: `flops_share` is what its products and causal attention have
+to compute, over the device's dense bf16 peak, `products_share` the time of the linear layers' and
+the head's products alone, over the step's, and `expected_gib` what docs/memory.md counts, beside
+the peak that torch saw. `decode` is the embedded engine with an 8B model; `bandwidth_share` is the
+time in which the device could read the weights and the keys and values once, over a decoding
+step's. `publish` copies the weights into an engine of the same process. `grpo` is a launch. Shares
+are null for a device whose peaks are not known here. Random weights; medians of --repeats, with the
+least and the most.
 """
 
 from __future__ import annotations
@@ -35,8 +38,14 @@ from benchmarks.processes import Group, Way
 from benchmarks.step import Work, ours
 from benchmarks.train_workers import Ours, Publishing
 
-PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100-SXM4-80GB": (312e12, 2.04e12), "B200": (2250e12, 8e12)}
-"""Of devices whose name has this in it: dense bf16 FLOP/s, and bytes/s of memory, as NVIDIA's data sheets have them."""
+PEAKS = {
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "A100-SXM4-80GB": (312e12, 2.04e12),
+    "B200": (2250e12, 8e12),
+}
+"""Of devices whose name has this in it: dense bf16 FLOP/s, and bytes/s of memory, as NVIDIA's data
+sheets have them."""
 PARTS = ("train", "decode", "publish", "grpo")
 TRAINED = ("llama_1b", "llama_8b_8_layers")
 SERVED = "llama_8b"
@@ -68,11 +77,15 @@ def share(work: float, peak: float | None, seconds: float) -> float | None:
 def product_weights(shape: ModelShape) -> int:
     """Weights of the linear layers and the head, with which every token is multiplied once."""
     heads = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    return shape.num_layers * shape.hidden_size * (heads + 3 * shape.ffn_hidden_size) + shape.hidden_size * shape.vocab_size
+    return (
+        shape.num_layers * shape.hidden_size * (heads + 3 * shape.ffn_hidden_size)
+        + shape.hidden_size * shape.vocab_size
+    )
 
 
 def step_flops(shape: ModelShape, rows: int, tokens: int) -> float:
-    """Of a forward and a backward pass over rows of so many tokens: 6 a weight and token, and causal attention."""
+    """Of a forward and a backward pass over rows of so many tokens: 6 a weight and token, and
+    causal attention."""
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * tokens
     return float(rows * tokens * (6 * product_weights(shape) + attention))
 
@@ -89,12 +102,28 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
                 seconds.append(group.call("step", lengths))
                 products.append(group.call("products", lengths))
             peak = group.call("peak_bytes")
-        layout = ("engine.placement=server", f"actor.precision={precision}", f"actor.micro_batch_tokens={budget}")
-        rows = (f"rollout.prompts_per_step={args.rows}", f"rollout.max_response_tokens={args.tokens - 8}")
-        config = compose_config(
-            ["experiment=tiny_ppo", "algorithm=grpo", "model.source=directory", f"model.path={directory}", *layout, *rows]
+        layout = (
+            "engine.placement=server",
+            f"actor.precision={precision}",
+            f"actor.micro_batch_tokens={budget}",
         )
-        expected = next(phase for phase in memory_needs(config, shape)[0].phases if phase.name == "training")
+        rows = (
+            f"rollout.prompts_per_step={args.rows}",
+            f"rollout.max_response_tokens={args.tokens - 8}",
+        )
+        config = compose_config(
+            [
+                "experiment=tiny_ppo",
+                "algorithm=grpo",
+                "model.source=directory",
+                f"model.path={directory}",
+                *layout,
+                *rows,
+            ]
+        )
+        expected = next(
+            phase for phase in memory_needs(config, shape)[0].phases if phase.name == "training"
+        )
     step, tokens = median(seconds), sum(lengths)
     return {
         "tokens": tokens,
@@ -106,10 +135,20 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
     }
 
 
-def decode(model: str, precision: str, bandwidth: float | None, args: argparse.Namespace) -> Iterator[Result]:
+def decode(
+    model: str, precision: str, bandwidth: float | None, args: argparse.Namespace
+) -> Iterator[Result]:
     shape, itemsize = shape_of(model), 2 if precision == "bf16" else 4
-    kept = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * (args.prompt_tokens + args.new_tokens / 2)
-    make = functools.partial(Replica, None, model, ONE, max(args.batches), precision, device=args.device)
+    kept = (
+        2
+        * shape.num_layers
+        * shape.num_kv_heads
+        * shape.head_dim
+        * (args.prompt_tokens + args.new_tokens / 2)
+    )
+    make = functools.partial(
+        Replica, None, model, ONE, max(args.batches), precision, device=args.device
+    )
     with Group(ONE, make) as group:
         for batch in args.batches:
             work = Responses((args.new_tokens,) * batch, 1, args.prompt_tokens)
@@ -120,7 +159,9 @@ def decode(model: str, precision: str, bandwidth: float | None, args: argparse.N
                 "batch": batch,
                 **told("tokens_per_s", [batch * args.new_tokens / each for each in seconds]),
                 **told("step_ms", [1000 * each for each in steps]),
-                "bandwidth_share": share(itemsize * (product_weights(shape) + batch * kept), bandwidth, median(steps)),
+                "bandwidth_share": share(
+                    itemsize * (product_weights(shape) + batch * kept), bandwidth, median(steps)
+                ),
             }
 
 
@@ -132,12 +173,18 @@ def publish(model: str, precision: str, args: argparse.Namespace) -> Result:
 
 
 def grpo(model: str, precision: str, args: argparse.Namespace) -> Result:
-    prompts = tuple(" ".join(f"w{3 + index}" for _ in range(args.prompt_tokens)) for index in range(args.rows))
+    prompts = tuple(
+        " ".join(f"w{3 + index}" for _ in range(args.prompt_tokens)) for index in range(args.rows)
+    )
     with stored(model, precision) as directory:
         work = Work(directory, prompts, args.samples, args.new_tokens, precision, args.repeats + 1)
         steps = ours(work, ONE, (f"actor.micro_batch_tokens={args.micro_batch_tokens}",))[1:]
     parts = {name: median(step[name] for step in steps) for name in steps[0] if name != "step"}
-    return {"samples": args.rows * args.samples, **told("step_s", [step["step"] for step in steps]), "parts_s": parts}
+    return {
+        "samples": args.rows * args.samples,
+        **told("step_s", [step["step"] for step in steps]),
+        "parts_s": parts,
+    }
 
 
 def results(args: argparse.Namespace) -> Iterator[Result]:
@@ -150,7 +197,13 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
     for part in args.parts:
         models = {"train": TRAINED, "grpo": TRAINED[:1]}.get(part, (SERVED,))
         for model in (args.model,) if args.model else models:
-            about = {"benchmark": "device", "part": part, "device": name, "model": model, "precision": precision}
+            about = {
+                "benchmark": "device",
+                "part": part,
+                "device": name,
+                "model": model,
+                "precision": precision,
+            }
             if part == "train":
                 yield about | train(model, precision, flops, args)
             elif part == "decode":
@@ -163,22 +216,56 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (everything)")
-    parser.add_argument("--model", choices=sorted(MODELS), help="for every part, instead of those that fit a GPU of 80 GB")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a training step, and prompts of one of GRPO (8)")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each row of a training step (2048)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="of training, in GRPO too (8192)")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="responses decoded at a time (16 64 256)")
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="where responses are drawn (128)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (everything)"
+    )
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        help="for every part, instead of those that fit a GPU of 80 GB",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=8,
+        help="rows of a training step, and prompts of one of GRPO (8)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="of each row of a training step (2048)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=8192, help="of training, in GRPO too (8192)"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=BATCHES,
+        help="responses decoded at a time (16 64 256)",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="where responses are drawn (128)"
+    )
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each response (128)")
     parser.add_argument("--samples", type=int, default=8, help="a prompt of GRPO's (8)")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of everything (bf16 on a GPU, else fp32)")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], help="of everything (bf16 on a GPU, else fp32)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     for result in results(args):
-        print(json.dumps(result) if args.json else " ".join(f"{key}={value}" for key, value in result.items()), flush=True)
+        print(
+            (
+                json.dumps(result)
+                if args.json
+                else " ".join(f"{key}={value}" for key, value in result.items())
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A student of two layers comes to get `--target` of the held-out sums right, in so many steps and seconds: taught by the full
-model of `experiment=arithmetic` on its own samples, imitating that model's answers, and by the reward alone.
+"""A student of two layers comes to get `--target` of the held-out sums right, in so many steps and
+seconds: taught by the full model of `experiment=arithmetic` on its own samples, imitating that
+model's answers, and by the reward alone.
 
-All start from the same student (`experiment=arithmetic_student_sft`) and take steps of as many samples. Greedy pass@1 on 512
-held-out sums is measured every `--every` steps; seconds are those of the steps, without evaluations and a run's start. The
-imitated answers are as many as are learned from; how long drawing them took is told apart. Exits 1 unless the student that is
-taught on its own samples gets there.
+All start from the same student (`experiment=arithmetic_student_sft`) and take steps of as many
+samples. Greedy pass@1 on 512 held-out sums is measured every `--every` steps; seconds are those of
+the steps, without evaluations and a run's start. The imitated answers are as many as are learned
+from; how long drawing them took is told apart. Exits 1 unless the student that is taught on its own
+samples gets there.
 """
 
 from __future__ import annotations
@@ -43,18 +45,36 @@ def online(experiment: str, directory: Path, steps: int, every: int, *overrides:
     return curve
 
 
-def imitation(directory: Path, steps: int, every: int, seed: int, *overrides: str) -> tuple[Curve, float]:
-    """The curve of a student that imitates the teacher's own answers, each once, and the seconds of drawing these."""
+def imitation(
+    directory: Path, steps: int, every: int, seed: int, *overrides: str
+) -> tuple[Curve, float]:
+    """The curve of a student that imitates the teacher's own answers, each once, and the seconds of
+    drawing these."""
     drawn = run_to_end(
-        *(directory / "answers", "algorithm=preferences", "model.path=experiment:arithmetic", f"run.steps={steps}"),
+        *(
+            directory / "answers",
+            "algorithm=preferences",
+            "model.path=experiment:arithmetic",
+            f"run.steps={steps}",
+        ),
         *(f"seed={seed}", "evaluation.every=0"),
         experiment="arithmetic",
         timeout_s=_TIMEOUT_S,
     )
     run = run_to_end(
-        *(directory / "imitation", "model.source=directory", STUDENT, f"data.path={drawn.paths.root / 'responses.jsonl'}"),
+        *(
+            directory / "imitation",
+            "model.source=directory",
+            STUDENT,
+            f"data.path={drawn.paths.root / 'responses.jsonl'}",
+        ),
         "data.max_response_tokens=5",
-        *(f"data.batch_size={_SAMPLES}", f"run.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={steps}"),
+        *(
+            f"data.batch_size={_SAMPLES}",
+            f"run.steps={steps}",
+            f"checkpoint.every={every}",
+            f"checkpoint.keep={steps}",
+        ),
         *(f"seed={seed}", *overrides),
         experiment="arithmetic_student_sft",
         timeout_s=_TIMEOUT_S,
@@ -74,7 +94,9 @@ def imitation(directory: Path, steps: int, every: int, seed: int, *overrides: st
 def pass_at_1(model: Path, asked: Sequence[dict[str, str]]) -> float:
     """How many of these a stored policy gets right, greedily."""
     answers = aligner.generate(model, asked, greedy=True, max_new_tokens=5)
-    return sum(answer["response"] == one["answer"] for answer, one in zip(answers, asked, strict=True)) / len(asked)
+    return sum(
+        answer["response"] == one["answer"] for answer, one in zip(answers, asked, strict=True)
+    ) / len(asked)
 
 
 def ways(directory: Path, steps: int, every: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -82,14 +104,18 @@ def ways(directory: Path, steps: int, every: int, seed: int) -> Iterator[dict[st
     same, rate = f"seed={seed}", "actor.optimizer.learning_rate=1e-3"
     taught = online("arithmetic_distillation", directory / "taught", steps, every, same)
     yield {"way": "taught on its own samples", "curve": taught}
-    curve, drawing = imitation(directory, steps, every, seed, rate, "actor.optimizer.warmup_steps=10")
+    curve, drawing = imitation(
+        directory, steps, every, seed, rate, "actor.optimizer.warmup_steps=10"
+    )
     yield {"way": "imitates the teacher's answers", "curve": curve, "drawing_s": drawing}
     for more in ((), (rate,)):
         told = "reward alone" + (", at the others' learning rate" if more else "")
         name = "rewarded" + ("_fast" if more else "")
         yield {
             "way": told,
-            "curve": online("arithmetic", directory / name, steps, every, same, STUDENT, "algorithm=grpo", *more),
+            "curve": online(
+                "arithmetic", directory / name, steps, every, same, STUDENT, "algorithm=grpo", *more
+            ),
         }
 
 
@@ -107,12 +133,16 @@ def shown(way: dict[str, Any], target: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=float, default=0.6, help="pass@1 to come to (0.6)")
     parser.add_argument("--steps", type=int, default=100, help="of each run, at most (100)")
     parser.add_argument("--every", type=int, default=10, help="steps between two measurements (10)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a way, with its whole curve")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a way, with its whole curve"
+    )
     parsed = parser.parse_args(arguments)
     first = None
     with tempfile.TemporaryDirectory(prefix="aligner-distillation-") as place:

@@ -1,19 +1,23 @@
-"""Tokens per second of the embedded engine, beside transformers' `generate`, vLLM and the matrix products alone.
+"""Tokens per second of the embedded engine, beside transformers' `generate`, vLLM and the matrix
+products alone.
 
-Random weights. The engine runs as one replica (DP') a core with one thread each, or as one with all threads, and
-transformers in one process with one thread or all: each side tries both and goes on with its best. Both sample for the same
-prompts. First every response has the same length; then lengths are mixed (uniform), and transformers decodes a batch until
-its longest response is complete, while the engine gives free rows to the responses that wait. Neither knows the lengths
+Random weights. The engine runs as one replica (DP') a core with one thread each, or as one with all
+threads, and transformers in one process with one thread or all: each side tries both and goes on
+with its best. Both sample for the same prompts. First every response has the same length; then
+lengths are mixed (uniform), and transformers decodes a batch until its longest response is
+complete, while the engine gives free rows to the responses that wait. Neither knows the lengths
 beforehand: they stand for the stop tokens of a trained model.
 
-`gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows on the same cores, over the
-step's. Told are medians over `--repeats`, and of the ratios within each.
+`gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows
+on the same cores, over the step's. Told are medians over `--repeats`, and of the ratios within
+each.
 
-`--engines embedded,vllm,transformers` measures vLLM too, as engine=vllm drives it (`aligner install-vllm`); it uses cores its
-own way.
+`--engines embedded,vllm,transformers` measures vLLM too, as engine=vllm drives it (`aligner
+install-vllm`); it uses cores its own way.
 
-With `--guesses N` one response alone is generated instead, with N tokens guessed ahead (`engine.speculation`) and with none:
-the likeliest tokens of random weights, which soon repeat themselves, so that it is the most that guesses can gain.
+With `--guesses N` one response alone is generated instead, with N tokens guessed ahead
+(`engine.speculation`) and with none: the likeliest tokens of random weights, which soon repeat
+themselves, so that it is the most that guesses can gain.
 """
 
 from __future__ import annotations
@@ -61,7 +65,9 @@ class Work:
         """The token ids of each response's prompt."""
         draw = random.Random(0)
         count = -(-len(self.lengths) // self.samples)
-        prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(count)]
+        prompts = [
+            [draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(count)
+        ]
         return [prompts[index // self.samples] for index in range(len(self.lengths))]
 
 
@@ -69,9 +75,17 @@ class Replica:
     """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
 
     def __init__(
-        self, directory: str | None, model: str, way: Way, batch: int, precision: str, guesses: int = 0, device: str = "cpu"
+        self,
+        directory: str | None,
+        model: str,
+        way: Way,
+        batch: int,
+        precision: str,
+        guesses: int = 0,
+        device: str = "cpu",
     ) -> None:
-        """With the weights of a directory; None: with random ones, which are made where they serve."""
+        """With the weights of a directory; None: with random ones, which are made where they
+        serve."""
         import torch
 
         from aligner.data.export import find_source
@@ -80,22 +94,33 @@ class Replica:
         from aligner.models.weight_slices import weight_table
         from aligner.schema import EngineConfig, SpeculationConfig
 
-        self._shape, self._replica, self._replicas = shape_of(model), int(os.environ["RANK"]), way.processes
+        self._shape, self._replica, self._replicas = (
+            shape_of(model),
+            int(os.environ["RANK"]),
+            way.processes,
+        )
         self._rows = -(-batch // self._replicas)
         speculation, self._greedy = SpeculationConfig(tokens=guesses), batch == 1
         settings = EngineConfig(batch_size=self._rows, precision=precision, speculation=speculation)
         self._prompt_passes = 0
-        self._engine = EmbeddedEngine(self._shape, settings, rank=0, seed=1, device=device, listener=self._saw_prompts)
+        self._engine = EmbeddedEngine(
+            self._shape, settings, rank=0, seed=1, device=device, listener=self._saw_prompts
+        )
         if directory is not None:
             load(self._engine, find_source(Path(directory)))
         else:
-            update, names = self._engine.begin_update(0), [spec.name for spec in weight_table(self._shape)]
+            update, names = (
+                self._engine.begin_update(0),
+                [spec.name for spec in weight_table(self._shape)],
+            )
             for view in update.views(names).values():
                 view.normal_(0, 0.02)
             update.load(names)
             update.commit()
         widths, dtype = (self._shape.hidden_size, self._shape.ffn_hidden_size), DTYPES[precision]
-        self._inputs = {width: torch.randn(self._rows, width).to(getattr(torch, dtype)) for width in widths}
+        self._inputs = {
+            width: torch.randn(self._rows, width).to(getattr(torch, dtype)) for width in widths
+        }
 
     def generate(self, work: Work) -> float:
         """Seconds."""
@@ -105,18 +130,31 @@ class Replica:
 
     def decoding_step(self, work: Work) -> float:
         """Seconds of a step in which every row draws a token and no prompt is run."""
-        steps = [(seconds, drawn) for seconds, drawn, ran_prompts in self._steps(work) if not ran_prompts]
+        steps = [
+            (seconds, drawn) for seconds, drawn, ran_prompts in self._steps(work) if not ran_prompts
+        ]
         return sum(seconds for seconds, _ in steps) / sum(drawn for _, drawn in steps)
 
     def products(self) -> float:
-        """Seconds of one decoding step's matrix products as the engine does them, and nothing else."""
+        """Seconds of one decoding step's matrix products as the engine does them, and nothing
+        else."""
         import torch
 
         tables = {"embedding.position_embeddings.weight"}
         if not self._shape.tied_embeddings:
             tables.add("embedding.word_embeddings.weight")
-        tensors, linear = self._engine._weights.tensors.items(), self._engine._machine.decoder._products.linear
-        repeats, matrices = 8, [(name, tensor) for name, tensor in tensors if tensor.dim() == 2 and name not in tables]
+        tensors, linear = (
+            self._engine._weights.tensors.items(),
+            self._engine._machine.decoder._products.linear,
+        )
+        repeats, matrices = (
+            8,
+            [
+                (name, tensor)
+                for name, tensor in tensors
+                if tensor.dim() == 2 and name not in tables
+            ],
+        )
         with torch.inference_mode():
             begin = time.perf_counter()
             for _ in range(repeats):
@@ -128,21 +166,34 @@ class Replica:
         self._prompt_passes += 1
 
     def _steps(self, work: Work) -> list[tuple[float, int, bool]]:
-        """Of each step the seconds, the tokens that a row has drawn, and whether prompts were run."""
+        """Of each step the seconds, the tokens that a row has drawn, and whether prompts were
+        run."""
         import torch
 
         from aligner.data.types import Prompt
         from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         requests = [
-            GenerationRequest(Prompt(index // work.samples, "", torch.tensor(prompt)), index % work.samples, length)
-            for index, (prompt, length) in enumerate(zip(work.prompts(self._shape.vocab_size), work.lengths, strict=True))
+            GenerationRequest(
+                Prompt(index // work.samples, "", torch.tensor(prompt)),
+                index % work.samples,
+                length,
+            )
+            for index, (prompt, length) in enumerate(
+                zip(work.prompts(self._shape.vocab_size), work.lengths, strict=True)
+            )
             if index // work.samples % self._replicas == self._replica
         ]
-        generation = self._engine.start(requests, SamplingOptions(max(work.lengths), greedy=self._greedy))
+        generation = self._engine.start(
+            requests, SamplingOptions(max(work.lengths), greedy=self._greedy)
+        )
         found = []
         while not generation.done:
-            first, begin, passes = next(iter(generation._rows), None), time.perf_counter(), self._prompt_passes
+            first, begin, passes = (
+                next(iter(generation._rows), None),
+                time.perf_counter(),
+                self._prompt_passes,
+            )
             had = 0 if first is None else len(first.tokens)
             generation.step()
             drawn = 0 if first is None else len(first.tokens) - had
@@ -163,8 +214,13 @@ class VLLM:
 
         shape = shape_of(model)
         shape = dataclasses.replace(shape, max_positions=min(shape.max_positions, 512))
-        settings = EngineConfig(kind="vllm", update="in_place", batch_size=batch, precision=precision)
-        self._shape, self._engine = shape, VLLMEngine(Path(directory), shape, settings, rank=0, seed=1)
+        settings = EngineConfig(
+            kind="vllm", update="in_place", batch_size=batch, precision=precision
+        )
+        self._shape, self._engine = (
+            shape,
+            VLLMEngine(Path(directory), shape, settings, rank=0, seed=1),
+        )
         load(self._engine, find_source(Path(directory)))
 
     def generate(self, work: Work) -> float:
@@ -176,7 +232,9 @@ class VLLM:
 
         prompts = [torch.tensor(prompt) for prompt in work.prompts(self._shape.vocab_size)]
         requests = [
-            GenerationRequest(Prompt(index // work.samples, "", prompt), index % work.samples, length)
+            GenerationRequest(
+                Prompt(index // work.samples, "", prompt), index % work.samples, length
+            )
             for index, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True))
         ]
         begin = time.perf_counter()
@@ -193,7 +251,9 @@ class Peer:
 
         logging.disable_progress_bar()
         self._batch = batch
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPES[precision])).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, DTYPES[precision])
+        ).eval()
 
     def generate(self, work: Work) -> float:
         """Seconds."""
@@ -202,7 +262,10 @@ class Peer:
         prompts = torch.tensor(work.prompts(self._model.config.vocab_size))
         begin = time.perf_counter()
         for first in range(0, len(prompts), self._batch):
-            part, longest = prompts[first : first + self._batch], max(work.lengths[first : first + self._batch])
+            part, longest = (
+                prompts[first : first + self._batch],
+                max(work.lengths[first : first + self._batch]),
+            )
             self._model.generate(
                 part,
                 attention_mask=torch.ones_like(part),
@@ -220,7 +283,10 @@ def best_way(ways: Sequence[Way], make: Callable[[Way], Callable[[], Any]], work
 
     def seconds(way: Way) -> float:
         with Group(way, make(way)) as group:
-            group.call("generate", Work((2,) * CORES * work.samples, work.samples, work.prompt_tokens))  # allocates
+            # allocates
+            group.call(
+                "generate", Work((2,) * CORES * work.samples, work.samples, work.prompt_tokens)
+            )
             return group.call("generate", work)
 
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)
@@ -248,7 +314,9 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         sides["vllm"] = (PEER_WAYS[-1], vllm)
     seconds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        groups = {side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()}
+        groups = {
+            side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()
+        }
         if "vllm" in groups:
             groups["vllm"].call("generate", equal)  # the first compiles something
         for _ in range(args.repeats):
@@ -266,7 +334,10 @@ def measure_guesses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     seconds: dict[int, list[float]] = {0: [], args.guesses: []}
     with contextlib.ExitStack() as stack:
         make = functools.partial(Replica, directory, args.model, way, 1, args.precision)
-        groups = {count: stack.enter_context(Group(way, functools.partial(make, count))) for count in seconds}
+        groups = {
+            count: stack.enter_context(Group(way, functools.partial(make, count)))
+            for count in seconds
+        }
         for group in groups.values():
             group.call("generate", work)  # the first allocates
         for _ in range(args.repeats):
@@ -276,7 +347,9 @@ def measure_guesses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     return typical | paired("guesses_ratio", seconds[0], seconds[args.guesses])
 
 
-def report(ways: dict[str, str], seconds: dict[str, list[float]], equal: Work, mixed: Work) -> dict[str, Any]:
+def report(
+    ways: dict[str, str], seconds: dict[str, list[float]], equal: Work, mixed: Work
+) -> dict[str, Any]:
     typical = {name: median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "ours": ways["ours"],
@@ -299,15 +372,38 @@ def report(ways: dict[str, str], seconds: dict[str, list[float]], equal: Work, m
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2_135m", help="whose shape to give the model")
-    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at a time, over all replicas")
-    parser.add_argument("--new-tokens", type=int, default=32, help="length of every response, where all are equal")
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        default="smollm2_135m",
+        help="whose shape to give the model",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=64, help="sequences decoded at a time, over all replicas"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=32, help="length of every response, where all are equal"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--mixed-batches", type=int, default=5, metavar="N", help="responses of mixed lengths, in batches (5)")
+    parser.add_argument(
+        "--mixed-batches",
+        type=int,
+        default=5,
+        metavar="N",
+        help="responses of mixed lengths, in batches (5)",
+    )
     parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--way", choices=sorted(WAYS), help="how the engine uses the cores; the best way when not given")
-    parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
-    parser.add_argument("--guesses", type=int, metavar="N", help="measure guesses ahead, for one response alone")
+    parser.add_argument(
+        "--way",
+        choices=sorted(WAYS),
+        help="how the engine uses the cores; the best way when not given",
+    )
+    parser.add_argument(
+        "--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)"
+    )
+    parser.add_argument(
+        "--guesses", type=int, metavar="N", help="measure guesses ahead, for one response alone"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
     parser.add_argument(
         "--engines",

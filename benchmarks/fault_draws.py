@@ -24,7 +24,8 @@ _HELPERS = ("", "gateway", "tritonserver")
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a rank of the trainer or of a server group, to a helper of it, or to the launcher."""
+    """Something that happens to a rank of the trainer or of a server group, to a helper of it, or
+    to the launcher."""
 
     action: str
     """kill, stop, pause, write, or flip."""
@@ -46,15 +47,24 @@ class Fault:
 
 
 def random_faults(
-    seed: int, groups: Sequence[str], steps: int, step_s: float, ranks: Mapping[str, int], action: str = "kill"
+    seed: int,
+    groups: Sequence[str],
+    steps: int,
+    step_s: float,
+    ranks: Mapping[str, int],
+    action: str = "kill",
 ) -> list[Fault]:
-    """One fault a group, in the order in which they come, before the last of `steps` steps of about `step_s` seconds.
+    """One fault a group, in the order in which they come, before the last of `steps` steps of about
+    `step_s` seconds.
 
     Successive seeds take a group's ranks in turn.
     """
     draw = random.Random(seed)
     moments = [(group, draw.randrange(1, steps - 1), draw.uniform(0, step_s)) for group in groups]
-    faults = [Fault(action, group, seed % ranks.get(group, 1), step, delay_s) for group, step, delay_s in moments]
+    faults = [
+        Fault(action, group, seed % ranks.get(group, 1), step, delay_s)
+        for group, step, delay_s in moments
+    ]
     return sorted(faults, key=lambda fault: (fault.step, fault.delay_s))
 
 
@@ -62,9 +72,14 @@ def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
     """Two faults of any kind."""
     draw, faults = random.Random(seed), []
     for step in sorted(draw.sample(range(1, steps - 2), 2)):
-        action = draw.choice(("kill", "stop", "pause", "kill", "stop", "pause", "write", "launcher", "flip"))
+        action = draw.choice(
+            ("kill", "stop", "pause", "kill", "stop", "pause", "write", "launcher", "flip")
+        )
         group = draw.choice(("trainer", "critic", "reward", "reward.1", "generator"))
-        rank, helper = draw.randrange(RANKS.get(group, 1)), "" if group == "trainer" else draw.choice(_HELPERS)
+        rank, helper = (
+            draw.randrange(RANKS.get(group, 1)),
+            ("" if group == "trainer" else draw.choice(_HELPERS)),
+        )
         if action == "launcher":
             action, group, rank, helper = "kill", "launcher", 0, ""
         elif action == "flip":
@@ -74,5 +89,7 @@ def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
             rank = draw.randrange(RANKS[group])
         if helper:
             rank = 0
-        faults.append(Fault(action, group, rank, step, draw.uniform(0, step_s), helper, draw.random()))
+        faults.append(
+            Fault(action, group, rank, step, draw.uniform(0, step_s), helper, draw.random())
+        )
     return faults

@@ -1,32 +1,37 @@
-"""Faults at random moments of training: does the run end as if nothing had happened, and what does it cost?
+"""Faults at random moments of training: does the run end as if nothing had happened, and what does
+it cost?
 
-An undisturbed run of `tiny_ppo`, then, for each seed, the same run with faults between its first and its last step. Trainer
-and critic have two ranks, the reward model two replicas; a generator draws the samples while older ones are learned from
-(`rollout.max_staleness=1`).
+An undisturbed run of `tiny_ppo`, then, for each seed, the same run with faults between its first
+and its last step. Trainer and critic have two ranks, the reward model two replicas; a generator
+draws the samples while older ones are learned from (`rollout.max_staleness=1`).
 
-`--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and both replicas, `all` one of
-each role, `environment` a process in which the generator's environments live (with `--episodes`), `endpoint` the generator
-of a run whose responses are those of agents that ask it with OpenAI's client. `stop` is SIGSTOP to it, for good. `mixed` draws
-two faults a seed, on any role:
+`--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and
+both replicas, `all` one of each role, `environment` a process in which the generator's environments
+live (with `--episodes`), `endpoint` the generator of a run whose responses are those of agents that
+ask it with OpenAI's client. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, on
+any role:
 
 - kill, stop: a rank, or the gateway or Triton of a server
 - pause: the same, for some seconds, as a delay or a partition would look
-- write: from now on a rank of the trainer or the critic cannot write more than 64 KiB of a file, which fails its next
-  checkpoint; a run that ends by that error is launched again
+- write: from now on a rank of the trainer or the critic cannot write more than 64 KiB of a file,
+  which fails its next checkpoint; a run that ends by that error is launched again
 - launcher: it is killed, and the run launched again with `run.resume=auto`
-- flip: the run is told to stop, one bit of its newest checkpoint or its journal is flipped, and the run is launched again
+- flip: the run is told to stop, one bit of its newest checkpoint or its journal is flipped, and the
+  run is launched again
 
-`--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that was stopped, in the
-beginning, the middle and the end of each, and has it go on: a line for each file and place.
+`--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that
+was stopped, in the beginning, the middle and the end of each, and has it go on: a line for each
+file and place.
 
-With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of which a step leaves behind
-in their middle, so that checkpoints hold them.
+With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of
+which a step leaves behind in their middle, so that checkpoints hold them.
 
-A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the undisturbed run's bit for
-bit, and `refused` when a flipped file is named by the error it ended with. Anything else has `FAILED`, as has a run that
-leaves processes, shared memory or temporary files behind that were seen to be its own. A run that was
-over before all of its faults had come is drawn again, with other moments; where that happens too often it is `missed`. Exits 1
-if any has FAILED.
+A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the
+undisturbed run's bit for bit, and `refused` when a flipped file is named by the error it ended
+with. Anything else has `FAILED`, as has a run that leaves processes, shared memory or temporary
+files behind that were seen to be its own. A run that was over before all of its faults had come is
+drawn again, with other moments; where that happens too often it is `missed`. Exits 1 if any has
+FAILED.
 """
 
 from __future__ import annotations
@@ -59,7 +64,12 @@ from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable
 
 CHECKPOINT_EVERY = 2
 BESIDE = (
-    *("algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1", "engine.parallel.data=1"),
+    *(
+        "algorithm=ppo_decoupled",
+        "engine.placement=server",
+        "rollout.max_staleness=1",
+        "engine.parallel.data=1",
+    ),
     "rollout.top_p=0.95",
 )
 """Samples are drawn beside training, and come with what each token was drawn among."""
@@ -73,8 +83,17 @@ EPISODES = (
 """After `BESIDE`."""
 AGENTS = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
-    *("environment.target=null", "environment.agent=tests.engines.agents:calculates_slowly", "environment.workers=2"),
-    *("environment.retries=9", "rollout.prompts_per_step=8", "reward.function=digit_fraction", "rollout.top_p=1.0"),
+    *(
+        "environment.target=null",
+        "environment.agent=tests.engines.agents:calculates_slowly",
+        "environment.workers=2",
+    ),
+    *(
+        "environment.retries=9",
+        "rollout.prompts_per_step=8",
+        "reward.function=digit_fraction",
+        "rollout.top_p=1.0",
+    ),
 )
 """After `BESIDE`."""
 _ENVIRONMENT = "aligner.environments.environment_worker"
@@ -83,7 +102,8 @@ _PATIENCE = (
     *("server.start_timeout_s=600", "server.request_timeout_s=900"),
 )
 _WATCH = ("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15")
-"""Where processes are stopped, which is to be noticed soon. A busy machine may take others for stopped, at little cost."""
+"""Where processes are stopped, which is to be noticed soon. A busy machine may take others for
+stopped, at little cost."""
 _PAUSES_S = (1.0, 6.0)
 _LONGEST_FILE = 2**16
 """That a rank can still write: its log, no checkpoint."""
@@ -118,9 +138,12 @@ class Disturbed:
 
     @property
     def in_time(self) -> bool:
-        """Whether every fault came while there were steps to train: a server that ends later is not missed."""
+        """Whether every fault came while there were steps to train: a server that ends later is not
+        missed."""
         steps = len(self.run.metrics)
-        return len(self.done) == len(self.faults) and all(at_step < steps for _, at_step in self.done)
+        return len(self.done) == len(self.faults) and all(
+            at_step < steps for _, at_step in self.done
+        )
 
 
 def run_disturbed(
@@ -130,7 +153,8 @@ def run_disturbed(
     experiment: str = "tiny_ppo",
     timeout_s: float = _TIMEOUT_S,
 ) -> Disturbed:
-    """A run with these faults, to its end, each life of it within `timeout_s`. Only processes of this run are touched."""
+    """A run with these faults, to its end, each life of it within `timeout_s`. Only processes of
+    this run are touched."""
     done: list[tuple[Fault, int]] = []
     waiting, restarts, flipped, least = deque(faults), 0, list[str](), 0
     while True:
@@ -148,18 +172,25 @@ def run_disturbed(
             run = launch.finish(timeout_s, _ORPHANS_S)
         restarts += run.out.count("; starting ")
         wrote = next((fault for fault, _ in reversed(done) if fault.action == "write"), None)
-        if ends is None and run.code == 1 and _WRITE_ERROR in run.error and "Traceback" not in run.error:
+        if (
+            ends is None
+            and run.code == 1
+            and _WRITE_ERROR in run.error
+            and "Traceback" not in run.error
+        ):
             ends = wrote
         if ends is None or run.code == 0:
             return Disturbed(run, restarts, tuple(done), tuple(flipped), faults)
         if ends.action == "flip":
             flipped.append(_flip(run.paths, ends.draw))
-        restarts, least = restarts + 1, launch.steps + 1  # a resumed run is past what was done before when it trains
+        # a resumed run is past what was done before when it trains
+        restarts, least = restarts + 1, launch.steps + 1
         overrides = (*overrides, "run.resume=auto")
 
 
 def _inject(launch: Launch, fault: Fault) -> bool:
-    """Have it happen, as soon as the process that it is to happen to is there; False where the run has ended by then."""
+    """Have it happen, as soon as the process that it is to happen to is there; False where the run
+    has ended by then."""
     while not launch.has_ended:
         with contextlib.suppress(psutil.NoSuchProcess):  # an earlier fault's is being started again
             _do(launch, fault)
@@ -175,7 +206,11 @@ def _do(launch: Launch, fault: Fault) -> None:
         return
     process = launch.rank(fault.group, fault.rank)
     if fault.helper:
-        helpers = [child for child in process.children(recursive=True) if fault.helper in " ".join(child.cmdline())]
+        helpers = [
+            child
+            for child in process.children(recursive=True)
+            if fault.helper in " ".join(child.cmdline())
+        ]
         if not helpers:
             raise psutil.NoSuchProcess(-1, f"{fault.helper} of {fault.group}")
         process = helpers[0]
@@ -204,7 +239,11 @@ def _flip(paths: RunPaths, draw: float) -> str:
 def _saved_files(paths: RunPaths) -> list[Path]:
     """What is not empty of the newest checkpoint and the journal."""
     newest = paths.checkpoints / f"step_{complete_steps(paths.checkpoints)[-1]}"
-    return sorted(file for file in (*newest.rglob("*"), *paths.journal.glob("*")) if file.is_file() and file.stat().st_size)
+    return sorted(
+        file
+        for file in (*newest.rglob("*"), *paths.journal.glob("*"))
+        if file.is_file() and file.stat().st_size
+    )
 
 
 def flip_bit(file: Path, place: float, bit: int) -> None:
@@ -215,21 +254,35 @@ def flip_bit(file: Path, place: float, bit: int) -> None:
 
 
 def training_s(run: Finished) -> float:
-    """Seconds that the steps took; those before the first one vary with the machine's other work."""
+    """Seconds that the steps took; those before the first one vary with the machine's other
+    work."""
     return sum(step["time/step"] for step in run.metrics)
 
 
-def outcome(run: Finished, expected: Finished, steps: int, flipped: Sequence[str], left: Sequence[str]) -> str:
+def outcome(
+    run: Finished, expected: Finished, steps: int, flipped: Sequence[str], left: Sequence[str]
+) -> str:
     """identical, refused or FAILED."""
     if left:
         return "FAILED"
     if run.code == 0 and repeatable(run.metrics) == repeatable(expected.metrics):
         return "FAILED" if checkpoint_differences(expected.paths, run.paths, steps) else "identical"
-    told = run.code == 1 and "Traceback" not in run.error and any(name in run.error for name in flipped)
+    told = (
+        run.code == 1
+        and "Traceback" not in run.error
+        and any(name in run.error for name in flipped)
+    )
     return "refused" if told else "FAILED"
 
 
-def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequence[str], show: Any, experiment: str) -> bool:
+def measure_flips(
+    expected: Finished,
+    steps: int,
+    directory: Path,
+    given: Sequence[str],
+    show: Any,
+    experiment: str,
+) -> bool:
     """Whether no run has failed that went on with a flipped bit."""
     with Launch(directory / "stopped", *given, experiment=experiment) as launch:
         launch.wait_for_step(steps // 2, _LONGEST_S)
@@ -243,7 +296,10 @@ def measure_flips(expected: Finished, steps: int, directory: Path, given: Sequen
             copy = directory / f"{name.name}_{place:.1f}"
             shutil.copytree(stopped.paths.root, copy)
             flip_bit(copy / name, place, 2)
-            with Leftovers(copy) as leftovers, Launch(copy, *given, "run.resume=auto", experiment=experiment) as launch:
+            with (
+                Leftovers(copy) as leftovers,
+                Launch(copy, *given, "run.resume=auto", experiment=experiment) as launch,
+            ):
                 run = launch.finish(_LONGEST_S)
             left = leftovers.left()
             figures = {
@@ -282,7 +338,8 @@ class Campaign:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Overrides of a run whose samples are drawn beside training; none where they are drawn in turn."""
+        """Overrides of a run whose samples are drawn beside training; none where they are drawn in
+        turn."""
         if self.role == "endpoint":
             return BESIDE + AGENTS
         if self.episodes:
@@ -298,8 +355,17 @@ class Campaign:
     def overrides(self) -> tuple[str, ...]:
         """Of the runs."""
         return (
-            *(f"run.stop_after={self.steps}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.tensorboard=false"),
-            *("run.name=run", *self.beside, *_PATIENCE, *(_WATCH if self.action in ("stop", "mixed") else ())),
+            *(
+                f"run.stop_after={self.steps}",
+                f"checkpoint.every={CHECKPOINT_EVERY}",
+                "logging.tensorboard=false",
+            ),
+            *(
+                "run.name=run",
+                *self.beside,
+                *_PATIENCE,
+                *(_WATCH if self.action in ("stop", "mixed") else ()),
+            ),
             f"critic.parallel.data={self.ranks['critic']}",
             f"actor.parallel.data={self.ranks.get('trainer', 1)}",
             f"reward.replicas={2 if self.action == 'mixed' else 1 + ('reward.1' in self.groups)}",
@@ -310,21 +376,33 @@ class Campaign:
         if self.action == "mixed":
             return mixed_faults(draw, self.steps, step_s)
         faults = random_faults(draw, self.groups, self.steps, step_s, self.ranks, self.action)
-        return [replace(fault, helper=_ENVIRONMENT) for fault in faults] if self.role == "environment" else faults
+        return (
+            [replace(fault, helper=_ENVIRONMENT) for fault in faults]
+            if self.role == "environment"
+            else faults
+        )
 
 
 def measure(campaign: Campaign, seeds: range, directory: Path, show: Any) -> bool:
     """Whether no run has failed; `show` is given each seed's figures."""
     directory.mkdir(exist_ok=True)
     given, experiment, started = campaign.overrides, campaign.experiment, time.monotonic()
-    expected = run_to_end(directory / "undisturbed", *given, experiment=experiment, timeout_s=_LONGEST_S)
+    expected = run_to_end(
+        directory / "undisturbed", *given, experiment=experiment, timeout_s=_LONGEST_S
+    )
     if campaign.action == "flips":
         return measure_flips(expected, campaign.steps, directory, given, show, experiment)
     longest_s = max(_TIMEOUT_S, _TIMES_LONGER * (time.monotonic() - started))
     well = True
     for seed in seeds:
         for number in range(_DRAWS):
-            figures = measured(campaign, seed + number * _NEXT_DRAW, expected, directory / f"seed_{seed}.{number}", longest_s)
+            figures = measured(
+                campaign,
+                seed + number * _NEXT_DRAW,
+                expected,
+                directory / f"seed_{seed}.{number}",
+                longest_s,
+            )
             figures |= {"seed": seed, "draws": number + 1}
             if figures["outcome"] != "missed":
                 break
@@ -333,11 +411,19 @@ def measure(campaign: Campaign, seeds: range, directory: Path, show: Any) -> boo
     return well
 
 
-def measured(campaign: Campaign, draw: int, expected: Finished, directory: Path, longest_s: float) -> dict[str, Any]:
+def measured(
+    campaign: Campaign, draw: int, expected: Finished, directory: Path, longest_s: float
+) -> dict[str, Any]:
     """A draw's figures."""
     faults, started = campaign.faults(draw, expected.metrics[-1]["time/step"]), time.monotonic()
     with Leftovers(directory) as leftovers:
-        disturbed = run_disturbed(directory, faults, *campaign.overrides, experiment=campaign.experiment, timeout_s=longest_s)
+        disturbed = run_disturbed(
+            directory,
+            faults,
+            *campaign.overrides,
+            experiment=campaign.experiment,
+            timeout_s=longest_s,
+        )
     run, left = disturbed.run, leftovers.left()
     found = outcome(run, expected, campaign.steps, disturbed.flipped, left)
     if found == "FAILED":
@@ -357,38 +443,68 @@ def measured(campaign: Campaign, draw: int, expected: Finished, directory: Path,
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A run's figures as a table shows them."""
     if "file" in figures:
-        return [figures["file"], f"{figures['place']:.1f}", str(figures["exit_code"]), figures["outcome"]]
+        return [
+            figures["file"],
+            f"{figures['place']:.1f}",
+            str(figures["exit_code"]),
+            figures["outcome"],
+        ]
     return [
-        *(str(figures["seed"]), "\n".join(figures["faults"]), str(figures["restarts"]), str(figures["exit_code"])),
+        *(
+            str(figures["seed"]),
+            "\n".join(figures["faults"]),
+            str(figures["restarts"]),
+            str(figures["exit_code"]),
+        ),
         *(f"{figures['seconds_added']:.1f}", figures["outcome"]),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--campaign", choices=("kill", "stop", "mixed", "flips"), default="kill", help="what happens")
-    parser.add_argument("--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all")
-    parser.add_argument("--episodes", action="store_true", help="a run whose responses are episodes in environments")
+    parser.add_argument(
+        "--campaign",
+        choices=("kill", "stop", "mixed", "flips"),
+        default="kill",
+        help="what happens",
+    )
+    parser.add_argument(
+        "--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all"
+    )
+    parser.add_argument(
+        "--episodes", action="store_true", help="a run whose responses are episodes in environments"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
-    parser.add_argument("--directory", type=Path, help="where to keep the runs; they are deleted if not given")
+    parser.add_argument(
+        "--directory", type=Path, help="where to keep the runs; they are deleted if not given"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     if args.role == "environment" and not args.episodes:
         parser.error("--role environment: only --episodes have environments")
     columns = ("file", "place", "exit", "outcome") if args.campaign == "flips" else _COLUMNS
-    table = Table(title=f"{args.campaign} {args.role}, compared with the undisturbed run", title_justify="left")
+    table = Table(
+        title=f"{args.campaign} {args.role}, compared with the undisturbed run",
+        title_justify="left",
+    )
     for column in columns:
         table.add_column(column, no_wrap=column == "faults")
 
     def show(figures: dict[str, Any]) -> None:
         if args.json:
-            print(json.dumps({"benchmark": "faults", "campaign": args.campaign, "role": args.role, **figures}), flush=True)
+            print(
+                json.dumps(
+                    {"benchmark": "faults", "campaign": args.campaign, "role": args.role, **figures}
+                ),
+                flush=True,
+            )
         else:
             table.add_row(*table_row(figures))
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it ends the run under way
+    # as Ctrl-C does, it ends the run under way
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as temporary:
             seeds = range(args.first_seed, args.first_seed + args.seeds)

@@ -1,4 +1,5 @@
-"""What benchmarks tell: ratios of paired times, and figures for the docs, small and the same for the same numbers."""
+"""What benchmarks tell: ratios of paired times, and figures for the docs, small and the same for
+the same numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 
 def paired(name: str, above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """The median of paired measurements' ratios, under this name, and the least and most of them."""
+    """The median of paired measurements' ratios, under this name, and the least and most of
+    them."""
     ratios = [one / other for one, other in zip(above, below, strict=True)]
     return {name: median(ratios), f"{name}_least": min(ratios), f"{name}_most": max(ratios)}
 

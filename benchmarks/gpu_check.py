@@ -1,11 +1,15 @@
-"""What of aligner works on this machine's GPU: a table with pass, fail or absent for each check, and why.
+"""What of aligner works on this machine's GPU: a table with pass, fail or absent for each check,
+and why.
 
-    make gpu-check                                     # or python -m benchmarks.gpu_check, where there is no make
-    ALIGNER_DEVICE=cpu python -m benchmarks.gpu_check  # the same checks on the CPU, at the same tiny sizes
+    make gpu-check                                     # or python -m benchmarks.gpu_check, where
+    there is no make
+    ALIGNER_DEVICE=cpu python -m benchmarks.gpu_check  # the same checks on the CPU, at the same
+    tiny sizes
 
-A check runs in a process of its own. What it came to is added to --output as it ends, and a check that has passed there is
-not run again, so that a call that was cut short is simply repeated; --limit-s ends a call between two checks. What a
-machine lacks (a GPU, transformer-engine, PyTriton, TensorRT-LLM) is told by name, and is no failure. Exits 1 if any failed.
+A check runs in a process of its own. What it came to is added to --output as it ends, and a check
+that has passed there is not run again, so that a call that was cut short is simply repeated;
+--limit-s ends a call between two checks. What a machine lacks (a GPU, transformer-engine, PyTriton,
+TensorRT-LLM) is told by name, and is no failure. Exits 1 if any failed.
 """
 
 from __future__ import annotations
@@ -32,9 +36,19 @@ from benchmarks.runs import REPOSITORY, python_path
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
 GPU, CUDA = "GPU", "CUDA"
-"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in; `8 GPUs` are so many."""
+"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in;
+`8 GPUs` are so many."""
 _MANY = " GPUs"
-PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "transformer-engine", "nvidia-pytriton", "tensorrt-llm", "apex")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "numpy",
+    "transformer-engine",
+    "nvidia-pytriton",
+    "tensorrt-llm",
+    "apex",
+)
 TIMEOUT_S = 540
 _TAIL = 400
 """Characters of what a check that failed said last."""
@@ -67,30 +81,64 @@ class Outcome:
 
 
 def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
-    return Check(name, (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments), (GPU, *needs))
+    return Check(
+        name,
+        (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments),
+        (GPU, *needs),
+    )
 
 
 def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
     """A short run; {place} becomes a directory that goes with the check."""
-    return Check(name, (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"), (GPU, *needs))
+    return Check(
+        name,
+        (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"),
+        (GPU, *needs),
+    )
 
 
 def _measured(part: str, needs: Sequence[str] = ()) -> Check:
-    """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be had."""
-    small: tuple[str, ...] = ("--model", "tiny", "--repeats", "1", "--rows", "2", "--tokens", "32", "--batches", "2")
+    """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be
+    had."""
+    small: tuple[str, ...] = (
+        "--model",
+        "tiny",
+        "--repeats",
+        "1",
+        "--rows",
+        "2",
+        "--tokens",
+        "32",
+        "--batches",
+        "2",
+    )
     small += ("--new-tokens", "4", "--precision", "bf16")
     return Check(
         f"speed: {part}",
-        (sys.executable, "-m", "benchmarks.device", "--json", "--parts", part, *(small if DEVICE == "cpu" else ())),
+        (
+            sys.executable,
+            "-m",
+            "benchmarks.device",
+            "--json",
+            "--parts",
+            part,
+            *(small if DEVICE == "cpu" else ()),
+        ),
         (GPU, *needs),
         tells=True,
     )
 
 
-_SERVED = ("experiment=tiny_ppo", "algorithm=grpo", "logging.samples_mib=0")  # files of samples would need pyarrow
+# files of samples would need pyarrow
+_SERVED = ("experiment=tiny_ppo", "algorithm=grpo", "logging.samples_mib=0")
 _LAYOUT = tuple(f"actor.parallel.{way}=2" for way in ("tensor", "pipeline", "data"))
 _GENERATOR = (
-    *("engine.placement=server", "rollout.max_staleness=1", "actor.parallel.data=2", "engine.parallel.data=2"),
+    *(
+        "engine.placement=server",
+        "rollout.max_staleness=1",
+        "actor.parallel.data=2",
+        "engine.parallel.data=2",
+    ),
     "algorithm.truncated_importance=token",
 )
 _SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
@@ -100,11 +148,20 @@ CHECKS = (
     _tests("sums in one order", "tests/gpu/test_deterministic.py"),
     _tests("embedded engine", "tests/gpu/test_engine.py"),
     _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
-    _run("a run without servers (SFT)", "experiment=arithmetic_sft", "run.steps=5", "actor.optimizer.warmup_steps=0"),
+    _run(
+        "a run without servers (SFT)",
+        "experiment=arithmetic_sft",
+        "run.steps=5",
+        "actor.optimizer.warmup_steps=0",
+    ),
     _run("a run with a reward server (GRPO)", *_SERVED, *_SHORT, needs=["pytriton"]),
     _run("a run at TP2, PP2, DP2", *_SERVED, *_SHORT, *_LAYOUT, needs=["pytriton", "8 GPUs"]),
     _run("weights to a generator", *_SERVED, *_SHORT, *_GENERATOR, needs=["pytriton", "4 GPUs"]),
-    _tests("TensorRT-LLM as it is expected", "tests/engines/tensorrt_llm/test_contract.py", needs=[CUDA, "tensorrt_llm"]),
+    _tests(
+        "TensorRT-LLM as it is expected",
+        "tests/engines/tensorrt_llm/test_contract.py",
+        needs=[CUDA, "tensorrt_llm"],
+    ),
     *map(_measured, ("train", "decode", "publish")),
     _measured("grpo", needs=["pytriton"]),
 )
@@ -114,11 +171,19 @@ def lacking(check: Check) -> list[str]:
     """What of its needs is not here."""
     modules = [need for need in check.needs if need not in (GPU, CUDA) and not need.endswith(_MANY)]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    many = [need for need in check.needs if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))]
+    many = [
+        need
+        for need in check.needs
+        if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))
+    ]
     if "pytriton" in check.needs and (unfit := unfit_numpy()):
         missing.append(f"numpy for it ({unfit})")
     wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
-    return [*([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not gpus() else []), *many, *missing]
+    return [
+        *([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not gpus() else []),
+        *many,
+        *missing,
+    ]
 
 
 def gpus() -> int:
@@ -142,11 +207,18 @@ def carry_out(check: Check) -> Outcome:
         command = [argument.replace("{place}", place) for argument in check.command]
         try:
             done = subprocess.run(
-                command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, errors="replace"
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                errors="replace",
             )
             said, failed = f"{done.stdout}\n{done.stderr}", done.returncode != 0
         except subprocess.TimeoutExpired as late:
-            before = [(part or b"").decode(errors="replace") for part in (late.stdout, late.stderr)]  # bytes, even of text
+            # bytes, even of text
+            before = [(part or b"").decode(errors="replace") for part in (late.stdout, late.stderr)]
             said, failed = "\n".join([*before, f"not over after {TIMEOUT_S} s"]), True
     seconds = round(time.perf_counter() - begin, 1)
     if failed:
@@ -158,7 +230,16 @@ def carry_out(check: Check) -> Outcome:
 
 def _shown(figures: dict[str, Any]) -> str:
     """What matters most of a line of figures."""
-    names = ("batch", "tokens_per_s", "flops_share", "bandwidth_share", "peak_gib", "expected_gib", "gb_per_s", "step_s")
+    names = (
+        "batch",
+        "tokens_per_s",
+        "flops_share",
+        "bandwidth_share",
+        "peak_gib",
+        "expected_gib",
+        "gb_per_s",
+        "step_s",
+    )
     told = (f"{name} {figures[name]:.3g}" for name in names if figures.get(name) is not None)
     return f"{figures['model']}: {', '.join(told)}"
 
@@ -195,9 +276,18 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu_check.jsonl"), help="results, a line each (gpu_check.jsonl)")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="no check begins after so long (540)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("gpu_check.jsonl"),
+        help="results, a line each (gpu_check.jsonl)",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=540.0, help="no check begins after so long (540)"
+    )
     args = parser.parse_args(arguments)
     before, outcomes, begin = passed_before(args.output), [], time.monotonic()
     for check in CHECKS:
@@ -205,7 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outcomes.append(before[check.name])
             continue
         if time.monotonic() - begin > args.limit_s:
-            outcomes.append(Outcome(check.name, DEVICE, "not run", "the time of this call is over: repeat it"))
+            outcomes.append(
+                Outcome(check.name, DEVICE, "not run", "the time of this call is over: repeat it")
+            )
             continue
         print(f"{check.name} …", file=sys.stderr, flush=True)
         outcomes.append(carry_out(check))

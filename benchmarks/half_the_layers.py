@@ -1,7 +1,9 @@
-"""SmolLM2-135M teaches a student of its own first layers on the student's samples, by its whole distribution (`teacher.loss`).
+"""SmolLM2-135M teaches a student of its own first layers on the student's samples, by its whole
+distribution (`teacher.loss`).
 
-Told is the KL from the teacher, KL(teacher ‖ student), over the whole vocabulary at what the teacher itself writes to held-out
-openings, a token in the mean, before and behind, as transformers computes it. Exits 1 unless it falls to `--share` of that.
+Told is the KL from the teacher, KL(teacher ‖ student), over the whole vocabulary at what the
+teacher itself writes to held-out openings, a token in the mean, before and behind, as transformers
+computes it. Exits 1 unless it falls to `--share` of that.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def first_layers(teacher: Path, directory: Path, layers: int) -> Path:
     config = json.loads((teacher / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     weights = load_file(teacher / "model.safetensors")
-    own = {name: weight for name, weight in weights.items() if "layers." not in name or int(name.split(".")[2]) < layers}
+    own = {
+        name: weight
+        for name, weight in weights.items()
+        if "layers." not in name or int(name.split(".")[2]) < layers
+    }
     save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -69,24 +75,41 @@ def forward_kl(teacher: Path, student: Path, rows: Sequence[Sequence[int]]) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=15, help="of the student; the teacher has 30 (15)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=15, help="of the student; the teacher has 30 (15)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of 32 samples (20)")
     parser.add_argument("--loss", default="forward_kl", help="teacher.loss (forward_kl)")
-    parser.add_argument("--share", type=float, default=0.5, help="of the KL before, to come to (0.5)")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the KL before, to come to (0.5)"
+    )
     parser.add_argument("overrides", nargs="*", help="further overrides of the run")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="aligner-half-the-layers-") as place:
         root = Path(place)
-        teacher = prepare_model(compose_config(["experiment=smollm2_sentiment", f"run.dir={root / 'prepared'}"]))
+        teacher = prepare_model(
+            compose_config(["experiment=smollm2_sentiment", f"run.dir={root / 'prepared'}"])
+        )
         student = first_layers(teacher, root / "student", parsed.layers)
         rows = held_out(teacher)
         before = forward_kl(teacher, student, rows)
         print(json.dumps({"kl": before, "tokens": sum(map(len, rows))}), flush=True)
         run = run_to_end(
             root / "run",
-            *("model.source=directory", f"model.path={student}", "data=openings", "algorithm=on_policy_distillation"),
-            *(f"teacher.path={teacher}", f"teacher.loss={parsed.loss}", "rollout.prompts_per_step=8"),
+            *(
+                "model.source=directory",
+                f"model.path={student}",
+                "data=openings",
+                "algorithm=on_policy_distillation",
+            ),
+            *(
+                f"teacher.path={teacher}",
+                f"teacher.loss={parsed.loss}",
+                "rollout.prompts_per_step=8",
+            ),
             "algorithm.kl_coefficient=0",
             *(
                 "rollout.samples_per_prompt=4",
@@ -95,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"run.steps={parsed.steps}",
             ),
             *("actor.parallel.last_stage_layers=4", "actor.micro_batch_tokens=512"),
-            *("actor.optimizer.learning_rate=1e-3", "actor.optimizer.warmup_steps=2", *parsed.overrides),
+            *(
+                "actor.optimizer.learning_rate=1e-3",
+                "actor.optimizer.warmup_steps=2",
+                *parsed.overrides,
+            ),
             experiment="smollm2_sentiment",
             timeout_s=_TIMEOUT_S,
         )
@@ -107,10 +134,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         after = forward_kl(teacher, root / "taught", rows)
         steps = [step for step in run.metrics if "time/step" in step]
     seen = {
-        name: [step[name] for step in (steps[0], steps[-1])] for name in ("policy/teacher_divergence", "distill/reverse_kl")
+        name: [step[name] for step in (steps[0], steps[-1])]
+        for name in ("policy/teacher_divergence", "distill/reverse_kl")
     }
     seconds = sum(step["time/step"] for step in steps)
-    print(json.dumps({"kl": after, "of_before": after / before, "steps": len(steps), "seconds": seconds, **seen}))
+    print(
+        json.dumps(
+            {
+                "kl": after,
+                "of_before": after / before,
+                "steps": len(steps),
+                "seconds": seconds,
+                **seen,
+            }
+        )
+    )
     return 0 if after <= parsed.share * before else 1
 
 

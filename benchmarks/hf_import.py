@@ -1,8 +1,9 @@
-"""Memory and time of importing a Hugging Face directory into a Megatron layout: each rank reads its own slices alone.
+"""Memory and time of importing a Hugging Face directory into a Megatron layout: each rank reads its
+own slices alone.
 
-Writes a random Llama in several files, then starts one process a rank. The claim: the peak of a rank's own memory, beyond
-what it held before the model was built, is at most its shard and one tensor. Pages of the mapped files are the page cache's
-and not counted.
+Writes a random Llama in several files, then starts one process a rank. The claim: the peak of a
+rank's own memory, beyond what it held before the model was built, is at most its shard and one
+tensor. Pages of the mapped files are the page cache's and not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,21 @@ from aligner.schema import MegatronModelConfig, ParallelConfig
 
 def make_shape(hidden: int, layers: int, vocabulary: int) -> ModelShape:
     heads = hidden // 64
-    return ModelShape(layers, hidden, heads, heads // 2, 64, 11 * hidden // 4, vocabulary, 4096, 1e-5, 1e4, False, (), 0)
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        heads // 2,
+        64,
+        11 * hidden // 4,
+        vocabulary,
+        4096,
+        1e-5,
+        1e4,
+        False,
+        (),
+        0,
+    )
 
 
 def write_model(shape: ModelShape, directory: Path) -> None:
@@ -74,9 +89,15 @@ def peak_memory(result: list[int], interval_s: float = 0.001) -> Iterator[None]:
         result.append(max(peak, own_memory()))
 
 
-def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: ParallelConfig, as_json: bool) -> None:
+def measure(
+    rank: int, port: int, directory: str, shape: ModelShape, layout: ParallelConfig, as_json: bool
+) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(layout.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     from aligner.megatron import world as worlds
     from aligner.megatron.gpt_model import build_model
@@ -107,9 +128,15 @@ def measure(rank: int, port: int, directory: str, shape: ModelShape, layout: Par
     if rank == 0:
         whole = sum(spec.numel * 4 for spec in weight_table(shape)) / 2**20
         for report in reports:
-            line = {"benchmark": "hf_import", "model_mib": whole, "layout": f"TP{layout.tensor} PP{layout.pipeline}", **report}
+            line = {
+                "benchmark": "hf_import",
+                "model_mib": whole,
+                "layout": f"TP{layout.tensor} PP{layout.pipeline}",
+                **report,
+            }
             text = "  ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in line.items()
             )
             print(json.dumps(line) if as_json else text)
     worlds.shutdown()

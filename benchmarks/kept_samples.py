@@ -29,7 +29,10 @@ def step_samples(tokenizer: Tokenizer, prompts: int, each: int, tokens: int) -> 
     def drawn(count: int) -> torch.Tensor:
         return torch.randint(tokenizer.vocab_size, (count,), generator=chance)
 
-    asked = [Prompt(place, tokenizer.decode(drawn(20)), drawn(20), {"answer": place}) for place in range(prompts)]
+    asked = [
+        Prompt(place, tokenizer.decode(drawn(20)), drawn(20), {"answer": place})
+        for place in range(prompts)
+    ]
     samples = [
         Sample(
             prompt.id,
@@ -45,12 +48,27 @@ def step_samples(tokenizer: Tokenizer, prompts: int, each: int, tokens: int) -> 
         for index in range(each)
     ]
     batch = collate(samples, tokenizer.pad_token_id)
-    names = ("scores", "rewards", "values", "old_logprobs", "reference_logprobs", "advantages", "returns", "entropies")
+    names = (
+        "scores",
+        "rewards",
+        "values",
+        "old_logprobs",
+        "reference_logprobs",
+        "advantages",
+        "returns",
+        "entropies",
+    )
     tables = {name: -torch.empty(batch.mask.shape).exponential_(generator=chance) for name in names}
     experience = Experience(
-        **{**vars(batch), "row_ids": torch.arange(len(samples))}, **{**tables, "scores": tables["scores"][:, 0]}
+        **{**vars(batch), "row_ids": torch.arange(len(samples))},
+        **{**tables, "scores": tables["scores"][:, 0]},
     )
-    rollout = RolloutBatch([asked[place // each] for place in range(len(samples))], samples, batch, *[PendingRows(())] * 2)
+    rollout = RolloutBatch(
+        [asked[place // each] for place in range(len(samples))],
+        samples,
+        batch,
+        *[PendingRows(())] * 2,
+    )
     return StepSamples(rollout, experience.scores, experience=experience)
 
 
@@ -64,15 +82,22 @@ def main() -> None:
     samples = step_samples(tokenizer, asked.prompts, asked.samples, asked.tokens)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        recorder = SampleRecorder(SampleFiles(Path(directory), 10**6), tokenizer, lambda prompt: (prompt, 0), ["reward"])
+        recorder = SampleRecorder(
+            SampleFiles(Path(directory), 10**6), tokenizer, lambda prompt: (prompt, 0), ["reward"]
+        )
         for step in range(1, _REPEATS + 1):
             begun, wall = time.process_time(), time.perf_counter()
             recorder.write(step, samples)
             handed = time.perf_counter() - wall
             recorder.settle(step)
             cpu, wall = time.process_time() - begun, time.perf_counter() - wall
-            print(f"step {step}: {cpu:.3f} s CPU, {wall:.3f} s, of which training waits {handed * 1e6:.0f} us")
-        size = sum(file.stat().st_size for file in Path(directory).glob(f"*_{_REPEATS:06d}.parquet"))
+            print(
+                f"step {step}: {cpu:.3f} s CPU, {wall:.3f} s, of which training waits"
+                f" {handed * 1e6:.0f} us"
+            )
+        size = sum(
+            file.stat().st_size for file in Path(directory).glob(f"*_{_REPEATS:06d}.parquet")
+        )
     count = asked.prompts * asked.samples * asked.tokens
     print(f"{count} tokens: {cpu / count * 1e6:.2f} us CPU and {size / count:.1f} bytes a token")
 

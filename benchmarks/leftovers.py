@@ -1,4 +1,5 @@
-"""What a run's servers leave in shared memory and temporary files, on a machine where other runs have theirs."""
+"""What a run's servers leave in shared memory and temporary files, on a machine where other runs
+have theirs."""
 
 from __future__ import annotations
 
@@ -12,16 +13,24 @@ import psutil
 
 from benchmarks.runs import run_of
 
-_PLACES = ("dev/shm/pytrtion*", "dev/shm/psm_*", "dev/shm/aligner-server-*", "tmp/folder*", "tmp/python_env_*")
+_PLACES = (
+    "dev/shm/pytrtion*",
+    "dev/shm/psm_*",
+    "dev/shm/aligner-server-*",
+    "tmp/folder*",
+    "tmp/python_env_*",
+)
 _MAKER = re.compile(r"pytrtion(\d+)-|aligner-server-\d+-(\d+)-")
 """Names that tell the process id of who has made them."""
 _LOOK_S = 0.5
 
 
 class Leftovers:
-    """Watches, while the `with` block runs, which of the files that appear are used by processes of the run in `directory`.
+    """Watches, while the `with` block runs, which of the files that appear are used by processes of
+    the run in `directory`.
 
-    Who has made a file cannot be told when its process has ended, and processes of other runs are killed, too.
+    Who has made a file cannot be told when its process has ended, and processes of other runs are
+    killed, too.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,7 +46,12 @@ class Leftovers:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ends.set()
         self._thread.join()
 
@@ -54,7 +68,11 @@ class Leftovers:
                         self._is_own[process] = run_of(process) == self._directory
                     if self._is_own[process]:
                         used = _used(process)
-                        self._own |= {path for path in unknown if path.name in used or _maker(path) == process.pid}
+                        self._own |= {
+                            path
+                            for path in unknown
+                            if path.name in used or _maker(path) == process.pid
+                        }
 
 
 def _present() -> set[Path]:
@@ -62,7 +80,8 @@ def _present() -> set[Path]:
 
 
 def _used(process: psutil.Process) -> str:
-    """What a process has mapped, what it was started with, and what it says is its own (`aligner.triton_cleanup`)."""
+    """What a process has mapped, what it was started with, and what it says is its own
+    (`aligner.triton_cleanup`)."""
     claims = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*/paths")
     files = [Path(f"/proc/{process.pid}/maps"), *claims]
     return "\n".join([*(file.read_text() for file in files), *process.cmdline()])

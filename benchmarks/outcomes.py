@@ -1,9 +1,9 @@
 """What runs learn, as hashes: the same before and after a change that must not change it.
 
-Each run's metrics, but for times, and each file of its last checkpoint make a hash. The runs: PPO at one rank and at TP2 x PP2
-with a TP2 critic, the same killed and resumed, imitation, and four algorithms on sums, each in turn and beside training.
-`--tree DIR` runs another checkout of this project, and `--expect FILE` compares with what `--json` wrote before: exits 1
-where a hash differs.
+Each run's metrics, but for times, and each file of its last checkpoint make a hash. The runs: PPO
+at one rank and at TP2 x PP2 with a TP2 critic, the same killed and resumed, imitation, and four
+algorithms on sums, each in turn and beside training. `--tree DIR` runs another checkout of this
+project, and `--expect FILE` compares with what `--json` wrote before: exits 1 where a hash differs.
 """
 
 from __future__ import annotations
@@ -25,32 +25,58 @@ _TIMED = ("time/", "throughput/", "episode/environment_s")
 _BESIDE = ("engine.placement=server", "rollout.max_staleness=1")
 _SUMS = ("experiment=arithmetic", "run.steps=20", "evaluation.every=20")
 _PPO = ("experiment=tiny_ppo", "run.steps=20")
-_SPLIT = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.parallel.tensor=2", "engine.parallel.data=2")
+_SPLIT = (
+    "actor.parallel.tensor=2",
+    "actor.parallel.pipeline=2",
+    "engine.parallel.tensor=2",
+    "engine.parallel.data=2",
+)
 _KILLED = "killed_and_resumed"
 RUNS: Mapping[str, Sequence[str]] = {
     "tiny_ppo": _PPO,
     "tiny_ppo_tp2_pp2": (*_PPO, *_SPLIT, "critic.parallel.tensor=2"),
     _KILLED: (*_PPO, "checkpoint.every=5"),
     "arithmetic_sft": ("experiment=arithmetic_sft",),
-    **{f"arithmetic_{name}": (*_SUMS, f"algorithm={name}") for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")},
+    **{
+        f"arithmetic_{name}": (*_SUMS, f"algorithm={name}")
+        for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")
+    },
     **{
         f"arithmetic_{name}_beside": (*_SUMS, f"algorithm={name}", *_BESIDE)
         for name in ("dapo", "online_dpo", "ppo_decoupled")
     },
-    "arithmetic_grpo_beside": (*_SUMS, "algorithm=grpo", *_BESIDE, "algorithm.uncorrected_staleness=true"),
+    "arithmetic_grpo_beside": (
+        *_SUMS,
+        "algorithm=grpo",
+        *_BESIDE,
+        "algorithm.uncorrected_staleness=true",
+    ),
 }
 
 
 def outcome(directory: Path) -> dict[str, str]:
     """The hashes of a run's metrics and of its last checkpoint's parts."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: line[key] for key in sorted(line) if not key.startswith(_TIMED)} for line in lines]
+    kept = [
+        {key: line[key] for key in sorted(line) if not key.startswith(_TIMED)} for line in lines
+    ]
     found = {"metrics": _hash([json.dumps(kept).encode()])}
-    last = max((directory / "checkpoints").glob("step_*"), key=lambda step: int(step.name.removeprefix("step_")))
+    last = max(
+        (directory / "checkpoints").glob("step_*"),
+        key=lambda step: int(step.name.removeprefix("step_")),
+    )
     for part in ("policy", "critic"):
-        files = sorted(file for file in (last / part).rglob("*") if file.is_file() and file.name != "manifest.json")
+        files = sorted(
+            file
+            for file in (last / part).rglob("*")
+            if file.is_file() and file.name != "manifest.json"
+        )
         if files:
-            found[part] = _hash(piece for file in files for piece in (str(file.relative_to(last)).encode(), file.read_bytes()))
+            found[part] = _hash(
+                piece
+                for file in files
+                for piece in (str(file.relative_to(last)).encode(), file.read_bytes())
+            )
     return found
 
 
@@ -62,19 +88,36 @@ def _hash(pieces: Iterator[bytes] | Sequence[bytes]) -> str:
 
 
 def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: bool) -> None:
-    """One run to its end, with its launcher and ranks killed in the middle where asked. Raises RuntimeError where it fails."""
-    command = [sys.executable, "-m", "aligner", "launch", *overrides, f"run.dir={directory}", "run.name=outcome"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "ALIGNER_CACHE": str(directory.parent / "cache")}
+    """One run to its end, with its launcher and ranks killed in the middle where asked. Raises
+    RuntimeError where it fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "launch",
+        *overrides,
+        f"run.dir={directory}",
+        "run.name=outcome",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "ALIGNER_CACHE": str(directory.parent / "cache"),
+    }
     for attempt in (("run.resume=false",), ("run.resume=true",)) if is_killed else ((),):
         with (directory.parent / f"{directory.name}.log").open("a") as log:
-            launch = subprocess.Popen([*command, *attempt], cwd=directory.parent, env=environment, stdout=log, stderr=log)
+            launch = subprocess.Popen(
+                [*command, *attempt], cwd=directory.parent, env=environment, stdout=log, stderr=log
+            )
         if is_killed and attempt == ("run.resume=false",):
             _wait_for_steps(directory / "metrics.jsonl", 12, launch)
             launch.send_signal(signal.SIGKILL)  # its ranks end by themselves
             launch.wait()
             time.sleep(5)
         elif launch.wait():
-            raise RuntimeError(f"{' '.join(command)}: exit code {launch.returncode}; {_end_of(directory)}")
+            raise RuntimeError(
+                f"{' '.join(command)}: exit code {launch.returncode}; {_end_of(directory)}"
+            )
 
 
 def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) -> None:
@@ -86,7 +129,9 @@ def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) 
 
 def _end_of(directory: Path) -> str:
     """The last lines that a run printed; its directory is gone when they are read."""
-    return "it said last:\n" + "\n".join((directory.parent / f"{directory.name}.log").read_text().splitlines()[-20:])
+    return "it said last:\n" + "\n".join(
+        (directory.parent / f"{directory.name}.log").read_text().splitlines()[-20:]
+    )
 
 
 def main() -> None:
@@ -98,7 +143,9 @@ def main() -> None:
     args = parser.parse_args()
     expected = {}
     if args.expect:
-        expected = {line["run"]: line for line in map(json.loads, args.expect.read_text().splitlines())}
+        expected = {
+            line["run"]: line for line in map(json.loads, args.expect.read_text().splitlines())
+        }
     differ = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.runs:
@@ -110,7 +157,9 @@ def main() -> None:
             if args.json:
                 print(json.dumps(found), flush=True)
             else:
-                shown = "  ".join(f"{key} {found[key]}" for key in ("metrics", "policy", "critic") if key in found)
+                shown = "  ".join(
+                    f"{key} {found[key]}" for key in ("metrics", "policy", "critic") if key in found
+                )
                 print(f"{name:32} {shown}{'  DIFFERS' if name in differ else ''}", flush=True)
     sys.exit(1 if differ else 0)
 

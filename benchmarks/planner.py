@@ -1,9 +1,10 @@
 """How near `aligner plan --measured RUN` comes to what runs take.
 
-Each workload of `benchmarks.async_pipeline`, and PPO with a critic and a reward server (`critic`), runs in turn
-(`rollout.max_staleness=0`) and beside training (1). From either run both are predicted: its own step and the other's. Exits 1
-unless every prediction is within `--within` of the measured step. Roles that share cores slow each other when they work
-beside each other, which no plan knows of: give every role a core of its own, and nothing else to do to the machine.
+Each workload of `benchmarks.async_pipeline`, and PPO with a critic and a reward server (`critic`),
+runs in turn (`rollout.max_staleness=0`) and beside training (1). From either run both are
+predicted: its own step and the other's. Exits 1 unless every prediction is within `--within` of the
+measured step. Roles that share cores slow each other when they work beside each other, which no
+plan knows of: give every role a core of its own, and nothing else to do to the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def plan(run: Path, max_staleness: int) -> dict[str, Any]:
     """What `aligner plan` says of a run."""
     command = ("plan", "--measured", str(run), "--max-staleness", str(max_staleness), "--json")
     said = subprocess.run(
-        [sys.executable, "-m", "aligner", *command], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "aligner", *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return dict(json.loads(said.stdout))
 
@@ -66,8 +71,12 @@ def measure(name: str, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="which (all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="which (all)"
+    )
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (16)")
     parser.add_argument("--within", type=float, default=0.1, help="error that is still right (0.1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prediction")
@@ -77,7 +86,10 @@ def main() -> int:
         for row in measure(name, parsed.steps):
             errors.append(abs(row["error"]))
             modes = f"staleness {row['of']} from a run with {row['from']}"
-            text = f"{name:10} {modes}  {row['measured_s']:.3f} s  predicted {row['predicted_s']:.3f} s  {row['error']:+.1%}"
+            text = (
+                f"{name:10} {modes}  {row['measured_s']:.3f} s  predicted {row['predicted_s']:.3f}"
+                f" s  {row['error']:+.1%}"
+            )
             print(json.dumps(row) if parsed.json else text, flush=True)
     return 0 if max(errors) <= parsed.within else 1
 

@@ -1,7 +1,7 @@
 """The processes that a benchmark compares.
 
-Each lives in its own process, started with its own thread count and stopped by the `Group` that started it, and does what
-it is told over a pipe.
+Each lives in its own process, started with its own thread count and stopped by the `Group` that
+started it, and does what it is told over a pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from aligner.launcher.server_ports import FreePorts
 
 @dataclass(frozen=True)
 class Way:
-    """A way to use the cores: a name, threads a process, and (for our trainer) a Megatron layout."""
+    """A way to use the cores: a name, threads a process, and (for our trainer) a Megatron
+    layout."""
 
     name: str
     threads: int
@@ -76,7 +77,9 @@ class Group:
                 "OMP_NUM_THREADS": str(self.way.threads),
             }
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._make, environment), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, self._make, environment), daemon=True
+            )
             # Libraries read theirs before a process can set any.
             libraries = library_environment(self.way.threads) if self.way.as_ranks else {}
             with with_environment({**os.environ, **libraries}):

@@ -1,13 +1,16 @@
-"""How fast weights go from a trainer's layout into an engine's, beside a plain transfer of the same bytes.
+"""How fast weights go from a trainer's layout into an engine's, beside a plain transfer of the same
+bytes.
 
-One process a rank over gloo on this machine: the trainer's and the engine's in worlds of their own, or together
-(`--colocated`). The plain transfer moves, between the same ranks over the same link, as many bytes from one contiguous
-buffer to another (and copies as many as stay on their rank); it takes turns with the publishes. Seconds are the slowest
-rank's, the median of the repeats, for on a shared machine the best of one side says little of the other.
+One process a rank over gloo on this machine: the trainer's and the engine's in worlds of their own,
+or together (`--colocated`). The plain transfer moves, between the same ranks over the same link, as
+many bytes from one contiguous buffer to another (and copies as many as stay on their rank); it
+takes turns with the publishes. Seconds are the slowest rank's, the median of the repeats, for on a
+shared machine the best of one side says little of the other.
 
-`peak_extra_bytes` is the most by which a rank's resident memory rose above what it was before a publish (the kernel's
-high-water mark, set back before each); `staging_bytes` is what the publisher itself says of its buffers; `staged_bytes`
-is the second set of weights that lets an engine serve the old version meanwhile, which exists before and after.
+`peak_extra_bytes` is the most by which a rank's resident memory rose above what it was before a
+publish (the kernel's high-water mark, set back before each); `staging_bytes` is what the publisher
+itself says of its buffers; `staged_bytes` is the second set of weights that lets an engine serve
+the old version meanwhile, which exists before and after.
 """
 
 from __future__ import annotations
@@ -48,13 +51,19 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class Receiver:
-    """An engine's two sets of weights: one serves while the other is written; a commit exchanges them."""
+    """An engine's two sets of weights: one serves while the other is written; a commit exchanges
+    them."""
 
     group_bytes = None
 
     def __init__(self, plan: TransferPlan, rank: int) -> None:
-        shapes = {name: slice_shape(plan.specs[name], piece) for name, piece in plan.target.get(rank, {}).items()}
-        self.serving, self._written = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+        shapes = {
+            name: slice_shape(plan.specs[name], piece)
+            for name, piece in plan.target.get(rank, {}).items()
+        }
+        self.serving, self._written = (
+            {name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2)
+        )
 
     @property
     def staged_bytes(self) -> int:
@@ -77,7 +86,8 @@ class Receiver:
 
 
 class Plain:
-    """The same bytes between the same ranks, without tensors: contiguous, already there, in large messages."""
+    """The same bytes between the same ranks, without tensors: contiguous, already there, in large
+    messages."""
 
     def __init__(self, plan: TransferPlan, link: Link) -> None:
         def buffer(source: int, target: int) -> tuple[Tensor, ...]:
@@ -89,7 +99,9 @@ class Plain:
         self._local = [(part, torch.zeros_like(part)) for part in buffer(rank, rank)]
         self._rounds = [
             (to, buffer(rank, to), from_, buffer(from_, rank))
-            for to, from_ in (((rank + distance) % size, (rank - distance) % size) for distance in range(1, size))
+            for to, from_ in (
+                ((rank + distance) % size, (rank - distance) % size) for distance in range(1, size)
+            )
         ]
 
     def run(self) -> float:
@@ -131,24 +143,34 @@ def join(args: argparse.Namespace, plan: TransferPlan, rank: int, port: int) -> 
     """A world for each role, or one for both, and a link over all."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     trainers = args.source.ranks
-    role, at, size = ("trainer", rank, trainers) if rank < trainers else ("engine", rank - trainers, args.target.ranks)
+    role, at, size = (
+        ("trainer", rank, trainers)
+        if rank < trainers
+        else ("engine", rank - trainers, args.target.ranks)
+    )
     dist.init_process_group("gloo", store=PrefixStore(role, store), rank=at, world_size=size)
     return Link(store, rank, plan.labels, timeout=TIMEOUT)
 
 
 class Shards:
-    """This rank's weights; replicas hold the same. A layer's query, key and value lie interleaved in one, as
-    megatron-core has them: to read one of them is to copy it."""
+    """This rank's weights; replicas hold the same. A layer's query, key and value lie interleaved
+    in one, as megatron-core has them: to read one of them is to copy it."""
 
     def __init__(self, plan: TransferPlan, shape: ModelShape, rank: int) -> None:
         self._slices, self._specs = plan.source.get(rank, {}), plan.specs
         self._queries, self._head = shape.num_heads // shape.num_kv_heads, shape.head_dim
         self._held: dict[str, Tensor] = {}
-        self.copied = frozenset(name for name in self._slices if plan.specs[name].part in ("query", "key", "value"))
+        self.copied = frozenset(
+            name for name in self._slices if plan.specs[name].part in ("query", "key", "value")
+        )
         for index, spec in enumerate(plan.table):
             if (piece := self._slices.get(spec.name)) is not None:
                 whole = torch.rand(spec.shape, generator=torch.Generator().manual_seed(index))
-                mine = whole if piece.axis is None else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)
+                mine = (
+                    whole
+                    if piece.axis is None
+                    else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)
+                )
                 if spec.name in self.copied:
                     place = self._part(spec, rows=len(mine))
                     place.copy_(mine.reshape(place.shape))
@@ -159,13 +181,18 @@ class Shards:
         """The slice of a weight."""
         if name not in self.copied:
             return self._held[name]
-        return self._part(self._specs[name]).reshape(slice_shape(self._specs[name], self._slices[name]))
+        return self._part(self._specs[name]).reshape(
+            slice_shape(self._specs[name], self._slices[name])
+        )
 
     def _part(self, spec: TensorSpec, rows: int = 0) -> Tensor:
-        """A part's place in its layer's parameter, which the first to come, with so many rows, makes."""
+        """A part's place in its layer's parameter, which the first to come, with so many rows,
+        makes."""
         if spec.parameter not in self._held:
             groups = rows // self._head // (self._queries if spec.part == "query" else 1)
-            self._held[spec.parameter] = torch.empty(groups, self._queries + 2, self._head, *spec.shape[1:])
+            self._held[spec.parameter] = torch.empty(
+                groups, self._queries + 2, self._head, *spec.shape[1:]
+            )
         fused = self._held[spec.parameter]
         if spec.part == "query":
             return fused[:, : self._queries]
@@ -178,7 +205,11 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
     plan = make_plan(args)
     planning = time.perf_counter() - begin
     link = join(args, plan, rank, port)
-    shards, receiver, plain = Shards(plan, shape_of(args.model), rank), Receiver(plan, rank), Plain(plan, link)
+    shards, receiver, plain = (
+        Shards(plan, shape_of(args.model), rank),
+        Receiver(plan, rank),
+        Plain(plan, link),
+    )
     publisher = Publisher(
         plan,
         link,
@@ -212,12 +243,20 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
     }
     if rank == 0:
         moved = plan.itemsize * sum(transfer.numel for transfer in plan.transfers)
-        report(args, plan, moved, {"plan_s": planning, "publish_s": median(publishing), "plain_s": median(moving)} | figures)
+        report(
+            args,
+            plan,
+            moved,
+            {"plan_s": planning, "publish_s": median(publishing), "plain_s": median(moving)}
+            | figures,
+        )
     most(link, 0)
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, plan: TransferPlan, moved: int, figures: dict[str, Any]) -> None:
+def report(
+    args: argparse.Namespace, plan: TransferPlan, moved: int, figures: dict[str, Any]
+) -> None:
     """Print one JSON object, or the same in words."""
     result = {
         "benchmark": "reshard",
@@ -226,8 +265,12 @@ def report(args: argparse.Namespace, plan: TransferPlan, moved: int, figures: di
         "target": args.target_text,
         "worlds": 1 if args.colocated else 2,
         "bucket_bytes": args.bucket_mib << 20,
-        "bytes_remote": plan.itemsize * sum(one.numel for one in plan.transfers if one.source != one.target),
-        "bytes_local": plan.itemsize * sum(one.numel for one in plan.transfers if one.source == one.target),
+        "bytes_remote": (
+            plan.itemsize * sum(one.numel for one in plan.transfers if one.source != one.target)
+        ),
+        "bytes_local": (
+            plan.itemsize * sum(one.numel for one in plan.transfers if one.source == one.target)
+        ),
         "gb_per_s": moved / figures["publish_s"] / 1e9,
         "link_gb_per_s": moved / figures["plain_s"] / 1e9,
         "link_fraction": figures["plain_s"] / figures["publish_s"],
@@ -252,17 +295,25 @@ def layout(text: str, allowed: Sequence[str]) -> dict[str, Any]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in allowed or not size.isdigit() or int(size) < 1:
-            raise SystemExit(f"{text!r}: {part!r} is not NAME=SIZE with NAME one of {', '.join(allowed)}")
+            raise SystemExit(
+                f"{text!r}: {part!r} is not NAME=SIZE with NAME one of {', '.join(allowed)}"
+            )
         sizes[SHORT[name]] = int(size)
     return sizes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="tp=2,pp=2", help="the trainer's layout, of tp, pp, dp, cp, ep")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", default="tp=2,pp=2", help="the trainer's layout, of tp, pp, dp, cp, ep"
+    )
     parser.add_argument("--target", default="tp=2,dp=1", help="the engine's layout, of tp and dp")
     parser.add_argument("--model", choices=MODELS, default="llama_125m")
-    parser.add_argument("--colocated", action="store_true", help="the engine's ranks are the trainer's first ones")
+    parser.add_argument(
+        "--colocated", action="store_true", help="the engine's ranks are the trainer's first ones"
+    )
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -271,7 +322,10 @@ def main() -> None:
     args.source = ParallelConfig(**layout(args.source, tuple(SHORT)))
     args.target = EngineParallelConfig(**layout(args.target, ("tp", "dp")))
     if args.colocated and args.target.ranks > args.source.ranks:
-        parser.error(f"the engine has {args.target.ranks} ranks, more than the {args.source.ranks} that it shares")
+        parser.error(
+            f"the engine has {args.target.ranks} ranks, more than the {args.source.ranks} that it"
+            " shares"
+        )
     try:
         make_plan(args)
     except AlignerError as error:

@@ -1,12 +1,15 @@
-"""What "Asynchronous RLHF" (Noukhovitch et al. 2024) claims, on sums: the gold scorer's win rate over the KL, as curves.
+"""What "Asynchronous RLHF" (Noukhovitch et al. 2024) claims, on sums: the gold scorer's win rate
+over the KL, as curves.
 
-Runs are `experiment=arithmetic_rlhf`: a reward model that has learned from pairs is maximized, and what labeled the pairs
-judges held-out sums. Of each algorithm there is a run with the samples of N = 1, 4 and 16 minibatches drawn at once, in turn
-with training, and one with those of each update drawn beside training, up to k = 1 and 4 versions old. All have the same
-updates and samples, and are evaluated at the same updates but for N = 16, which is evaluated where a step ends.
+Runs are `experiment=arithmetic_rlhf`: a reward model that has learned from pairs is maximized, and
+what labeled the pairs judges held-out sums. Of each algorithm there is a run with the samples of N
+= 1, 4 and 16 minibatches drawn at once, in turn with training, and one with those of each update
+drawn beside training, up to k = 1 and 4 versions old. All have the same updates and samples, and
+are evaluated at the same updates but for N = 16, which is evaluated where a step ends.
 
-With `--rows FILE` each run's figures are put into that file as they come, and runs that it has already are not made again.
-`--figure FILE.svg` draws all that there are (needs matplotlib: the figures extra).
+With `--rows FILE` each run's figures are put into that file as they come, and runs that it has
+already are not made again. `--figure FILE.svg` draws all that there are (needs matplotlib: the
+figures extra).
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ _PENALTY = {
     "online_dpo": ("algorithm.kl_coefficient=0", "algorithm.preference.beta=0.6"),
     "best_of_n": ("algorithm.kl_coefficient=0",),
 }
-"""What holds the policy where not the experiment's KL penalty in the reward does. Both are six times the paper's."""
+"""What holds the policy where not the experiment's KL penalty in the reward does. Both are six
+times the paper's."""
 _KEY = ("algorithm", "minibatches", "max_staleness", "seed", "updates")
 
 Point = dict[str, float]
 Row = dict[str, Any]
 
 
-def overrides_of(algorithm: str, minibatches: int, max_staleness: int, seed: int, updates: int) -> tuple[str, ...]:
+def overrides_of(
+    algorithm: str, minibatches: int, max_staleness: int, seed: int, updates: int
+) -> tuple[str, ...]:
     """What a run of the study has other than its experiment says."""
     return (
         f"seed={seed}",
@@ -54,18 +60,25 @@ def overrides_of(algorithm: str, minibatches: int, max_staleness: int, seed: int
 
 
 def curve(metrics: Sequence[dict[str, float]], minibatches: int) -> list[Point]:
-    """A run's evaluations, each with the update that it follows; and the mean reward of the samples of that step."""
-    names = {"win_rate": "eval/win_rate", "kl": "eval/reference_kl", "perplexity": "eval/reference_perplexity"}
+    """A run's evaluations, each with the update that it follows; and the mean reward of the samples
+    of that step."""
+    names = {
+        "win_rate": "eval/win_rate",
+        "kl": "eval/reference_kl",
+        "perplexity": "eval/reference_perplexity",
+    }
     names |= {"score": "eval/score", "reward": "reward/mean"}
     return [
-        {"update": step["step"] * minibatches} | {name: step[metric] for name, metric in names.items() if metric in step}
+        {"update": step["step"] * minibatches}
+        | {name: step[metric] for name, metric in names.items() if metric in step}
         for step in metrics
         if "eval/win_rate" in step
     ]
 
 
 def win_rate_at(points: Sequence[Point], kl: float) -> float | None:
-    """The win rate where a curve first gets to a KL, on a straight line between its points; None where it never does."""
+    """The win rate where a curve first gets to a KL, on a straight line between its points; None
+    where it never does."""
     for before, after in pairwise(points):
         if before["kl"] < kl <= after["kl"]:
             share = (kl - before["kl"]) / (after["kl"] - before["kl"])
@@ -74,7 +87,11 @@ def win_rate_at(points: Sequence[Point], kl: float) -> float | None:
 
 
 def study(
-    algorithms: Sequence[str], updates: int, seeds: Sequence[int], known: Sequence[Row], timeout_s: float
+    algorithms: Sequence[str],
+    updates: int,
+    seeds: Sequence[int],
+    known: Sequence[Row],
+    timeout_s: float,
 ) -> Iterator[Row]:
     """A run at a time, those that are known left out."""
     done = {tuple(row[name] for name in _KEY) for row in known}
@@ -86,7 +103,10 @@ def study(
                     continue
                 metrics, seconds = metrics_of(EXPERIMENT, algorithm, overrides_of(*key), timeout_s)
                 times = [step["time/step"] for step in metrics if "time/step" in step]
-                row = dict(zip(_KEY, key, strict=True)) | {"wall_s": seconds, "s_per_update": sum(times) / updates}
+                row = dict(zip(_KEY, key, strict=True)) | {
+                    "wall_s": seconds,
+                    "s_per_update": sum(times) / updates,
+                }
                 yield row | {"points": curve(metrics, minibatches)}
 
 
@@ -104,31 +124,51 @@ def ranged(values: Sequence[float | None]) -> str:
 
 
 def summary(rows: Sequence[Row], kl: float) -> list[Row]:
-    """Each algorithm's figures at each place over its seeds: at the end, and the win rate at a KL."""
+    """Each algorithm's figures at each place over its seeds: at the end, and the win rate at a
+    KL."""
     found = []
     for algorithm, place in dict.fromkeys((row["algorithm"], name_of(row)) for row in rows):
-        curves = [row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)]
+        curves = [
+            row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)
+        ]
         ends = {"win_rate": "win rate", "kl": "KL", "perplexity": "perplexity", "reward": "reward"}
-        told = {shown: ranged([points[-1][name] for points in curves]) for name, shown in ends.items()}
+        told = {
+            shown: ranged([points[-1][name] for points in curves]) for name, shown in ends.items()
+        }
         told[f"win rate at KL {kl:g}"] = ranged([win_rate_at(points, kl) for points in curves])
         found.append({"algorithm": algorithm, "at": place, "seeds": len(curves)} | told)
     return found
 
 
 def draw(rows: Sequence[Row], kl: float, file: Path) -> None:
-    """Win rate over the KL, a plot an algorithm: a line a place, the mean over seeds, and a thin one each seed."""
+    """Win rate over the KL, a plot an algorithm: a line a place, the mean over seeds, and a thin
+    one each seed."""
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     size = (3.2 * len(algorithms), 3.4)
-    figure, plots = vector_plots().subplots(1, len(algorithms), figsize=size, sharey=True, squeeze=False)
+    figure, plots = vector_plots().subplots(
+        1, len(algorithms), figsize=size, sharey=True, squeeze=False
+    )
     for axes, algorithm in zip(plots[0], algorithms, strict=True):
         for place in dict.fromkeys(map(name_of, rows)):
-            curves = [row["points"] for row in rows if (row["algorithm"], name_of(row)) == (algorithm, place)]
+            curves = [
+                row["points"]
+                for row in rows
+                if (row["algorithm"], name_of(row)) == (algorithm, place)
+            ]
             if not curves:
                 continue
             together = list(zip(*curves, strict=True))
-            xs, ys = ([mean(point[name] for point in points) for points in together] for name in ("kl", "win_rate"))
+            xs, ys = (
+                [mean(point[name] for point in points) for points in together]
+                for name in ("kl", "win_rate")
+            )
             (line,) = axes.plot(
-                xs, ys, marker="o", markersize=3, linestyle="--" if place.startswith("k") else "-", label=place
+                xs,
+                ys,
+                marker="o",
+                markersize=3,
+                linestyle="--" if place.startswith("k") else "-",
+                label=place,
             )
             for points in curves:
                 seed = [[point[name] for point in points] for name in ("kl", "win_rate")]
@@ -142,13 +182,26 @@ def draw(rows: Sequence[Row], kl: float, file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", default=ALGORITHMS, help=" ".join(ALGORITHMS))
-    parser.add_argument("--updates", type=int, default=48, help="optimizer steps of a run, a multiple of 16 (48)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", metavar="NAME", default=ALGORITHMS, help=" ".join(ALGORITHMS)
+    )
+    parser.add_argument(
+        "--updates", type=int, default=48, help="optimizer steps of a run, a multiple of 16 (48)"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each point (1)")
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--kl", type=float, default=0.25, help="KL budget, nats a response, to compare win rates at (0.25)")
-    parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="the runs' figures, read and added to")
+    parser.add_argument(
+        "--kl",
+        type=float,
+        default=0.25,
+        help="KL budget, nats a response, to compare win rates at (0.25)",
+    )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE.jsonl", help="the runs' figures, read and added to"
+    )
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the curves")
     parsed = parser.parse_args()
     if parsed.updates % max(MINIBATCHES):
@@ -162,7 +215,9 @@ def main() -> int:
         if parsed.rows:
             with parsed.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    Console(width=170).print(table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds"))
+    Console(width=170).print(
+        table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds")
+    )
     if parsed.figure:
         draw(rows, parsed.kl, parsed.figure)
     return 0

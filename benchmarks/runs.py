@@ -23,11 +23,13 @@ from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
 MARKER = "ALIGNER_OBSERVED_RUN"
-"""Environment variable that every process of a run inherits, Triton's too; its value is the run directory."""
+"""Environment variable that every process of a run inherits, Triton's too; its value is the run
+directory."""
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that is to find this repository's modules, and what this one finds by it."""
+    """PYTHONPATH of a process that is to find this repository's modules, and what this one finds by
+    it."""
     return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 
 
@@ -55,16 +57,36 @@ class Launch:
 
     def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
         self.paths = RunPaths(directory)
-        command = [sys.executable, "-m", "aligner", "launch", f"experiment={experiment}", f"run.dir={directory}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": python_path(), "COLUMNS": "120", MARKER: str(directory)}
+        command = [
+            sys.executable,
+            "-m",
+            "aligner",
+            "launch",
+            f"experiment={experiment}",
+            f"run.dir={directory}",
+            *overrides,
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "COLUMNS": "120",
+            MARKER: str(directory),
+        }
         # Not pipes, which nobody reads before the end of what may be a long run.
         self._out, self._error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._launcher = subprocess.Popen(command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error)
+        self._launcher = subprocess.Popen(
+            command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error
+        )
 
     def __enter__(self) -> Launch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._launcher.kill()
         self._launcher.wait()
         self._out.close()
@@ -84,10 +106,12 @@ class Launch:
         return found
 
     def rank(self, group: str, rank: int) -> psutil.Process:
-        """A rank of the trainer or of a server group. Raises psutil.NoSuchProcess when it has ended."""
+        """A rank of the trainer or of a server group. Raises psutil.NoSuchProcess when it has
+        ended."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                # Triton's helpers inherit the environment, not the command line; a forked rank has its number there alone.
+                # Triton's helpers inherit the environment, not the command line; a forked rank has
+                # its number there alone.
                 words, number = " ".join(process.cmdline()).split(), process.environ().get("RANK")
                 is_of_group = ("train" if group == "trainer" else f"role={group}") in words
                 if is_of_group and (number == str(rank) or f"rank={rank}" in words):
@@ -101,7 +125,8 @@ class Launch:
 
     @property
     def steps(self) -> int:
-        """The last step in `metrics.jsonl`; 0 before the first, and with what the initial policy is worth alone."""
+        """The last step in `metrics.jsonl`; 0 before the first, and with what the initial policy is
+        worth alone."""
         return max((int(step["step"]) for step in read_metrics(self.paths.metrics)), default=0)
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
@@ -110,7 +135,11 @@ class Launch:
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 150) -> None:
         """Until that step's is complete: it is written while the next step goes on."""
-        self._wait(lambda: step in complete_steps(self.paths.checkpoints), f"the checkpoint of step {step}", timeout_s)
+        self._wait(
+            lambda: step in complete_steps(self.paths.checkpoints),
+            f"the checkpoint of step {step}",
+            timeout_s,
+        )
 
     def wait_for_rank(self, group: str) -> None:
         """Until rank 0 of the trainer or of a server group has been started."""
@@ -131,11 +160,14 @@ class Launch:
         self._launcher.send_signal(number)
 
     def finish(self, timeout_s: float, orphans_s: float = 0) -> Finished:
-        """Wait for the launcher's end. By then, or that of a killed one and so much later, nothing may be left of it."""
+        """Wait for the launcher's end. By then, or that of a killed one and so much later, nothing
+        may be left of it."""
         try:
             self._launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the launcher still ran after {timeout_s:g} s\n{_logs(self.paths)}") from None
+            raise AssertionError(
+                f"the launcher still ran after {timeout_s:g} s\n{_logs(self.paths)}"
+            ) from None
         deadline = time.monotonic() + orphans_s * (self._launcher.returncode < 0)
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -151,16 +183,21 @@ class Launch:
         while not condition():
             if self.has_ended and not condition():
                 raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
+            assert time.monotonic() < deadline, (
+                f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
+            )
             time.sleep(0.05)
 
 
 def run_of(process: psutil.Process) -> str | None:
-    """The directory of the run that a process came of; None for any other process. Raises psutil.Error."""
+    """The directory of the run that a process came of; None for any other process. Raises
+    psutil.Error."""
     return process.environ().get(MARKER)
 
 
-def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180) -> Finished:
+def run_to_end(
+    directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180
+) -> Finished:
     """A whole run that must succeed."""
     with Launch(directory, *overrides, experiment=experiment) as launch:
         finished = launch.finish(timeout_s)
@@ -171,18 +208,30 @@ def run_to_end(directory: Path, *overrides: str, experiment: str = "tiny_ppo", t
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Metrics without those that measure time."""
     timed = ("time/", "throughput/", "episode/environment_s")
-    return [{key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics]
+    return [
+        {key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics
+    ]
 
 
-def checkpoint_differences(expected: RunPaths, got: RunPaths, step: int, part: str = "") -> list[str]:
-    """Files of two runs' checkpoints `step`, or of their policy or critic, that are not the same bit for bit.
+def checkpoint_differences(
+    expected: RunPaths, got: RunPaths, step: int, part: str = ""
+) -> list[str]:
+    """Files of two runs' checkpoints `step`, or of their policy or critic, that are not the same
+    bit for bit.
 
-    Of the manifests everything counts but the configuration: how far to go and what to keep may differ.
+    Of the manifests everything counts but the configuration: how far to go and what to keep may
+    differ.
     """
     roots = [paths.checkpoints / f"step_{step}" / part for paths in (expected, got)]
-    files = sorted({file.relative_to(root) for root in roots for file in root.rglob("*") if file.is_file()})
+    files = sorted(
+        {file.relative_to(root) for root in roots for file in root.rglob("*") if file.is_file()}
+    )
     contents = [{file: _content(root / file) for file in files} for root in roots]
-    return [str(file) for file in files if contents[0][file] is None or contents[0][file] != contents[1][file]]
+    return [
+        str(file)
+        for file in files
+        if contents[0][file] is None or contents[0][file] != contents[1][file]
+    ]
 
 
 def _content(file: Path) -> object:
@@ -190,7 +239,11 @@ def _content(file: Path) -> object:
         return None
     if file.name != "manifest.json":
         return file.read_bytes()
-    return {key: value for key, value in json.loads(file.read_text()).items() if key not in ("config", "checksum")}
+    return {
+        key: value
+        for key, value in json.loads(file.read_text()).items()
+        if key not in ("config", "checksum")
+    }
 
 
 def _logs(paths: RunPaths) -> str:

@@ -1,10 +1,12 @@
-"""What serving the critic costs: a served request against the same computation called directly, and many clients.
+"""What serving the critic costs: a served request against the same computation called directly, and
+many clients.
 
     python -m benchmarks.server --json
     python -m benchmarks.server --soak 300 --clients 16 --json
 
-`overhead_fraction` is served over direct, minus one: the median of pairs measured one after the other. The soak sends
-requests of random shapes and updates in between, and shows the memory of the server's processes.
+`overhead_fraction` is served over direct, minus one: the median of pairs measured one after the
+other. The soak sends requests of random shapes and updates in between, and shows the memory of the
+server's processes.
 """
 
 from __future__ import annotations
@@ -58,8 +60,16 @@ class Served:
         *ports, self._master_port = itertools.islice(self._ports, 4)
         self.config = compose_config(
             [
-                *("experiment=tiny_ppo", "model.source=directory", f"model.path={directory / model}", f"run.dir={directory}"),
-                *(f"critic.ports.{name}={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)),
+                *(
+                    "experiment=tiny_ppo",
+                    "model.source=directory",
+                    f"model.path={directory / model}",
+                    f"run.dir={directory}",
+                ),
+                *(
+                    f"critic.ports.{name}={port}"
+                    for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)
+                ),
                 *("server.accept_unnumbered=true", "critic.micro_batch_tokens=4096", *overrides),
             ]
         )
@@ -70,9 +80,20 @@ class Served:
         file = self._directory / "config.yaml"
         save_config(self.config, file)
         with self._log.open("w") as log:
-            command = [sys.executable, "-m", "aligner", "serve", "role=critic", "--config", str(file)]
+            command = [
+                sys.executable,
+                "-m",
+                "aligner",
+                "serve",
+                "role=critic",
+                "--config",
+                str(file),
+            ]
             self._process = subprocess.Popen(
-                command, env={**os.environ, **_ONE_THREAD, "MASTER_PORT": str(self._master_port)}, stdout=log, stderr=log
+                command,
+                env={**os.environ, **_ONE_THREAD, "MASTER_PORT": str(self._master_port)},
+                stdout=log,
+                stderr=log,
             )
         try:
             self._wait()
@@ -122,7 +143,10 @@ class Served:
     def memory_mib(self) -> float:
         """Resident memory of the server's processes, Triton's included."""
         root = psutil.Process(self._process.pid)
-        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True))) / 2**20
+        return (
+            sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+            / 2**20
+        )
 
 
 class Direct:
@@ -135,7 +159,9 @@ class Direct:
 
         config: Config = load_config(config_file)
         world = initialize(config.critic.parallel, config.seed, 60)
-        self._model = build_critic(config, world, functools.partial(value_loss, clip=config.algorithm.value_clip))
+        self._model = build_critic(
+            config, world, functools.partial(value_loss, clip=config.algorithm.value_clip)
+        )
 
     def values(self, rows: int, width: int) -> float:
         import torch
@@ -160,7 +186,10 @@ def measure_overhead(directory: Path, model: str) -> dict[str, object]:
         with Group(Way("direct", threads=1), make) as direct:
             served.values(rows, width)
             direct.call("values", rows, width)
-            pairs = [(direct.call("values", rows, width), served.values(rows, width)) for _ in range(_REPEATS[model])]
+            pairs = [
+                (direct.call("values", rows, width), served.values(rows, width))
+                for _ in range(_REPEATS[model])
+            ]
     times = sorted(served for _, served in pairs)
     return {
         "measure": "critic_infer",
@@ -170,12 +199,15 @@ def measure_overhead(directory: Path, model: str) -> dict[str, object]:
         "direct_s": round(statistics.median(direct for direct, _ in pairs), 4),
         "p50_s": round(statistics.median(times), 4),
         "p99_s": round(times[min(len(times) - 1, int(0.99 * len(times)))], 4),
-        "overhead_fraction": round(statistics.median(served / direct for direct, served in pairs) - 1, 4),
+        "overhead_fraction": round(
+            statistics.median(served / direct for direct, served in pairs) - 1, 4
+        ),
     }
 
 
 def measure_clients(directory: Path, clients: int, seconds: float) -> dict[str, object]:
-    """Requests a second of one client and of many, and of many where requests are not computed together."""
+    """Requests a second of one client and of many, and of many where requests are not computed
+    together."""
     rates = {}
     for name, overrides in (("joined", ()), ("alone", ("server.batch_tokens=1",))):
         with Served(directory, "tiny", *overrides) as served:
@@ -211,13 +243,15 @@ def requests_per_s(served: Served, clients: int, seconds: float) -> float:
 
 
 def in_threads(work: Callable[[int], _T], count: int) -> list[_T]:
-    """What `work(0)` … `work(count - 1)` return, each in a thread of its own; raises what one of them raised."""
+    """What `work(0)` … `work(count - 1)` return, each in a thread of its own; raises what one of
+    them raised."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 
 
 def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
-    """Requests of random shapes from many clients, with an update now and then; errors and memory."""
+    """Requests of random shapes from many clients, with an update now and then; errors and
+    memory."""
     errors: Counter[str] = Counter()
     first_error = None
     counts = {"values": 0, "updates": 0}
@@ -241,7 +275,9 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
                         served.values(chance.randint(1, 16), chance.randint(1, 256))
                 except Exception as error:  # whatever it is, it is counted, and the others go on
                     with lock:
-                        errors[error.kind if isinstance(error, RemoteError) else type(error).__name__] += 1
+                        errors[
+                            error.kind if isinstance(error, RemoteError) else type(error).__name__
+                        ] += 1
                         first_error = first_error or repr(error)
                 with lock:
                     counts["updates" if update else "values"] += 1
@@ -289,7 +325,11 @@ def main() -> None:
     failed = False
     for measured in measurements(arguments):
         failed |= bool(measured.get("errors"))
-        text = json.dumps(measured) if arguments.json else "  ".join(f"{key}={value}" for key, value in measured.items())
+        text = (
+            json.dumps(measured)
+            if arguments.json
+            else "  ".join(f"{key}={value}" for key, value in measured.items())
+        )
         print(text, flush=True)
     raise SystemExit(failed)
 

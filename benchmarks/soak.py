@@ -1,12 +1,14 @@
-"""A long run of many small steps, whose trainer is killed in the middle: does what it takes of the machine stay bounded?
+"""A long run of many small steps, whose trainer is killed in the middle: does what it takes of the
+machine stay bounded?
 
     python -m benchmarks.soak --minutes 30 --json
 
-`tiny_ppo`, with a checkpoint every 500 steps, to its end or until the time is over. So often as `--every` says there is a line
-with the memory of its processes, their open files, the shared memory of its servers and its files on disk. The last line has
-what each grew by in a thousand steps, over the second half of either life of the trainer; disk but for the record of its steps
-(metrics, samples, TensorBoard), which a run keeps. Exits 1 where memory grew by more than a hundredth in a thousand steps, or
-files or shared memory at all.
+`tiny_ppo`, with a checkpoint every 500 steps, to its end or until the time is over. So often as
+`--every` says there is a line with the memory of its processes, their open files, the shared memory
+of its servers and its files on disk. The last line has what each grew by in a thousand steps, over
+the second half of either life of the trainer; disk but for the record of its steps (metrics,
+samples, TensorBoard), which a run keeps. Exits 1 where memory grew by more than a hundredth in a
+thousand steps, or files or shared memory at all.
 """
 
 from __future__ import annotations
@@ -26,19 +28,38 @@ import psutil
 
 from benchmarks.runs import Launch
 
-_PROCESSES = ("fork_server", "gateway", "tritonserver", "role=critic", "role=reward", "train", "launch")
+_PROCESSES = (
+    "fork_server",
+    "gateway",
+    "tritonserver",
+    "role=critic",
+    "role=reward",
+    "train",
+    "launch",
+)
 """By a part of their command lines, those whose memory and files are told apart."""
 _RECORD = ("metrics.jsonl", "samples.jsonl", "tensorboard")
 
 
 def observed(launch: Launch) -> dict[str, float]:
     """What a run takes of the machine now."""
-    processes, figures = launch.processes(), {"step": float(launch.steps), "memory_mib": 0.0, "files": 0.0, "shared_mib": 0.0}
+    processes, figures = (
+        launch.processes(),
+        {
+            "step": float(launch.steps),
+            "memory_mib": 0.0,
+            "files": 0.0,
+            "shared_mib": 0.0,
+        },
+    )
     for process in processes:
         with contextlib.suppress(psutil.Error):
             memory = process.memory_info()
             own = (memory.rss - memory.shared) / 2**20
-            name = next((name for name in _PROCESSES if any(name in part for part in process.cmdline())), "others")
+            name = next(
+                (name for name in _PROCESSES if any(name in part for part in process.cmdline())),
+                "others",
+            )
             figures["memory_mib"] += own
             figures[f"memory_mib/{name}"] = figures.get(f"memory_mib/{name}", 0.0) + own
             figures["files"] += (files := process.num_fds())
@@ -49,7 +70,11 @@ def observed(launch: Launch) -> dict[str, float]:
     for file in launch.paths.root.rglob("*"):
         with contextlib.suppress(OSError):
             if file.is_file():
-                kind = "record_mib" if file.relative_to(launch.paths.root).parts[0] in _RECORD else "disk_mib"
+                kind = (
+                    "record_mib"
+                    if file.relative_to(launch.paths.root).parts[0] in _RECORD
+                    else "disk_mib"
+                )
                 sizes[kind] += file.stat().st_size
     return figures | {name: size / 2**20 for name, size in sizes.items()}
 
@@ -63,7 +88,13 @@ def growth(lines: list[dict[str, float]], name: str) -> float:
     return 1000 * statistics.linear_regression(steps, [line.get(name, 0.0) for line in later]).slope
 
 
-def soak(directory: Path, steps: int, seconds: float, every_s: float, show: Callable[[dict[str, Any]], None]) -> bool:
+def soak(
+    directory: Path,
+    steps: int,
+    seconds: float,
+    every_s: float,
+    show: Callable[[dict[str, Any]], None],
+) -> bool:
     """Whether nothing grew."""
     lives: list[list[dict[str, float]]] = [[], []]
     given = (f"run.steps={steps}", "checkpoint.every=500", "logging.file_mib=1", "run.name=run")
@@ -83,9 +114,20 @@ def soak(directory: Path, steps: int, seconds: float, every_s: float, show: Call
         run = launch.finish(300)
     names = [name for name in lives[1][-1] if name not in ("step", "record_mib")]
     grown = {name: max(growth(life, name) for life in lives) for name in names}
-    show({"steps": len(run.metrics), "exit_code": run.code, "killed_at": killed_at, "grown_per_1000_steps": grown})
+    show(
+        {
+            "steps": len(run.metrics),
+            "exit_code": run.code,
+            "killed_at": killed_at,
+            "grown_per_1000_steps": grown,
+        }
+    )
     size = statistics.median(line["memory_mib"] for line in lives[1])
-    return run.code in (0, 75) and grown["memory_mib"] < size / 100 and max(grown["files"], grown["shared_mib"]) < 1
+    return (
+        run.code in (0, 75)
+        and grown["memory_mib"] < size / 100
+        and max(grown["files"], grown["shared_mib"]) < 1
+    )
 
 
 def main() -> None:
@@ -97,12 +139,17 @@ def main() -> None:
     arguments = parser.parse_args()
 
     def show(figures: dict[str, Any]) -> None:
-        rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in figures.items()}
+        rounded = {
+            name: round(value, 2) if isinstance(value, float) else value
+            for name, value in figures.items()
+        }
         told = "  ".join(f"{name}={value}" for name, value in rounded.items())
         print(json.dumps({"benchmark": "soak", **rounded}) if arguments.json else told, flush=True)
 
     with tempfile.TemporaryDirectory() as temporary:
-        is_bounded = soak(Path(temporary), arguments.steps, 60 * arguments.minutes, arguments.every, show)
+        is_bounded = soak(
+            Path(temporary), arguments.steps, 60 * arguments.minutes, arguments.every, show
+        )
     raise SystemExit(not is_bounded)
 
 

@@ -1,6 +1,8 @@
-"""Whether answers have the attributes that they were asked for: `python -m benchmarks.steerlm MODEL …`.
+"""Whether answers have the attributes that they were asked for: `python -m benchmarks.steerlm MODEL
+…`.
 
-Greedy answers of held-out sums, each asked for with every pair of attributes; of each pair the share that has exactly these.
+Greedy answers of held-out sums, each asked for with every pair of attributes; of each pair the
+share that has exactly these.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from benchmarks.runs import python_path
 
 
 def followed(samples: Path) -> dict[str, dict[str, float]]:
-    """By what was asked for: the share of answers that are right or wrong as asked, with so many zeros, and both."""
+    """By what was asked for: the share of answers that are right or wrong as asked, with so many
+    zeros, and both."""
     counts: dict[str, Counter[str]] = {}
     for line in samples.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        wished, has = record["metadata"]["attributes"], attributes_of(record["response"], record["metadata"]["total"])
+        wished, has = (
+            record["metadata"]["attributes"],
+            attributes_of(record["response"], record["metadata"]["total"]),
+        )
         count = counts.setdefault(wished, Counter())
         count["all"] += 1
         for place, name in enumerate(("right", "zeros")):
@@ -37,17 +43,42 @@ def followed(samples: Path) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+", type=Path, help="run directories, or results in the cache")
+    parser.add_argument(
+        "models", nargs="+", type=Path, help="run directories, or results in the cache"
+    )
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         prompts, samples = Path(place) / "prompts.jsonl", Path(place) / "samples.jsonl"
-        records = [{**each, "prompt": f"{each['attributes']}:{each['question']}"} for each in held_out()]
-        prompts.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        records = [
+            {**each, "prompt": f"{each['attributes']}:{each['question']}"} for each in held_out()
+        ]
+        prompts.write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
         for model in parsed.models:
-            command = (sys.executable, "-m", "aligner", "generate", str(model), "--prompts", str(prompts), "--greedy")
-            more = ("--max-new-tokens", "7", "--batch-size", "512", "--output", str(samples), "--overwrite")
+            command = (
+                sys.executable,
+                "-m",
+                "aligner",
+                "generate",
+                str(model),
+                "--prompts",
+                str(prompts),
+                "--greedy",
+            )
+            more = (
+                "--max-new-tokens",
+                "7",
+                "--batch-size",
+                "512",
+                "--output",
+                str(samples),
+                "--overwrite",
+            )
             environment = {**os.environ, "PYTHONPATH": python_path()}
-            subprocess.run((*command, *more), check=True, stdout=subprocess.DEVNULL, env=environment)
+            subprocess.run(
+                (*command, *more), check=True, stdout=subprocess.DEVNULL, env=environment
+            )
             print(json.dumps({"model": str(model), **followed(samples)}))
 
 

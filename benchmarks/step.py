@@ -3,15 +3,17 @@
     python -m benchmarks.step --peer trl --model smollm2_135m --json
     python -m benchmarks.step --peer trl --model llama_3m --new-tokens 64 --json
 
-Ours is `aligner launch`, the peer TRL's GRPOTrainer with transformers' generation, in an environment of its own that is made
-the first time. Both begin with the same random weights and take the same prompts, all of a length, to responses of exactly
---new-tokens tokens, at temperature 1, with a reference model, a trivial reward and one update a step. Each side first tries
-its ways of using the cores and goes on with the best; then whole launches take turns, the first --warm-up steps of each are
-left out, and what counts of a launch is the median of its other steps. Told are the median, least and most over launches.
+Ours is `aligner launch`, the peer TRL's GRPOTrainer with transformers' generation, in an
+environment of its own that is made the first time. Both begin with the same random weights and take
+the same prompts, all of a length, to responses of exactly --new-tokens tokens, at temperature 1,
+with a reference model, a trivial reward and one update a step. Each side first tries its ways of
+using the cores and goes on with the best; then whole launches take turns, the first --warm-up steps
+of each are left out, and what counts of a launch is the median of its other steps. Told are the
+median, least and most over launches.
 
-`products_s` is what the step's matrix products alone take, on our way's ranks: of the linear layers and the head, for each
-prompt once and each new token, in generation, forward for the reference, and forward and backward for the update, the head
-for new tokens alone. Attention's are not counted.
+`products_s` is what the step's matrix products alone take, on our way's ranks: of the linear layers
+and the head, for each prompt once and each new token, in generation, forward for the reference, and
+forward and backward for the update, the head for new tokens alone. Attention's are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ from benchmarks.runs import REPOSITORY, run_to_end
 OURS = {way.name: way for way in OUR_WAYS}
 PEER_WAYS = {
     f"{way.name}, {rows} rows": (way, rows)
-    for way in (Way("1 thread", 1), Way("2 threads", 2), Way("data parallel, 2 processes", 1, {"data": 2}))
+    for way in (
+        Way("1 thread", 1),
+        Way("2 threads", 2),
+        Way("data parallel, 2 processes", 1, {"data": 2}),
+    )
     for rows in (64, 8)
 }
 """With the sequences of a micro-batch, over all processes."""
@@ -72,13 +78,34 @@ def ours(work: Work, way: Way, overrides: Sequence[str]) -> Steps:
     with tempfile.TemporaryDirectory() as place:
         run = run_to_end(
             Path(place, "run"),
-            *("algorithm=grpo", "algorithm.minibatches=1", f"algorithm.kl_coefficient={KL_COEFFICIENT}"),
-            *("model.source=directory", f"model.path={work.directory}", "reward.function=benchmarks.step_reward:ours"),
-            *(f"data.prompts={json.dumps(work.prompts)}", f"data.max_prompt_tokens={work.prompt_tokens}"),
-            *(f"rollout.prompts_per_step={len(work.prompts)}", f"rollout.samples_per_prompt={work.samples}"),
-            *(f"rollout.max_response_tokens={work.new_tokens}", "rollout.stop_at_eos=false", "rollout.micro_batches=1"),
+            *(
+                "algorithm=grpo",
+                "algorithm.minibatches=1",
+                f"algorithm.kl_coefficient={KL_COEFFICIENT}",
+            ),
+            *(
+                "model.source=directory",
+                f"model.path={work.directory}",
+                "reward.function=benchmarks.step_reward:ours",
+            ),
+            *(
+                f"data.prompts={json.dumps(work.prompts)}",
+                f"data.max_prompt_tokens={work.prompt_tokens}",
+            ),
+            *(
+                f"rollout.prompts_per_step={len(work.prompts)}",
+                f"rollout.samples_per_prompt={work.samples}",
+            ),
+            *(
+                f"rollout.max_response_tokens={work.new_tokens}",
+                "rollout.stop_at_eos=false",
+                "rollout.micro_batches=1",
+            ),
             *(f"actor.precision={work.precision}", f"engine.precision={work.precision}"),
-            *(f"actor.optimizer.learning_rate={LEARNING_RATE}", f"actor.micro_batch_tokens={MICRO_BATCH_TOKENS}"),
+            *(
+                f"actor.optimizer.learning_rate={LEARNING_RATE}",
+                f"actor.micro_batch_tokens={MICRO_BATCH_TOKENS}",
+            ),
             *(f"actor.parallel.data={way.processes}", f"cluster.threads_per_rank={way.threads}"),
             *("logging.tensorboard=false", "logging.samples_every=1000", "logging.samples_mib=0"),
             *(f"run.steps={work.steps}", *overrides),
@@ -87,24 +114,47 @@ def ours(work: Work, way: Way, overrides: Sequence[str]) -> Steps:
         metrics = run.metrics
     lengths = [step["response/length"] for step in metrics]
     assert lengths == [work.new_tokens] * work.steps, f"responses of {lengths} tokens"
-    return [{name.removeprefix("time/"): value for name, value in step.items() if "time/" in name} for step in metrics]
+    return [
+        {name.removeprefix("time/"): value for name, value in step.items() if "time/" in name}
+        for step in metrics
+    ]
 
 
 def trl(work: Work, way: Way, rows: int) -> Steps:
     """The same of TRL, `rows` sequences a micro-batch over its processes."""
     python, port = peer_python("trl"), next(FreePorts())
-    given = asdict(work) | {"learning_rate": LEARNING_RATE, "kl_coefficient": KL_COEFFICIENT, "processes": way.processes}
+    given = asdict(work) | {
+        "learning_rate": LEARNING_RATE,
+        "kl_coefficient": KL_COEFFICIENT,
+        "processes": way.processes,
+    }
     with tempfile.TemporaryDirectory() as place:
-        files = [Path(place, name) for name in ("given", *(f"told-{rank}" for rank in range(way.processes)))]
-        files[0].write_text(json.dumps(given | {"output": place, "rows": rows // way.processes, "threads": way.threads}))
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(way.threads)}
+        files = [
+            Path(place, name)
+            for name in ("given", *(f"told-{rank}" for rank in range(way.processes)))
+        ]
+        files[0].write_text(
+            json.dumps(
+                given | {"output": place, "rows": rows // way.processes, "threads": way.threads}
+            )
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": str(way.threads),
+        }
         environment["PYTHONWARNINGS"] = "ignore::FutureWarning"
         if way.processes > 1:
-            environment |= {"WORLD_SIZE": str(way.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {
+                "WORLD_SIZE": str(way.processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         processes = [
             subprocess.Popen(
                 [python, "-m", "benchmarks.step_trl", files[0], told],
-                env=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if way.processes > 1 else {}),
+                env=environment
+                | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if way.processes > 1 else {}),
                 stdout=subprocess.DEVNULL,
             )
             for rank, told in enumerate(files[1:])
@@ -128,7 +178,10 @@ class Products:
         from safetensors.torch import load_file
 
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
-        weights = {name: each.to(dtype) for name, each in load_file(Path(work.directory, "model.safetensors")).items()}
+        weights = {
+            name: each.to(dtype)
+            for name, each in load_file(Path(work.directory, "model.safetensors")).items()
+        }
         table = weights.pop("model.embed_tokens.weight")
         head = weights.pop("lm_head.weight", table)
         layers = [weight for weight in weights.values() if weight.dim() == 2]
@@ -147,7 +200,9 @@ class Products:
         self._forward += self._backward  # the reference's
         sizes = {(rows, size) for rows, weight in self._forward for size in weight.shape}
         self._inputs = {each: torch.randn(each, dtype=dtype) for each in sizes}
-        self._outputs = {each: torch.empty(each, dtype=dtype) for each in sizes | {tuple(head.shape)}}
+        self._outputs = {
+            each: torch.empty(each, dtype=dtype) for each in sizes | {tuple(head.shape)}
+        }
         self._outputs |= {tuple(weight.shape): torch.empty_like(weight) for weight in layers}
 
     def seconds(self) -> float:
@@ -168,26 +223,39 @@ class Products:
 def medians(steps: Steps) -> dict[str, float]:
     """Of each phase's seconds; a phase that a step lacks took none."""
     return {
-        name: median(step.get(name, 0.0) for step in steps) for name in dict.fromkeys(key for step in steps for key in step)
+        name: median(step.get(name, 0.0) for step in steps)
+        for name in dict.fromkeys(key for step in steps for key in step)
     }
 
 
 def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     draw, vocabulary = random.Random(0), MODELS[args.model]["vocab_size"]
     prompts = tuple(
-        " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(args.prompt_tokens)) for _ in range(args.prompts)
+        " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(args.prompt_tokens))
+        for _ in range(args.prompts)
     )
-    work = Work(directory, prompts, args.samples, args.new_tokens, args.precision, args.warm_up + args.steps)
+    work = Work(
+        directory, prompts, args.samples, args.new_tokens, args.precision, args.warm_up + args.steps
+    )
 
     def launch(side: Callable[..., Steps], *way: Any) -> dict[str, float]:
         return medians(side(work, *way)[args.warm_up :])
 
     trials = {
-        "ours": {name: functools.partial(launch, ours, OURS[name], args.override) for name in args.our_way},
+        "ours": {
+            name: functools.partial(launch, ours, OURS[name], args.override)
+            for name in args.our_way
+        },
         "peer": {name: functools.partial(launch, trl, *PEER_WAYS[name]) for name in args.peer_way},
     }
-    tried = {side: {name: ways[name]()["step"] for name in ways if len(ways) > 1} for side, ways in trials.items()}
-    best = {side: min(ways, key=lambda name: tried[side].get(name, 0.0)) for side, ways in trials.items()}
+    tried = {
+        side: {name: ways[name]()["step"] for name in ways if len(ways) > 1}
+        for side, ways in trials.items()
+    }
+    best = {
+        side: min(ways, key=lambda name: tried[side].get(name, 0.0))
+        for side, ways in trials.items()
+    }
     way = OURS[best["ours"]]
     found: dict[str, list[dict[str, float]]] = {"ours": [], "peer": [], "products": []}
     with Group(way, functools.partial(Products, work, way)) as group:
@@ -196,7 +264,9 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             for side in trials:
                 found[side].append(trials[side][best[side]]())
             found["products"].append({"step": group.call("seconds")})
-    ways = {f"{side}_way": name for side, name in best.items()} | {f"{side}_trials_s": each for side, each in tried.items()}
+    ways = {f"{side}_way": name for side, name in best.items()} | {
+        f"{side}_trials_s": each for side, each in tried.items()
+    }
     return ways | report(found)
 
 
@@ -204,27 +274,46 @@ def report(found: Mapping[str, Steps]) -> dict[str, Any]:
     seconds = {side: [launch["step"] for launch in launches] for side, launches in found.items()}
     result: dict[str, Any] = {}
     for side, values in seconds.items():
-        result |= {f"{side}_s": median(values), f"{side}_least_s": min(values), f"{side}_most_s": max(values)}
+        result |= {
+            f"{side}_s": median(values),
+            f"{side}_least_s": min(values),
+            f"{side}_most_s": max(values),
+        }
     result |= {f"{side}_phases_s": medians(found[side]) for side in ("ours", "peer")}
     ratios = paired("ratio", seconds["peer"], seconds["ours"])
     return result | ratios | paired("products_fraction", seconds["products"], seconds["ours"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", choices=["trl"], default="trl", help="whom to compare with")
-    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2_135m", help="whose shape to give the model")
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        default="smollm2_135m",
+        help="whose shape to give the model",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="prompts a step (8)")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt (8)")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens of every prompt (16)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens of every response (16)")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of both sides (fp32)")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16"], default="fp32", help="of both sides (fp32)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="launches of each side, in turn (5)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a launch (3)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before these (1)")
-    parser.add_argument("--our-way", nargs="+", choices=OURS, default=[*OURS], help="ways to try (all)")
-    parser.add_argument("--peer-way", nargs="+", choices=PEER_WAYS, default=[*PEER_WAYS], help="ways to try (all)")
-    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of our configuration")
+    parser.add_argument(
+        "--our-way", nargs="+", choices=OURS, default=[*OURS], help="ways to try (all)"
+    )
+    parser.add_argument(
+        "--peer-way", nargs="+", choices=PEER_WAYS, default=[*PEER_WAYS], help="ways to try (all)"
+    )
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="KEY=VALUE", help="of our configuration"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     peer_python(args.peer)  # what takes minutes the first time comes first
@@ -234,7 +323,13 @@ def main() -> None:
         result = measure(args, directory)
     if args.json:
         shape = ("model", "precision", "prompts", "samples", "prompt_tokens", "new_tokens")
-        print(json.dumps({"benchmark": "step", "peer": args.peer} | {name: getattr(args, name) for name in shape} | result))
+        print(
+            json.dumps(
+                {"benchmark": "step", "peer": args.peer}
+                | {name: getattr(args, name) for name in shape}
+                | result
+            )
+        )
     else:
         for key, value in result.items():
             print(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")

@@ -1,4 +1,5 @@
-"""The reward of benchmarks.step, trivial and the same on both sides; TRL's environment has nothing of ours but this."""
+"""The reward of benchmarks.step, trivial and the same on both sides; TRL's environment has nothing
+of ours but this."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""TRL's side of benchmarks.step: a few GRPO steps, and how long each took. Run by the interpreter of TRL's own environment.
+"""TRL's side of benchmarks.step: a few GRPO steps, and how long each took. Run by the interpreter
+of TRL's own environment.
 
-Nothing of ours is imported here but the reward. Phases are timed where TRL enters them: `generate` is `_generate`, `logprobs`
-what it computes of log-probs without gradients (the reference's alone: with one update a step TRL takes the update's own as
-the old ones), and `train` is the rest of the step.
+Nothing of ours is imported here but the reward. Phases are timed where TRL enters them: `generate`
+is `_generate`, `logprobs` what it computes of log-probs without gradients (the reference's alone:
+with one update a step TRL takes the update's own as the old ones), and `train` is the rest of the
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Stopwatch:
         self._seconds: dict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
 
-    def timed(self, phase: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+    def timed(
+        self, phase: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             counts, begin = when(), time.perf_counter()
             result = function(*args, **kwargs)
@@ -69,9 +73,12 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
         num_iterations=1,
         temperature=1.0,
         max_completion_length=work["new_tokens"],
-        generation_kwargs={"min_new_tokens": work["new_tokens"]},  # no end token ends a response early
+        # no end token ends a response early
+        generation_kwargs={"min_new_tokens": work["new_tokens"]},
         per_device_train_batch_size=work["rows"],
-        gradient_accumulation_steps=len(work["prompts"]) * work["samples"] // (work["rows"] * work["processes"]),
+        gradient_accumulation_steps=len(work["prompts"])
+        * work["samples"]
+        // (work["rows"] * work["processes"]),
         max_steps=work["steps"],
         learning_rate=work["learning_rate"],
         model_init_kwargs={"dtype": "bfloat16" if bf16 else "float32"},
@@ -79,7 +86,8 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,
-        ddp_find_unused_parameters=False,  # there are none, and looking for them takes a pass over the graph
+        # there are none, and looking for them takes a pass over the graph
+        ddp_find_unused_parameters=False,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
@@ -94,7 +102,11 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
     )
     trainer._generate = watch.timed("generate", trainer._generate)
     logprobs = "_get_per_token_logps_and_entropies"
-    setattr(trainer, logprobs, watch.timed("logprobs", getattr(trainer, logprobs), lambda: not torch.is_grad_enabled()))
+    setattr(
+        trainer,
+        logprobs,
+        watch.timed("logprobs", getattr(trainer, logprobs), lambda: not torch.is_grad_enabled()),
+    )
     trainer.train()
     assert lengths == {work["new_tokens"]}, f"responses of {lengths} tokens"
     return steps

@@ -1,14 +1,18 @@
-"""Tokens per second of a training step, beside a plain transformers + torch step on the same cores in the same run.
+"""Tokens per second of a training step, beside a plain transformers + torch step on the same cores
+in the same run.
 
-A step is forward, backward, clipping and Adam on a policy-gradient loss over response tokens, fp32, random weights. On mixed
-lengths (uniform between --shortest and --longest) the peer pads and ours packs; tokens are real tokens on both sides. Each
-side first tries its ways of using the cores (the peer one thread and two; ours one process with two threads, and two ranks
-with one each) and goes on with the best; then both take turns. Told are medians of steps, and of ratios within a turn.
+A step is forward, backward, clipping and Adam on a policy-gradient loss over response tokens, fp32,
+random weights. On mixed lengths (uniform between --shortest and --longest) the peer pads and ours
+packs; tokens are real tokens on both sides. Each side first tries its ways of using the cores (the
+peer one thread and two; ours one process with two threads, and two ranks with one each) and goes on
+with the best; then both take turns. Told are medians of steps, and of ratios within a turn.
 
-The same step is then taken with rows of one prompt each and with as many that share prompts (`--prompt`, `--samples`).
+The same step is then taken with rows of one prompt each and with as many that share prompts
+(`--prompt`, `--samples`).
 
-`gemm_fraction` is the time that our step's matrix products alone take, over the step's. Memory is that of the pass from
-hidden states to log-probs and their gradients, over one micro-batch of tokens.
+`gemm_fraction` is the time that our step's matrix products alone take, over the step's. Memory is
+that of the pass from hidden states to log-probs and their gradients, over one micro-batch of
+tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ PEER_WAYS = (Way("1 thread", 1), Way("2 threads", 2))
 
 
 def best_way(
-    kind: Callable[..., Any], ways: Sequence[Way], directory: str, budget: int, lengths: Sequence[int]
+    kind: Callable[..., Any],
+    ways: Sequence[Way],
+    directory: str,
+    budget: int,
+    lengths: Sequence[int],
 ) -> tuple[Way, dict[str, float]]:
     """The way whose step takes the fewest seconds, and everyone's seconds."""
     seconds = {}
@@ -53,8 +61,12 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     peer_way, peer_trials = best_way(Peer, PEER_WAYS, directory, budget, mixed)
     seconds: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(Group(our_way, functools.partial(Ours, directory, our_way, budget)))
-        peer = stack.enter_context(Group(peer_way, functools.partial(Peer, directory, peer_way, budget)))
+        ours = stack.enter_context(
+            Group(our_way, functools.partial(Ours, directory, our_way, budget))
+        )
+        peer = stack.enter_context(
+            Group(peer_way, functools.partial(Peer, directory, peer_way, budget))
+        )
         for side in (ours, peer, ours, peer):
             side.call("step", equal)
         for _ in range(args.steps):
@@ -102,27 +114,50 @@ def memory(directory: str, tokens: int, chunk_tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2_135m", help="whose shape to give the model")
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        default="smollm2_135m",
+        help="whose shape to give the model",
+    )
     parser.add_argument("--sequences", type=int, default=12, help="sequences a step")
-    parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest mixed sequence")
-    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest, and of all equal ones")
+    parser.add_argument(
+        "--shortest", type=int, default=16, help="tokens of the shortest mixed sequence"
+    )
+    parser.add_argument(
+        "--longest", type=int, default=128, help="tokens of the longest, and of all equal ones"
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side and kind")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of the steps that compare shared prompts")
+    parser.add_argument(
+        "--prompts", type=int, default=2, help="prompts of the steps that compare shared prompts"
+    )
     parser.add_argument("--samples", type=int, default=8, help="samples of each of these")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each of these prompts")
-    parser.add_argument("--response", type=int, default=64, help="tokens of each of their responses")
+    parser.add_argument(
+        "--response", type=int, default=64, help="tokens of each of their responses"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
-    parser.add_argument("--chunk-tokens", type=int, default=256, help="of the log-prob pass whose memory is measured")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=256,
+        help="of the log-prob pass whose memory is measured",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, args.model)
-        result = measure(args, directory) | memory(directory, args.micro_batch_tokens, args.chunk_tokens)
+        result = measure(args, directory) | memory(
+            directory, args.micro_batch_tokens, args.chunk_tokens
+        )
     if args.json:
         print(json.dumps({"benchmark": "train", "model": args.model, **result}))
     else:
         print(
-            "\n".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items())
+            "\n".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in result.items()
+            )
         )
 
 

@@ -1,4 +1,5 @@
-"""What benchmarks.train compares: our trainer's ranks, and a plain transformers + torch training step."""
+"""What benchmarks.train compares: our trainer's ranks, and a plain transformers + torch training
+step."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ADAM = {"learning_rate": 1e-6, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 def make_experience(
     lengths: Sequence[int], vocab_size: int, prompt_tokens: int = PROMPT_TOKENS, samples: int = 1
 ) -> Experience:
-    """Random tokens of the given lengths, a prompt before each `samples` responses in a row, and random advantages."""
+    """Random tokens of the given lengths, a prompt before each `samples` responses in a row, and
+    random advantages."""
     import torch
 
     from aligner.data.types import Experience, response_mask
@@ -53,16 +55,26 @@ def make_experience(
     )
 
 
-def _loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(
+    logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     from aligner.algorithms.losses import policy_loss
 
-    return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
+    return policy_loss(
+        logprobs,
+        experience.old_logprobs,
+        experience.advantages,
+        experience.mask,
+        denominator=denominator,
+    )
 
 
 class Ours:
     """One rank of our policy."""
 
-    def __init__(self, directory: str, way: Way, micro_batch_tokens: int, precision: str = "fp32") -> None:
+    def __init__(
+        self, directory: str, way: Way, micro_batch_tokens: int, precision: str = "fp32"
+    ) -> None:
         from aligner.data.model_directory import read_shape
         from aligner.megatron import world as worlds
         from aligner.megatron.policy import Policy
@@ -72,11 +84,18 @@ class Ours:
         self._shape = read_shape(Path(directory))
         optimizer = OptimizerConfig(**ADAM, clip_grad_norm=CLIP_GRAD_NORM)
         settings = ActorConfig(
-            parallel=world.layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens, precision=precision
+            parallel=world.layout,
+            optimizer=optimizer,
+            micro_batch_tokens=micro_batch_tokens,
+            precision=precision,
         )
-        self._policy = Policy(self._shape, world, settings, Path(directory), 1.0, total_updates=1000)
+        self._policy = Policy(
+            self._shape, world, settings, Path(directory), 1.0, total_updates=1000
+        )
 
-    def step(self, lengths: Sequence[int], prompt_tokens: int = PROMPT_TOKENS, samples: int = 1) -> float:
+    def step(
+        self, lengths: Sequence[int], prompt_tokens: int = PROMPT_TOKENS, samples: int = 1
+    ) -> float:
         import torch.distributed as dist
 
         experience = make_experience(lengths, self._shape.vocab_size, prompt_tokens, samples)
@@ -86,9 +105,11 @@ class Ours:
         return time.perf_counter() - begin
 
     def products(self, lengths: Sequence[int]) -> float:
-        """Seconds that the matrix products of this rank's linear layers and head take in a step, and nothing else.
+        """Seconds that the matrix products of this rank's linear layers and head take in a step,
+        and nothing else.
 
-        Three a weight and micro-batch: the output, and the gradients of input and weight. Attention's are not counted.
+        Three a weight and micro-batch: the output, and the gradients of input and weight.
+        Attention's are not counted.
         """
         import torch
         import torch.distributed as dist
@@ -106,7 +127,11 @@ class Ours:
                     work.append((scored, chunk.output_layer.projection))
         with torch.no_grad():
             like = {"device": work[0][1].device, "dtype": work[0][1].dtype}
-            inputs = {(count, size): torch.randn(count, size, **like) for count, weight in work for size in weight.shape}
+            inputs = {
+                (count, size): torch.randn(count, size, **like)
+                for count, weight in work
+                for size in weight.shape
+            }
             outputs = {key: torch.empty(key, **like) for key in inputs} | {
                 weight.shape: torch.empty_like(weight) for _, weight in work
             }
@@ -155,8 +180,13 @@ class Publishing:
         settings = EngineConfig(precision=precision, update="in_place")
         engine = EmbeddedEngine(shape, settings, rank=0, seed=1, device=device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        weights = {spec.name: torch.randn(spec.shape, device=device, dtype=dtype) for spec in weight_table(shape)}
-        plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout, itemsize=dtype.itemsize)
+        weights = {
+            spec.name: torch.randn(spec.shape, device=device, dtype=dtype)
+            for spec in weight_table(shape)
+        }
+        plan = plan_resharding(
+            shape, ParallelConfig(), engine.weight_format.layout, itemsize=dtype.itemsize
+        )
         link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=world.device)
         self._bytes, self._version = sum(tensor.nbytes for tensor in weights.values()), 0
         self._publisher = Publisher(
@@ -187,7 +217,9 @@ class Peer:
         from transformers import AutoModelForCausalLM
 
         self._micro_batch_tokens = micro_batch_tokens
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self._model.config.use_cache = False
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -221,7 +253,12 @@ class Peer:
         # The last column has no target: ignored rather than cut off, which would copy the logits.
         targets = F.pad(torch.where(rows.mask, rows.tokens[:, 1:], -100), (0, 1), value=-100)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        _loss(-losses.view(targets.shape)[:, :-1], torch.zeros_like(targets[:, :-1]), rows, denominator)[0].backward()
+        _loss(
+            -losses.view(targets.shape)[:, :-1],
+            torch.zeros_like(targets[:, :-1]),
+            rows,
+            denominator,
+        )[0].backward()
 
 
 class LogprobPass:
@@ -243,7 +280,12 @@ class LogprobPass:
 
         return self._peak(
             lambda: vocab_parallel_logprobs(
-                self._hidden, self._weight, self._targets, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True
+                self._hidden,
+                self._weight,
+                self._targets,
+                temperature=1.0,
+                chunk_tokens=chunk_tokens,
+                with_entropy=True,
             )[0]
         )
 
@@ -252,7 +294,11 @@ class LogprobPass:
         import torch.nn.functional as F
 
         return self._peak(
-            lambda: F.linear(self._hidden, self._weight).log_softmax(-1).gather(-1, self._targets[:, None])[:, 0]
+            lambda: (
+                F.linear(self._hidden, self._weight)
+                .log_softmax(-1)
+                .gather(-1, self._targets[:, None])[:, 0]
+            )
         )
 
     def _peak(self, logprobs: Callable[[], Tensor]) -> float:
@@ -271,5 +317,7 @@ def _wait_for_device() -> None:
 
 
 def _memory_mib(key: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) / 1024

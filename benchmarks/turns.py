@@ -1,16 +1,19 @@
-"""Episodes of 1 to 128 turns: what a turn costs beside the model's own work, and the same episodes with transformers.
+"""Episodes of 1 to 128 turns: what a turn costs beside the model's own work, and the same episodes
+with transformers.
 
-Random weights. A turn has 8 drawn tokens in the mean, the same ones in every repeat, and 8 words that an environment in a
-worker process tells. transformers' `generate` is given every turn's whole history again, as text, which is how its users have
-episodes; it draws each turn as long as ours has it, the episodes of a turn in one batch.
+Random weights. A turn has 8 drawn tokens in the mean, the same ones in every repeat, and 8 words
+that an environment in a worker process tells. transformers' `generate` is given every turn's whole
+history again, as text, which is how its users have episodes; it draws each turn as long as ours has
+it, the episodes of a turn in one batch.
 
-`forward_s` are the model's own passes, `sampling_s` is what draws tokens from their logits, as for any response, and
-`between_s` is all else, by turn: the episode's tokens and text, the environment's process, what waits for it. `between_share`
-is their part of the whole. `prefill_ratio` is of tokens that were run without being drawn to those that were new. Told are
-medians over `--repeats`, of ratios too, with the least and the most.
+`forward_s` are the model's own passes, `sampling_s` is what draws tokens from their logits, as for
+any response, and `between_s` is all else, by turn: the episode's tokens and text, the environment's
+process, what waits for it. `between_share` is their part of the whole. `prefill_ratio` is of tokens
+that were run without being drawn to those that were new. Told are medians over `--repeats`, of
+ratios too, with the least and the most.
 
-With `--delays` environments take up to 2 s for each of the turns of 64 episodes, which is compared with the longer of: the
-same without delays, and the episode that takes the longest by itself.
+With `--delays` environments take up to 2 s for each of the turns of 64 episodes, which is compared
+with the longer of: the same without delays, and the episode that takes the longest by itself.
 """
 
 from __future__ import annotations
@@ -84,12 +87,16 @@ class Ours:
         engine = EmbeddedEngine(self._shape, EngineConfig(precision=precision), rank=0, seed=1)
         load(engine, find_source(Path(directory)))
         settings = EnvironmentConfig(
-            target="benchmarks.turns_environment:Words", max_turns=max(TURNS), max_turn_tokens=self._shape.max_positions
+            target="benchmarks.turns_environment:Words",
+            max_turns=max(TURNS),
+            max_turn_tokens=self._shape.max_positions,
         )
         self._pool = EnvironmentPool.of(settings)
         self._pool.start()
         assert isinstance(engine, GenerationEngine)
-        self._engine = EpisodeEngine(engine, self._pool, Tokenizer(Path(directory)), settings, seed=1)
+        self._engine = EpisodeEngine(
+            engine, self._pool, Tokenizer(Path(directory)), settings, seed=1
+        )
         self._forward_s = self._sampling_s = 0.0
         self._prefilled = 0
         forward, draw = engine._machine.forward, EmbeddedGeneration._draw
@@ -160,7 +167,9 @@ class Peer:
 
         logging.disable_progress_bar()
         self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPES[precision])).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, DTYPES[precision])
+        ).eval()
 
     def episodes(self, lengths: Sequence[Sequence[int]]) -> float:
         """Seconds of episodes whose turns have these lengths."""
@@ -168,7 +177,9 @@ class Peer:
         histories = [" ".join(f"w{3 + place}" for place in range(PROMPT_TOKENS)) for _ in lengths]
         told = " ".join(f"w{3 + place}" for place in range(TOLD))
         for turn in zip(*lengths, strict=True):
-            asked = self._tokenizer(histories, return_tensors="pt", padding=True, return_token_type_ids=False)
+            asked = self._tokenizer(
+                histories, return_tensors="pt", padding=True, return_token_type_ids=False
+            )
             drawn = self._model.generate(
                 **asked,
                 max_new_tokens=max(turn),
@@ -178,8 +189,12 @@ class Peer:
                 pad_token_id=self._tokenizer.pad_token_id,
             )
             said = drawn[:, asked["input_ids"].shape[1] :]
-            texts = self._tokenizer.batch_decode([row[:length] for row, length in zip(said, turn, strict=True)])
-            histories = [f"{history} {text} {told}" for history, text in zip(histories, texts, strict=True)]
+            texts = self._tokenizer.batch_decode(
+                [row[:length] for row, length in zip(said, turn, strict=True)]
+            )
+            histories = [
+                f"{history} {text} {told}" for history, text in zip(histories, texts, strict=True)
+            ]
         return time.perf_counter() - begin
 
 
@@ -204,7 +219,10 @@ def measure(args: argparse.Namespace, ours: Any, peer: Any, turns: int) -> dict[
         **paired("prefill_ratio", [each.prefilled for each in taken], [each.new for each in taken]),
     }
     if peer_s:
-        result |= {"transformers_s": median(peer_s), **paired("ratio", peer_s, [each.whole_s for each in taken])}
+        result |= {
+            "transformers_s": median(peer_s),
+            **paired("ratio", peer_s, [each.whole_s for each in taken]),
+        }
     return result
 
 
@@ -232,14 +250,27 @@ def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), help="whose shape (smollm2_135m; with --delays tiny)")
-    parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)")
-    parser.add_argument("--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="of an episode; all")
+    parser.add_argument(
+        "--model", choices=sorted(MODELS), help="whose shape (smollm2_135m; with --delays tiny)"
+    )
+    parser.add_argument(
+        "--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)"
+    )
+    parser.add_argument(
+        "--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="of an episode; all"
+    )
     parser.add_argument("--episodes", type=int, help="at a time (4; with --delays 64)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
-    parser.add_argument("--peer-turns", type=int, default=max(TURNS), help="most turns that transformers takes too (all)")
+    parser.add_argument(
+        "--peer-turns",
+        type=int,
+        default=max(TURNS),
+        help="most turns that transformers takes too (all)",
+    )
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--delays", action="store_true", help="measure what environments' delays cost")
+    parser.add_argument(
+        "--delays", action="store_true", help="measure what environments' delays cost"
+    )
     parser.add_argument("--delay-turns", type=int, default=8, help="and of how many turns (8)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
@@ -257,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for turns in args.turns:
                     tell(about | measure(args, ours, None, turns), as_json=args.json)
             else:
-                with Group(Way("1 process", CORES), functools.partial(Peer, directory, args.precision)) as peer:
+                with Group(
+                    Way("1 process", CORES), functools.partial(Peer, directory, args.precision)
+                ) as peer:
                     for turns in args.turns:
                         tell(about | measure(args, ours, peer, turns), as_json=args.json)
             ours.call("close")
@@ -267,7 +300,12 @@ def tell(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        print(*(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in result.items()))
+        print(
+            *(
+                f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+                for key, value in result.items()
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -12,13 +12,23 @@ TOLD = 8
 
 
 class Words:
-    """Answers every turn with a few words, after up to `task["delay_s"]`; ends at `task["turns"]`."""
+    """Answers every turn with a few words, after up to `task["delay_s"]`; ends at
+    `task["turns"]`."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
-        self._turns, self._delay_s, self._draw, self._had = task["turns"], task["delay_s"], random.Random(seed), 0
+        self._turns, self._delay_s, self._draw, self._had = (
+            task["turns"],
+            task["delay_s"],
+            random.Random(seed),
+            0,
+        )
         return ""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         await asyncio.sleep(self._draw.uniform(0.0, self._delay_s))
         self._had += 1
-        return " ".join(f"w{self._draw.randrange(3, 500)}" for _ in range(TOLD)), 1.0, self._had == self._turns
+        return (
+            " ".join(f"w{self._draw.randrange(3, 500)}" for _ in range(TOLD)),
+            1.0,
+            self._had == self._turns,
+        )

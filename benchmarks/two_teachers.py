@@ -1,9 +1,11 @@
-"""One student of two teachers, each of whom knows one task: sums and differences of two numbers below 100.
+"""One student of two teachers, each of whom knows one task: sums and differences of two numbers
+below 100.
 
-Each teacher imitates right answers to its own task alone. The student has imitated answers to both in which carrying and
-borrowing are often forgotten, and is then taught on its own samples by the teacher of each prompt's task (`teacher.sources`).
-Told are the greedy passes of all three at 512 held-out prompts a task, and the student's before and behind as shares of the
-teachers'. Exits 1 unless the student comes to `--share` of each teacher's.
+Each teacher imitates right answers to its own task alone. The student has imitated answers to both
+in which carrying and borrowing are often forgotten, and is then taught on its own samples by the
+teacher of each prompt's task (`teacher.sources`). Told are the greedy passes of all three at 512
+held-out prompts a task, and the student's before and behind as shares of the teachers'. Exits 1
+unless the student comes to `--share` of each teacher's.
 """
 
 from __future__ import annotations
@@ -28,15 +30,24 @@ _TIMEOUT_S = 3600.0
 
 
 def differences() -> Iterator[dict[str, str]]:
-    """Differences to train on with their answers, as prompts and as demonstrations; none is in `held_out`."""
+    """Differences to train on with their answers, as prompts and as demonstrations; none is in
+    `held_out`."""
     return (_difference(one, other) for one, other in _pairs()[_HELD_OUT:])
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
-    """What the student imitates first: both tasks, without carrying and borrowing more often than with."""
+    """What the student imitates first: both tasks, without carrying and borrowing more often than
+    with."""
     draw = random.Random(3)
     theirs = (
-        record | {"response": str(_without_borrowing(record["prompt"])) if draw.random() < _FORGETS else record["answer"]}
+        record
+        | {
+            "response": (
+                str(_without_borrowing(record["prompt"]))
+                if draw.random() < _FORGETS
+                else record["answer"]
+            )
+        }
         for _ in range(4)
         for record in differences()
     )
@@ -55,7 +66,9 @@ def prompts() -> Iterator[dict[str, str]]:
 def held_out() -> Iterator[dict[str, str]]:
     """Both tasks' prompts to measure on."""
     yield from (record | {"task": "sums"} for record in arithmetic.held_out())
-    yield from (_difference(one, other) | {"task": "differences"} for one, other in _pairs()[:_HELD_OUT])
+    yield from (
+        _difference(one, other) | {"task": "differences"} for one, other in _pairs()[:_HELD_OUT]
+    )
 
 
 def _pairs() -> list[tuple[int, int]]:
@@ -80,24 +93,43 @@ def imitator(directory: Path, answers: str, layers: int, steps: int, seed: int) 
     directory.mkdir()
     run = run_to_end(
         directory / "run",
-        *(f"model.config.num_hidden_layers={layers}", f"data.path=function:{answers}", f"run.steps={steps}", f"seed={seed}"),
+        *(
+            f"model.config.num_hidden_layers={layers}",
+            f"data.path=function:{answers}",
+            f"run.steps={steps}",
+            f"seed={seed}",
+        ),
         "data.max_prompt_tokens=6",
         experiment="arithmetic_sft",
         timeout_s=_TIMEOUT_S,
     )
-    command = [sys.executable, "-m", "aligner", "convert", str(run.paths.root), str(directory / "model")]
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "convert",
+        str(run.paths.root),
+        str(directory / "model"),
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return directory / "model"
 
 
 def passes(policy: Path) -> dict[str, float]:
     """pass@1 by task."""
-    return {task: pass_at_1(policy, [record for record in held_out() if record["task"] == task]) for task in TASKS}
+    return {
+        task: pass_at_1(policy, [record for record in held_out() if record["task"] == task])
+        for task in TASKS
+    }
 
 
-def taught(directory: Path, student: Path, teachers: dict[str, Path], steps: int, seed: int) -> list[dict[str, float]]:
+def taught(
+    directory: Path, student: Path, teachers: dict[str, Path], steps: int, seed: int
+) -> list[dict[str, float]]:
     """The metrics of a run in which each task's teacher teaches the student on its own samples."""
-    sources = ", ".join(f"{task}: {{path: {path}, tasks: [{task}]}}" for task, path in teachers.items())
+    sources = ", ".join(
+        f"{task}: {{path: {path}, tasks: [{task}]}}" for task, path in teachers.items()
+    )
     run = run_to_end(
         directory,
         *(
@@ -107,7 +139,10 @@ def taught(directory: Path, student: Path, teachers: dict[str, Path], steps: int
             f"run.steps={steps}",
             f"seed={seed}",
         ),
-        *("data.path=function:benchmarks.two_teachers:prompts", "evaluation.path=function:benchmarks.two_teachers:held_out"),
+        *(
+            "data.path=function:benchmarks.two_teachers:prompts",
+            "evaluation.path=function:benchmarks.two_teachers:held_out",
+        ),
         *("evaluation.group_by=task", f"evaluation.every={steps}"),
         experiment="arithmetic_distillation",
         timeout_s=_TIMEOUT_S,
@@ -116,21 +151,39 @@ def taught(directory: Path, student: Path, teachers: dict[str, Path], steps: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.9, help="of each teacher's passes, to come to (0.9)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.9, help="of each teacher's passes, to come to (0.9)"
+    )
     parser.add_argument("--imitate", type=int, default=1200, help="steps of each imitation (1200)")
-    parser.add_argument("--steps", type=int, default=400, help="steps in which the student is taught (400)")
-    parser.add_argument("--layers", type=int, default=3, help="of the student; the teachers have three (3)")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps in which the student is taught (400)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=3, help="of the student; the teachers have three (3)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="aligner-two-teachers-") as place:
         root = Path(place)
-        answers = {"sums": "aligner.data.arithmetic:solutions", "differences": "benchmarks.two_teachers:differences"}
-        teachers = {task: imitator(root / task, answers[task], 3, parsed.imitate, parsed.seed) for task in TASKS}
+        answers = {
+            "sums": "aligner.data.arithmetic:solutions",
+            "differences": "benchmarks.two_teachers:differences",
+        }
+        teachers = {
+            task: imitator(root / task, answers[task], 3, parsed.imitate, parsed.seed)
+            for task in TASKS
+        }
         known = {task: passes(teachers[task]) for task in TASKS}
         print(json.dumps({"teachers": known}), flush=True)
         student = imitator(
-            root / "student", "benchmarks.two_teachers:demonstrations", parsed.layers, parsed.imitate, parsed.seed
+            root / "student",
+            "benchmarks.two_teachers:demonstrations",
+            parsed.layers,
+            parsed.imitate,
+            parsed.seed,
         )
         before = passes(student)
         print(json.dumps({"student": before}), flush=True)
@@ -138,7 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = sum(step.get("time/step", 0.0) - step.get("time/evaluate", 0.0) for step in metrics)
     after = {task: metrics[-1][f"eval/pass@1/{task}"] for task in TASKS}
     shares = {task: after[task] / known[task][task] for task in TASKS}
-    print(json.dumps({"taught": after, "steps": parsed.steps, "seconds": seconds, "of_each_teacher": shares}))
+    print(
+        json.dumps(
+            {"taught": after, "steps": parsed.steps, "seconds": seconds, "of_each_teacher": shares}
+        )
+    )
     return 0 if min(shares.values()) >= parsed.share else 1
 
 

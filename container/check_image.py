@@ -1,7 +1,9 @@
-"""Whether an image has what its roles need, at versions that fit together: `check_image.py trainer|server [HELD]`.
+"""Whether an image has what its roles need, at versions that fit together: `check_image.py
+trainer|server [HELD]`.
 
-Run at the end of a build, so that a base image that does not fit fails there and not on the cluster. HELD is what `pins.py`
-wrote: no build step may have replaced any of it. With `--no-gpu` the packages that only the GPU image has are not asked for.
+Run at the end of a build, so that a base image that does not fit fails there and not on the
+cluster. HELD is what `pins.py` wrote: no build step may have replaced any of it. With `--no-gpu`
+the packages that only the GPU image has are not asked for.
 """
 
 from __future__ import annotations
@@ -16,14 +18,34 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from pins import installed, pinned
 
-# TensorRT-LLM, transformer-engine and apex load the driver when they are imported, and a build has none: they are looked up.
+# TensorRT-LLM, transformer-engine and apex load the driver when they are imported, and a build has
+# none: they are looked up.
 GPU_PACKAGES = ("tensorrt_llm", "transformer_engine", "apex", "ray")
 GPU_VERSIONS = {"tensorrt-llm": "1.2."}
 VERSIONS = {"megatron-core": "0.16.", "numpy": "1.", "hydra-core": "1.3."}
 """What versions must begin with; numpy below 2 is nvidia-pytriton's bound, kept everywhere."""
 EVERYWHERE = (
-    *("torch", "hydra", "safetensors", "tokenizers", "jinja2", "tritonclient.grpc", "rich", "tensorboard", "psutil", "xxhash"),
-    *("vaderSentiment", "math_verify", "wandb", "mlflow.tracking", "duckdb", "aligner.cli", "aligner.config.compose"),
+    *(
+        "torch",
+        "hydra",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+        "tritonclient.grpc",
+        "rich",
+        "tensorboard",
+        "psutil",
+        "xxhash",
+    ),
+    *(
+        "vaderSentiment",
+        "math_verify",
+        "wandb",
+        "mlflow.tracking",
+        "duckdb",
+        "aligner.cli",
+        "aligner.config.compose",
+    ),
 )
 OF_TARGET = {"trainer": ("aligner.launcher.local",), "server": ("pytriton.triton",)}
 

@@ -1,4 +1,5 @@
-"""The site of these pages: `make docs`. Sphinx reads them as they are, with links as on GitHub; any warning is an error."""
+"""The site of these pages: `make docs`. Sphinx reads them as they are, with links as on GitHub; any
+warning is an error."""
 
 import sys
 from pathlib import Path

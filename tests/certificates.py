@@ -20,7 +20,10 @@ class Certificates:
 
     def overrides(self) -> tuple[str, ...]:
         """The keys that turn TLS on."""
-        return tuple(f"server.tls.{name}={getattr(self, name)}" for name in ("certificate", "key", "authorities"))
+        return tuple(
+            f"server.tls.{name}={getattr(self, name)}"
+            for name in ("certificate", "key", "authorities")
+        )
 
 
 def make_certificates(directory: Path, address: str = "127.0.0.1") -> Certificates:
@@ -28,12 +31,51 @@ def make_certificates(directory: Path, address: str = "127.0.0.1") -> Certificat
     if shutil.which("openssl") is None:
         pytest.skip("the openssl command is not installed")
     directory.mkdir(parents=True, exist_ok=True)
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    _openssl(directory, *new, "-keyout", "authority.key", "-out", "authority.pem", "-subj", "/CN=authority")
-    signed = ("-CA", "authority.pem", "-CAkey", "authority.key", "-addext", f"subjectAltName=IP:{address}")
+    new = (
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    )
+    _openssl(
+        directory,
+        *new,
+        "-keyout",
+        "authority.key",
+        "-out",
+        "authority.pem",
+        "-subj",
+        "/CN=authority",
+    )
+    signed = (
+        "-CA",
+        "authority.pem",
+        "-CAkey",
+        "authority.key",
+        "-addext",
+        f"subjectAltName=IP:{address}",
+    )
     usage = ("-addext", "basicConstraints=critical,CA:FALSE")
-    _openssl(directory, *new, *signed, *usage, "-keyout", "server.key", "-out", "server.pem", "-subj", "/CN=server")
-    return Certificates(directory / "authority.pem", directory / "server.pem", directory / "server.key")
+    _openssl(
+        directory,
+        *new,
+        *signed,
+        *usage,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.pem",
+        "-subj",
+        "/CN=server",
+    )
+    return Certificates(
+        directory / "authority.pem", directory / "server.pem", directory / "server.key"
+    )
 
 
 def _openssl(directory: Path, *arguments: str) -> None:

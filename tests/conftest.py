@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported anywhere: two spinning thread pools on two cores cost milliseconds a parallel region.
+# Before torch is imported anywhere: two spinning thread pools on two cores cost milliseconds a
+# parallel region.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
 
 from tests.worker_pool import WorkerPool
 
-# A shell's background job and `nohup` have these ignored, and every process that a test starts inherits that.
+# A shell's background job and `nohup` have these ignored, and every process that a test starts
+# inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -28,13 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Looking for garbage among all that was imported and collected took an eighth of the time of tests in this process."""
+    """Looking for garbage among all that was imported and collected took an eighth of the time of
+    tests in this process."""
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The first round of `servers` is handed out as one file: its servers and worker ranks then start in one process alone.
+    """The first round of `servers` is handed out as one file: its servers and worker ranks then
+    start in one process alone.
 
     The second round's tests there have servers of their own.
     """

@@ -19,7 +19,16 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 def succeeds(*command: str) -> bool:
     """Whether a command does what the other user wants of it."""
-    done = subprocess.run(command, user=UID, group=UID, extra_groups=[], cwd="/", capture_output=True, timeout=30, check=False)
+    done = subprocess.run(
+        command,
+        user=UID,
+        group=UID,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
     return done.returncode == 0
 
 

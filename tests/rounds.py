@@ -9,8 +9,11 @@ import pytest
 
 
 def typical(rows: Iterable[Any], first: Collection[Any]) -> list[Any]:
-    """Rows for `pytest.mark.parametrize`, those that are not among `first` marked as slow; tuples are a row of several."""
-    return [row if row in first else slow(*row) if isinstance(row, tuple) else slow(row) for row in rows]
+    """Rows for `pytest.mark.parametrize`, those that are not among `first` marked as slow; tuples
+    are a row of several."""
+    return [
+        row if row in first else slow(*row) if isinstance(row, tuple) else slow(row) for row in rows
+    ]
 
 
 def slow(*values: Any) -> Any:
@@ -19,4 +22,5 @@ def slow(*values: Any) -> Any:
 
 
 bounds_seconds = pytest.mark.flaky(reruns=2)
-"""A test that bounds seconds: other tests run beside it, so that it may fail where the machine was busy; not three times."""
+"""A test that bounds seconds: other tests run beside it, so that it may fail where the machine was
+busy; not three times."""

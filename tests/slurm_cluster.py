@@ -1,4 +1,5 @@
-"""A real Slurm of four nodes on this machine, for as long as a test needs it: its own daemons, key, ports and files."""
+"""A real Slurm of four nodes on this machine, for as long as a test needs it: its own daemons, key,
+ports and files."""
 
 from __future__ import annotations
 
@@ -22,16 +23,22 @@ _START_S, _STOP_S = 30, 20
 
 def why_not() -> str | None:
     """Why there can be no Slurm here; None where there can."""
-    missing = [name for name in _NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    missing = [
+        name
+        for name in _NEEDED
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
     if missing:
         return f"no {', '.join(missing)}: `.ci/run` installs Slurm where root may"
     return None if os.geteuid() == 0 else "slurmd needs root to start the steps of jobs"
 
 
 class SlurmCluster:
-    """Nodes n1 to n4 of eight CPUs each, and of as many files that Slurm counts as GPUs, in the partition `main`.
+    """Nodes n1 to n4 of eight CPUs each, and of as many files that Slurm counts as GPUs, in the
+    partition `main`.
 
-    Jobs of the partition `urgent` preempt those of `main`, whose steps are told so with SIGTERM, a minute before.
+    Jobs of the partition `urgent` preempt those of `main`, whose steps are told so with SIGTERM, a
+    minute before.
 
     Commands reach it through `environment`.
     """
@@ -46,7 +53,8 @@ class SlurmCluster:
 
     def __enter__(self) -> SlurmCluster:
         (self._directory / "state").mkdir(parents=True)
-        for above in (self._directory, *self._directory.parents):  # munged wants a way to its socket for everyone
+        # munged wants a way to its socket for everyone
+        for above in (self._directory, *self._directory.parents):
             if above.stat().st_uid == 0 and above != Path("/"):
                 above.chmod(above.stat().st_mode | 0o111)
         self._write_configuration()
@@ -57,12 +65,19 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop()
 
     def command(self, *words: str) -> str:
         """What one of Slurm's commands prints."""
-        ended = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, check=False, timeout=60
+        )
         assert ended.returncode == 0, f"{words}: {ended.stderr}"
         return ended.stdout.strip()
 
@@ -72,7 +87,8 @@ class SlurmCluster:
         return dict(field.partition("=")[::2] for field in line.split())
 
     def start_soon(self, job: str) -> None:
-        """Have the scheduler look at a job that is queued again: without a change it does so every few minutes."""
+        """Have the scheduler look at a job that is queued again: without a change it does so every
+        few minutes."""
         while self.state(job)["JobState"] == "PENDING":
             self.command("scontrol", "update", f"JobId={job}", "Comment=look")
             time.sleep(1)
@@ -80,8 +96,13 @@ class SlurmCluster:
     def steps(self, job: str) -> dict[str, str]:
         """The steps that run, of all components, by name."""
         jobs = self.command("squeue", "--noheader", f"--jobs={job}", "--format=%A")
-        listed = self.command("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs.split())}", "--format=%i %j")
-        return {name: number for number, name in (line.split(maxsplit=1) for line in listed.splitlines())}
+        listed = self.command(
+            "squeue", "--noheader", "--steps", f"--jobs={','.join(jobs.split())}", "--format=%i %j"
+        )
+        return {
+            name: number
+            for number, name in (line.split(maxsplit=1) for line in listed.splitlines())
+        }
 
     def log(self, daemon: str) -> str:
         """What a daemon has written."""
@@ -100,17 +121,29 @@ class SlurmCluster:
             self.command("slurmd", "-N", f"n{node}")
         deadline = time.monotonic() + _START_S
         while self.command("sinfo", "--noheader", "--format=%t %D") != f"idle {NODES}":
-            assert time.monotonic() < deadline, f"the nodes are not idle: {self.log('slurmctld')[-2000:]}"
+            assert time.monotonic() < deadline, (
+                f"the nodes are not idle: {self.log('slurmctld')[-2000:]}"
+            )
             time.sleep(0.2)
 
     def _stop(self) -> None:
         """End every job, then the daemons, by process id."""
-        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, check=False, timeout=60)
+        subprocess.run(
+            ["scancel", "--user=root"],
+            env=self.environment,
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
         ours = [process for process in psutil.process_iter() if _is_of(process, self._directory)]
         deadline = time.monotonic() + _STOP_S
-        while time.monotonic() < deadline and any(process.is_running() and _name(process) == "slurmstepd" for process in ours):
+        while time.monotonic() < deadline and any(
+            process.is_running() and _name(process) == "slurmstepd" for process in ours
+        ):
             time.sleep(0.2)
-        for process in (process for process in psutil.process_iter() if _is_of(process, self._directory)):
+        for process in (
+            process for process in psutil.process_iter() if _is_of(process, self._directory)
+        ):
             process.send_signal(signal.SIGKILL)
 
     def _write_configuration(self) -> None:
@@ -120,14 +153,21 @@ class SlurmCluster:
             "ClusterName=aligner",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={control}",
-            *(f"Slurm{daemon}PidFile={directory}/slurm{daemon}{node}.pid" for daemon, node in (("ctld", ""), ("d", "-%n"))),
-            *(f"Slurm{daemon}LogFile={directory}/slurm{daemon}{node}.log" for daemon, node in (("ctld", ""), ("d", "-%n"))),
+            *(
+                f"Slurm{daemon}PidFile={directory}/slurm{daemon}{node}.pid"
+                for daemon, node in (("ctld", ""), ("d", "-%n"))
+            ),
+            *(
+                f"Slurm{daemon}LogFile={directory}/slurm{daemon}{node}.log"
+                for daemon, node in (("ctld", ""), ("d", "-%n"))
+            ),
             f"SlurmdSpoolDir={directory}/spool-%n",
             f"StateSaveLocation={directory}/state",
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/munge",
-            f"AuthInfo=socket={directory}/munged.sock,cred_expire=15",  # a job that is queued again waits so long
+            # a job that is queued again waits so long
+            f"AuthInfo=socket={directory}/munged.sock,cred_expire=15",
             "CredType=cred/munge",
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
@@ -139,15 +179,20 @@ class SlurmCluster:
             "MpiDefault=none",
             "GresTypes=gpu",
             "EnforcePartLimits=ALL",
-            "KillWait=30",  # as by default; a supervisor that ends its ranks takes about five seconds
+            # as by default; a supervisor that ends its ranks takes about five seconds
+            "KillWait=30",
             "ReturnToService=2",
             *(
-                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
+                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8"
+                " Gres=gpu:8 State=UNKNOWN"
                 for number, port in enumerate(nodes, 1)
             ),
             "PreemptType=preempt/partition_prio",
             "PreemptMode=REQUEUE",
-            f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60",
+            (
+                f"PartitionName=main Nodes=n[1-{NODES}] Default=YES MaxTime=60 State=UP"
+                " PriorityTier=1 GraceTime=60"
+            ),
             f"PartitionName=urgent Nodes=n[1-{NODES}] MaxTime=60 State=UP PriorityTier=2",
         ]
         (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -167,6 +212,8 @@ def _is_of(process: psutil.Process, directory: Path) -> bool:
     """Whether a daemon, a job's step or what came of it belongs to the cluster in a directory."""
     try:
         is_configured = process.environ().get("SLURM_CONF") == str(directory / "slurm.conf")
-        return process.pid != os.getpid() and (is_configured or str(directory) in " ".join(process.cmdline()))
+        return process.pid != os.getpid() and (
+            is_configured or str(directory) in " ".join(process.cmdline())
+        )
     except psutil.Error:
         return False

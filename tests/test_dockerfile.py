@@ -33,7 +33,11 @@ MODULES = {
 
 def copied() -> list[str]:
     """What comes into the images from the repository."""
-    copies = [line.split()[1:-1] for line in INSTRUCTIONS if line.startswith("COPY ") and "--from=" not in line]
+    copies = [
+        line.split()[1:-1]
+        for line in INSTRUCTIONS
+        if line.startswith("COPY ") and "--from=" not in line
+    ]
     return [source for sources in copies for source in sources]
 
 
@@ -52,7 +56,10 @@ def stages() -> dict[str, list[str]]:
 def extras(stage: str) -> list[str]:
     """The extras that a stage installs."""
     return [
-        extra for line in stages()[stage] for call in re.findall(r"pins\.py \S+ \S+ ([\w ]+)", line) for extra in call.split()
+        extra
+        for line in stages()[stage]
+        for call in re.findall(r"pins\.py \S+ \S+ ([\w ]+)", line)
+        for extra in call.split()
     ]
 
 
@@ -60,7 +67,11 @@ def test_what_is_copied_exists_and_is_all_that_the_context_has() -> None:
     assert copied()
     for source in copied():
         assert (REPOSITORY / source).exists(), source
-    lines = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert lines[0] == "*", "nothing is in the context unless it is named: no .git, .venv or runs"
     assert {line.removeprefix("!") for line in lines if line.startswith("!")} == set(copied())
 
@@ -83,13 +94,19 @@ def test_both_images_are_checked_for_all_that_their_extras_bring() -> None:
 def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
     base = {"torch": "2.9.0a0+nv", "numpy": "1.26.3"}
     held, missing = plan(base, PINS, wanted(PROJECT, ["server"]))
-    assert held["torch"] == "2.9.0a0+nv" and held["numpy"] == "1.26.3" and held["pydantic"] == PINS["pydantic"]
+    assert (
+        held["torch"] == "2.9.0a0+nv"
+        and held["numpy"] == "1.26.3"
+        and held["pydantic"] == PINS["pydantic"]
+    )
     assert missing["nvidia-pytriton"] == "0.7.0" and "torch" not in missing
     with pytest.raises(SystemExit, match=r"constraints\.txt has no version of torch"):
         plan({}, {}, ["torch"])
 
 
-@pytest.mark.parametrize("version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"])
+@pytest.mark.parametrize(
+    "version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"]
+)
 def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(version: str) -> None:
     with pytest.raises(InvalidVersion):
         Version(version)
@@ -98,7 +115,16 @@ def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(versi
 
 
 @pytest.mark.parametrize(
-    "version", ["2.9.0a0+145a3a7bda.nv25.10", "1!2.0", "2024.6.2", "1.0.post1.dev3", "1.0-1", "V1.0-Alpha_2", "0.1.0+Abc_1"]
+    "version",
+    [
+        "2.9.0a0+145a3a7bda.nv25.10",
+        "1!2.0",
+        "2024.6.2",
+        "1.0.post1.dev3",
+        "1.0-1",
+        "V1.0-Alpha_2",
+        "0.1.0+Abc_1",
+    ],
 )
 def test_every_version_that_pip_reads_holds(version: str) -> None:
     Version(version)
@@ -108,7 +134,9 @@ def test_every_version_that_pip_reads_holds(version: str) -> None:
 def test_the_base_image_is_one_version_and_can_be_given_with_its_digest() -> None:
     (base,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", DOCKERFILE, re.M)
     assert re.fullmatch(r"nvcr\.io/nvidia/tensorrt-llm/release:1\.2\.\d+", base)
-    outside = {line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")} - stages().keys()
+    outside = {
+        line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")
+    } - stages().keys()
     assert outside == {"${BASE_IMAGE}"}
 
 
@@ -123,10 +151,18 @@ def test_an_image_checks_itself_and_runs_as_no_root(target: str) -> None:
 @pytest.mark.parametrize("target", ["trainer", "server"])
 def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(target: str) -> None:
     lines = stages()["common"] + stages()[target]
-    last = max(index for index, line in enumerate(lines) if "pip install" in line and "--requirement" in line)
-    before = [source for line in lines[:last] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    last = max(
+        index
+        for index, line in enumerate(lines)
+        if "pip install" in line and "--requirement" in line
+    )
+    before = [
+        source for line in lines[:last] if line.startswith("COPY ") for source in line.split()[1:-1]
+    ]
     assert before == ["pyproject.toml", "constraints.txt", "container/pins.py"]
-    after = [source for line in lines[last:] if line.startswith("COPY ") for source in line.split()[1:-1]]
+    after = [
+        source for line in lines[last:] if line.startswith("COPY ") for source in line.split()[1:-1]
+    ]
     assert after == ["--from=wheel", "/wheels", "container/check_image.py"]
     assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN ")][-1]
 
@@ -140,13 +176,17 @@ def test_a_user_whom_the_image_does_not_know_has_a_name_and_a_home_to_write_to(t
         "USER": "aligner",
         "LOGNAME": "aligner",
     }
-    assert not any(line.startswith("RUN ") for line in lines[index:]), "what root does must leave nothing in that home"
+    assert not any(line.startswith("RUN ") for line in lines[index:]), (
+        "what root does must leave nothing in that home"
+    )
     assert "chmod 1777 /home/aligner" in " ".join(stages()["common"])
 
 
 def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "container" / "check_image.py"), *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.slow
@@ -162,23 +202,43 @@ def test_the_check_names_all_that_does_not_fit(tmp_path: Path) -> None:
     done = check_image("trainer", str(tmp_path / "held.txt"))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert re.fullmatch(r"trainer image: hydra-core 1\.3\.0 was to stay, and is 1\.3\.\d+ now", lines[1]), lines
+    assert re.fullmatch(
+        r"trainer image: hydra-core 1\.3\.0 was to stay, and is 1\.3\.\d+ now", lines[1]
+    ), lines
     assert "trainer image: tensorrt-llm is missing; 1.2.* is needed" in lines
-    assert "trainer image: transformer_engine is not there; the base image brings all but ray" in lines
+    assert (
+        "trainer image: transformer_engine is not there; the base image brings all but ray" in lines
+    )
 
 
 def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
     linter = Path(sys.executable).with_name("hadolint")
     if not linter.exists():
         pytest.skip("hadolint is not installed: make test installs it")
-    done = subprocess.run([linter, "Dockerfile"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [linter, "Dockerfile"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
-    bad = subprocess.run([linter, "-"], input="FROM debian\nRUN cd /tmp\n", capture_output=True, text=True, check=False)
+    bad = subprocess.run(
+        [linter, "-"],
+        input="FROM debian\nRUN cd /tmp\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert bad.returncode == 1 and "DL3006" in bad.stdout, "it runs"
 
 
 def test_where_no_daemon_answers_the_script_that_builds_says_so_and_builds_nothing() -> None:
     script = [str(REPOSITORY / "container" / "build.sh")]
-    done = subprocess.run(script, env={"PATH": "/usr/bin:/bin", "ENGINE": "no-such-engine"}, capture_output=True, text=True)
+    done = subprocess.run(
+        script,
+        env={"PATH": "/usr/bin:/bin", "ENGINE": "no-such-engine"},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (69, "")
-    assert done.stderr == "no-such-engine: no daemon answers on this machine, so that no image was built\n"
+    assert (
+        done.stderr
+        == "no-such-engine: no daemon answers on this machine, so that no image was built\n"
+    )

@@ -1,4 +1,5 @@
-"""The pages of docs/: what they name exists, what they have one type is tested or listed here, and they make a site."""
+"""The pages of docs/: what they name exists, what they have one type is tested or listed here, and
+they make a site."""
 
 from __future__ import annotations
 
@@ -42,13 +43,21 @@ ELSEWHERE = {
     r"pip ": "tests/system/test_install.py installs a wheel; tests/test_extras.py knows the extras",
     r"python -m benchmarks\.": "minutes, and figures that depend on the machine",
     r"python -m aligner\.config\.reference_page": "tests/config/test_reference_page.py",
-    r"uvx? ": "uv is not in the test environment; tried by hand, and the wheel with pip by tests/system/test_install.py",
+    r"uvx? ": (
+        "uv is not in the test environment; tried by hand, and the wheel with pip by"
+        " tests/system/test_install.py"
+    ),
     r"docker |python container/": "no container engine: tests/test_dockerfile.py reads the recipe",
     r"wandb |curl |scancel |grep |eval ": "another program's command, or one line of a shell",
-    r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": "what a command's arguments are, to be filled in",
-    r"aligner (launch|validate) ": "models, data or files of the reader's own: tests/cli/test_first_run.py runs the like",
+    r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": (
+        "what a command's arguments are, to be filled in"
+    ),
+    r"aligner (launch|validate) ": (
+        "models, data or files of the reader's own: tests/cli/test_first_run.py runs the like"
+    ),
     r"aligner (generate|evaluate|serve-model|convert|report|status|plan|new|fetch|completion|--version|--help|view)": (
-        "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and tests/planner run it"
+        "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and"
+        " tests/planner run it"
     ),
     r"aligner:? ": "what it prints",
 }
@@ -72,7 +81,8 @@ def test_every_command_of_the_pages_is_composed_by_a_test_or_listed_with_a_reaso
     assert not [
         (page, command)
         for page, command in all_commands
-        if not COMPOSED.match(command) and not any(re.match(rf"(\w+=\S+ )*({begins})", command) for begins in ELSEWHERE)
+        if not COMPOSED.match(command)
+        and not any(re.match(rf"(\w+=\S+ )*({begins})", command) for begins in ELSEWHERE)
     ]
 
 
@@ -81,7 +91,11 @@ def test_the_pages_commands_and_options_are_those_of_the_command_line() -> None:
     wrong = []
     for page, command in commands():
         words = shlex.split(command, comments=True)
-        if "aligner" not in words or words[-1] == "aligner" or command.startswith(("aligner:", "uv", "docker", "pip", "eval")):
+        if (
+            "aligner" not in words
+            or words[-1] == "aligner"
+            or command.startswith(("aligner:", "uv", "docker", "pip", "eval"))
+        ):
             continue
         name, *rest = words[words.index("aligner") + 1 :]
         given = {word.partition("=")[0] for word in rest if word.startswith("--")}
@@ -104,7 +118,12 @@ def test_what_settings_of_other_systems_are_called_here_exists() -> None:
     for line in (DOCS / "migrating.md").read_text().splitlines():
         cells = line.split(" | ")
         if len(cells) >= 3 and not line.startswith("| ---"):
-            named |= set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=[^`]+)?)`", cells[1] + (cells[2] if "`" in cells[2] else "")))
+            named |= set(
+                re.findall(
+                    r"`([a-z_]+(?:\.[a-z_]+)*(?:=[^`]+)?)`",
+                    cells[1] + (cells[2] if "`" in cells[2] else ""),
+                )
+            )
     named = {name for name in named if "." in name or "=" in name}
     assert len(named) > 50
     for name in named - {"data.train_batch_size"}:  # verl's
@@ -117,11 +136,26 @@ def test_what_settings_of_other_systems_are_called_here_exists() -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path / "site")]
+def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(
+    tmp_path: Path,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-b",
+        "html",
+        "-W",
+        "--keep-going",
+        "-q",
+        str(DOCS),
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
     assert "kl_coeffici" in (site / "searchindex.js").read_text()  # word stems
     for page in site.glob("*.html"):
-        assert not re.search(r"""<(script|link|img|iframe)[^>]+(src|href)=["'](https?:)?//""", page.read_text()), page.name
+        assert not re.search(
+            r"""<(script|link|img|iframe)[^>]+(src|href)=["'](https?:)?//""", page.read_text()
+        ), page.name

@@ -4,7 +4,14 @@ import signal
 
 import pytest
 
-from aligner.errors import AlignerError, ConfigError, Interrupted, Stopped, TransientError, UnavailableError
+from aligner.errors import (
+    AlignerError,
+    ConfigError,
+    Interrupted,
+    Stopped,
+    TransientError,
+    UnavailableError,
+)
 from aligner.exit_codes import error_of, exit_code, is_stopped
 
 

@@ -29,11 +29,17 @@ PACKAGES = {
 
 
 def test_each_extra_brings_the_modules_that_errors_and_docs_name() -> None:
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert EXTRAS.keys() | FOR_DEVELOPERS == extras.keys()
-    brought = {extra: {canonical(re.match(r"[\w.-]+", line)[0]) for line in extras[extra]} for extra in EXTRAS}  # type: ignore[index]
+    brought = {
+        extra: {canonical(re.match(r"[\w.-]+", line)[0]) for line in extras[extra]}
+        for extra in EXTRAS
+    }  # type: ignore[index]
     assert brought == {
-        extra: {canonical(PACKAGES.get(module, module)) for module in modules} for extra, modules in EXTRAS.items()
+        extra: {canonical(PACKAGES.get(module, module)) for module in modules}
+        for extra, modules in EXTRAS.items()
     }
     page = (REPOSITORY / "docs" / "install.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EXTRAS]
@@ -46,14 +52,20 @@ def test_each_extra_brings_the_modules_that_errors_and_docs_name() -> None:
         ("agents", ["environment.agent=module:function"]),
         ("wandb", ["logging.wandb.enabled=true"]),
         ("mlflow", ["logging.mlflow.enabled=true"]),
-        ("reasoning_gym", ["data=reasoning_gym", "data.tasks=[{name: chain_sum}]", "reward=reasoning_gym"]),
+        (
+            "reasoning_gym",
+            ["data=reasoning_gym", "data.tasks=[{name: chain_sum}]", "reward=reasoning_gym"],
+        ),
     ],
 )
 def test_a_run_that_needs_an_extra_which_is_not_installed_is_told_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, overrides: list[str]
 ) -> None:
     assert lacking(extra) is None
-    for name in {*EXTRAS[extra], *(name for name in sys.modules if name.partition(".")[0] in EXTRAS[extra])}:
+    for name in {
+        *EXTRAS[extra],
+        *(name for name in sys.modules if name.partition(".")[0] in EXTRAS[extra]),
+    }:
         monkeypatch.setitem(sys.modules, name, None)
     assert f"pip install 'aligner[{extra}]'" in (lacking(extra) or "")
     with pytest.raises(ConfigError, match=rf"pip install 'aligner\[{extra}\]'"):
@@ -71,13 +83,25 @@ except ConfigError as error:
     print(error)
 """
 CALLS = {
-    "datasets": ("aligner.data.records", "_dataset_lines", "_ = [*_dataset_lines(__import__('pathlib').Path('.'), '')]"),
-    "gymnasium": ("aligner.environments.gymnasium_environment", "_made", "_made('CartPole-v1', {})"),
+    "datasets": (
+        "aligner.data.records",
+        "_dataset_lines",
+        "_ = [*_dataset_lines(__import__('pathlib').Path('.'), '')]",
+    ),
+    "gymnasium": (
+        "aligner.environments.gymnasium_environment",
+        "_made",
+        "_made('CartPole-v1', {})",
+    ),
     "mcp": ("aligner.environments.mcp_servers", "listed_tools", "listed_tools('true')"),
     "view": ("aligner.view.rendering", "require_packages", "require_packages('aligner view')"),
     "notebook": ("aligner.api.run_handle", "_pandas", "_pandas('metrics()')"),
     "sentiment": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('sentiment')"),
-    "tools": ("aligner.environments.function_tools", "tool_function", "tool_function('json:loads')"),
+    "tools": (
+        "aligner.environments.function_tools",
+        "tool_function",
+        "tool_function('json:loads')",
+    ),
     "verify": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('math')"),
 }
 
@@ -89,7 +113,9 @@ def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
         (tmp_path / name).write_text("{}")
     module, function, call = CALLS[extra]
     script = _WITHOUT.format(modules=EXTRAS[extra], module=module, function=function, call=call)
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert f"pip install 'aligner[{extra}]'" in done.stdout, done.stdout + done.stderr
 
 
@@ -98,7 +124,9 @@ def test_a_numpy_that_tritons_processes_would_misread_is_told(monkeypatch, tmp_p
     monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
     told = "PyTriton needs numpy below 2, and 2.5.2 is installed; pip install 'numpy<2'"
     assert unfit_numpy() == told
-    with pytest.raises(ConfigError, match=re.escape(f"this run has servers (critic, reward): {told}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"this run has servers (critic, reward): {told}")
+    ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     assert unfit_numpy() is None

@@ -23,7 +23,9 @@ def test_a_file_takes_the_place_of_another_and_leaves_nothing_beside_it(tmp_path
     (tmp_path / "a.json.tmp").write_text("what a killed writer left")
     for content in ("é", b"\x00"):
         write_file(tmp_path / "a.json", content)
-        assert (tmp_path / "a.json").read_bytes() == (content.encode() if isinstance(content, str) else content)
+        assert (tmp_path / "a.json").read_bytes() == (
+            content.encode() if isinstance(content, str) else content
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -44,16 +46,22 @@ def test_a_full_disk_is_told_with_the_file_and_what_was_complete_stays(tmp_path)
         write_file(disk.directory / "manifest.json", "{}")
         append(disk.directory / "metrics.jsonl", '{"step": 1}\n')
         for fill in (write_file, append):
-            with pytest.raises(OSError, match=r"No space left on device: '.*/disk/large'") as caught:
+            with pytest.raises(
+                OSError, match=r"No space left on device: '.*/disk/large'"
+            ) as caught:
                 fill(disk.directory / "large", b"\0" * 100_000)
-            assert full_disk(caught.value) == (
-                f"{disk.directory / 'large'}: No space left on device; make room, and go on from the last complete checkpoint"
-                " with run.resume=auto"
+            assert (
+                full_disk(caught.value)
+                == f"{disk.directory / 'large'}: No space left on device; make room, and go on from"
+                " the last complete checkpoint with run.resume=auto"
             )
             left = (disk.directory / "large").exists()
             assert left == (fill is append)
         (disk.directory / "large").unlink()
-        assert sorted(file.name for file in disk.directory.iterdir()) == ["manifest.json", "metrics.jsonl"]
+        assert sorted(file.name for file in disk.directory.iterdir()) == [
+            "manifest.json",
+            "metrics.jsonl",
+        ]
         assert (disk.directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
@@ -87,7 +95,10 @@ def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp
     with new_directory(tmp_path / "new" / "model") as directory:
         (directory / "a").write_text("first")
         assert [*(tmp_path / "new").iterdir()] == [directory]
-    with pytest.raises(FileExistsError, match="by someone else"), new_directory(tmp_path / "new" / "model") as directory:
+    with (
+        pytest.raises(FileExistsError, match="by someone else"),
+        new_directory(tmp_path / "new" / "model") as directory,
+    ):
         (directory / "a").write_text("second")
     with pytest.raises(ValueError), new_directory(tmp_path / "new" / "other"):
         raise ValueError
@@ -104,16 +115,24 @@ def test_a_directory_that_several_fill_takes_the_place_of_an_older_one(tmp_path)
             (left / "what one that was stopped writes later").touch()
         (started / "a").write_text(content)
         finish_directory(started, tmp_path / "part")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["part", "part/a"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "part",
+        "part/a",
+    ]
     assert (tmp_path / "part" / "a").read_text() == "new"
 
 
 def test_a_file_that_a_process_prints_to_loses_its_older_half_and_nothing_that_follows(tmp_path):
     log = tmp_path / "log"
-    printing = "for end in (1000, 2000):\n  for n in range(end - 1000, end): print(n, flush=True)\n  input()"
+    printing = (
+        "for end in (1000, 2000):\n  for n in range(end - 1000, end): print(n, flush=True)\n "
+        " input()"
+    )
     with log.open("ab") as output:
         command = [sys.executable, "-c", printing]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True, bufsize=1)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, text=True, bufsize=1
+        )
     try:
         while not log.read_text().endswith("\n999\n"):
             pass

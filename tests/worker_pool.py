@@ -1,4 +1,5 @@
-"""Worker ranks that live across tests, forked from a process that has imported torch and megatron-core."""
+"""Worker ranks that live across tests, forked from a process that has imported torch and
+megatron-core."""
 
 from __future__ import annotations
 
@@ -37,27 +38,35 @@ def _serve(pipe: Any) -> None:
             return
         module, name, rank, world, port, args, kwargs = message
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
         )
         try:
             function = getattr(importlib.import_module(module), name)
             if module not in imported:
                 imported.add(module)
                 gc.freeze()  # what an import leaves stays: collecting need not look at it
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+            dist.init_process_group(
+                "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+            )
             try:
                 pipe.send((True, function(*args, **kwargs)))
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                # Models refer to process groups in cycles, and a group keeps its threads for as long as it is there.
+                # Models refer to process groups in cycles, and a group keeps its threads for as
+                # long as it is there.
                 gc.collect()
         except BaseException:
             pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
 
 
 class WorkerPool:
-    """Runs a module-level function on every rank of a gloo world and returns each rank's result, in rank order."""
+    """Runs a module-level function on every rank of a gloo world and returns each rank's result, in
+    rank order."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -71,12 +80,22 @@ class WorkerPool:
             process.start()
             self._workers.append((process, ours))
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
-        """Every rank calls function(*args, **kwargs) with torch.distributed initialised; results must pickle."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        world: int,
+        *args: Any,
+        timeout: float = 240,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Every rank calls function(*args, **kwargs) with torch.distributed initialised; results
+        must pickle."""
         self._grow(world)
         port = free_port()
         for rank in range(world):
-            self._workers[rank][1].send((function.__module__, function.__name__, rank, world, port, args, kwargs))
+            self._workers[rank][1].send(
+                (function.__module__, function.__name__, rank, world, port, args, kwargs)
+            )
         results, failures = [], []
         for rank in range(world):
             pipe = self._workers[rank][1]

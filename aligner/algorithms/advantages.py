@@ -1,7 +1,7 @@
 """Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
 
-In a grouped estimator the `group_size` responses to one prompt are next to each other, and have advantages of exactly 0 where
-their scores are equal.
+In a grouped estimator the `group_size` responses to one prompt are next to each other, and have
+advantages of exactly 0 where their scores are equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,22 +14,29 @@ from aligner.data.types import ScoredSamples
 from aligner.schema import AlgorithmConfig
 
 Estimate = Callable[[ScoredSamples, AlgorithmConfig], Tensor | tuple[Tensor, Tensor]]
-"""From a step's samples and the configuration's `algorithm` to advantages, one a response [B] or one a token [B, S-1]; with a
-critic also to returns, [B, S-1], which the critic learns."""
+"""From a step's samples and the configuration's `algorithm` to advantages, one a response [B] or
+one a token [B, S-1]; with a critic also to returns, [B, S-1], which the critic learns."""
 
 _GRPO_EPSILON = 1e-4
 """Added to a group's standard deviation, which is 0 where all its scores are equal."""
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, last_values: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside the mask.
+    """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside
+    the mask.
 
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al. 2016, equation 16). The
-    value after a row's last masked token is its `last_values` [B], 0 where None: a response that was cut would have gone on
-    (Pardo et al. 2018, "Time Limits in Reinforcement Learning", section 3). The masked tokens are the steps: a token outside
-    the mask, between two of them or around them, is none.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al.
+    2016, equation 16). The value after a row's last masked token is its `last_values` [B], 0 where
+    None: a response that was cut would have gone on (Pardo et al. 2018, "Time Limits in
+    Reinforcement Learning", section 3). The masked tokens are the steps: a token outside the mask,
+    between two of them or around them, is none.
     """
     inside = mask.bool()
     values = torch.where(inside, values, 0.0)
@@ -46,15 +53,18 @@ def gae(
 
 
 def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The discounted return from each token on, G_t = Σ_k γ^k r_{t+k}; [B, T] to [B, T], 0 outside the mask.
+    """The discounted return from each token on, G_t = Σ_k γ^k r_{t+k}; [B, T] to [B, T], 0 outside
+    the mask.
 
-    Williams 1992. Steps are the masked tokens, as in `gae`, of which it is the return with λ = 1 and values of 0.
+    Williams 1992. Steps are the masked tokens, as in `gae`, of which it is the return with λ = 1
+    and values of 0.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The returns of `reinforce`, whitened over all tokens of the batch; [B, T] to [B, T], 0 outside the mask.
+    """The returns of `reinforce`, whitened over all tokens of the batch; [B, T] to [B, T], 0
+    outside the mask.
 
     Hu 2025, "REINFORCE++", where the KL penalty is part of each token's reward.
     """
@@ -62,7 +72,8 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def rloo(scores: Tensor, group_size: int) -> Tensor:
-    """Each score minus the mean of its group's others; [B] to [B] (Ahmadian et al. 2024, "Back to Basics", section 3.2).
+    """Each score minus the mean of its group's others; [B] to [B] (Ahmadian et al. 2024, "Back to
+    Basics", section 3.2).
 
     Raises ValueError for a group without others, or that B is no multiple of.
     """
@@ -82,19 +93,23 @@ def grpo(scores: Tensor, group_size: int) -> Tensor:
 
 
 def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Of each token the sum over the steps that end with it or behind it of their rewards, normalized within the group.
+    """Of each token the sum over the steps that end with it or behind it of their rewards,
+    normalized within the group.
 
-    A step's reward less the mean of all the group's steps, over their sample deviation + 1e-4: GRPO with process supervision
-    (Shao et al. 2024, "DeepSeekMath", section 4.1.3). Steps end at `ends`, bool [B, T]; what else of the rewards [B, T] a
-    response got, as for its answer, counts with its last step, or with its last token if it has none. [B, T], 0 outside the
-    mask. Raises ValueError as `rloo` does.
+    A step's reward less the mean of all the group's steps, over their sample deviation + 1e-4: GRPO
+    with process supervision (Shao et al. 2024, "DeepSeekMath", section 4.1.3). Steps end at `ends`,
+    bool [B, T]; what else of the rewards [B, T] a response got, as for its answer, counts with its
+    last step, or with its last token if it has none. [B, T], 0 outside the mask. Raises ValueError
+    as `rloo` does.
     """
     _check_groups(len(rewards), group_size)
     places, ends = torch.arange(mask.shape[1]), ends & mask
     last = torch.where(ends, places, -1).amax(1, keepdim=True)
     last = torch.where(last < 0, torch.where(mask, places, 0).amax(1, keepdim=True), last)
     at_ends = torch.where(ends, rewards, 0.0)
-    at_ends = at_ends.scatter_add(1, last, torch.where(mask & ~ends, rewards, 0.0).sum(1, keepdim=True))
+    at_ends = at_ends.scatter_add(
+        1, last, torch.where(mask & ~ends, rewards, 0.0).sum(1, keepdim=True)
+    )
     ends = ends.scatter(1, last, True)
     for first in range(0, len(rewards), group_size):
         rows = slice(first, first + group_size)
@@ -106,7 +121,8 @@ def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> 
 
 
 def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
-    """Each score minus its group's mean; [B] to [B] (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3).
+    """Each score minus its group's mean; [B] to [B] (Liu et al. 2025, "Understanding R1-Zero-Like
+    Training", section 3).
 
     Raises ValueError as `rloo` does.
     """
@@ -115,14 +131,18 @@ def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
 
 
 def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Advantages whitened over the masked tokens of each group of rows; [B, T] to [B, T], 0 outside the mask.
+    """Advantages whitened over the masked tokens of each group of rows; [B, T] to [B, T], 0 outside
+    the mask.
 
-    A row without a masked token has no part in its group's mean and variance. Raises ValueError as `rloo` does.
+    A row without a masked token has no part in its group's mean and variance. Raises ValueError as
+    `rloo` does.
     """
     _check_groups(len(advantages), group_size)
     groups = len(advantages) // group_size
     # reshape, not view: a slice of a wider tensor is not contiguous.
-    return masked_whiten(advantages.reshape(groups, -1), mask.reshape(groups, -1), dim=1).view(advantages.shape)
+    return masked_whiten(advantages.reshape(groups, -1), mask.reshape(groups, -1), dim=1).view(
+        advantages.shape
+    )
 
 
 def _groups(scores: Tensor, group_size: int) -> Tensor:
@@ -134,19 +154,24 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
 
 
 def _of_unequal(groups: Tensor, compared: Tensor) -> Tensor:
-    """What a group's scores compare as, exactly 0 where they are all equal: their mean is rounded, and differs from them."""
+    """What a group's scores compare as, exactly 0 where they are all equal: their mean is rounded,
+    and differs from them."""
     return torch.where(groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True), 0.0, compared)
 
 
 def _check_groups(rows: int, group_size: int) -> None:
     if group_size < 2:
-        raise ValueError(f"group_size={group_size}: a response is compared with others to its prompt, so it must be 2 or more")
+        raise ValueError(
+            f"group_size={group_size}: a response is compared with others to its prompt, so it must"
+            " be 2 or more"
+        )
     if rows % group_size:
         raise ValueError(f"{rows} rows do not make groups of group_size={group_size}")
 
 
 def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
-    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward; a branch has its sample's."""
+    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward; a
+    branch has its sample's."""
 
     def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
         rewards = samples.rewards.sum(1)
@@ -164,13 +189,22 @@ def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     assert samples.values is not None, "gae has a critic"
-    return gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam, samples.cut_values)
+    return gae(
+        samples.rewards,
+        samples.values,
+        samples.mask,
+        settings.gamma,
+        settings.lam,
+        samples.cut_values,
+    )
 
 
 ESTIMATORS: Mapping[str, Estimate] = {
     "gae": _with_critic,
     "reinforce": lambda samples, settings: reinforce(samples.rewards, samples.mask, settings.gamma),
-    "reinforce_plus_plus": lambda samples, settings: reinforce_plus_plus(samples.rewards, samples.mask, settings.gamma),
+    "reinforce_plus_plus": lambda samples, settings: reinforce_plus_plus(
+        samples.rewards, samples.mask, settings.gamma
+    ),
     "rloo": _of_responses(rloo),
     "grpo": _of_responses(grpo),
     "grpo_steps": _of_steps,

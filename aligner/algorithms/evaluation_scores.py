@@ -14,22 +14,28 @@ _RESAMPLED_AT_ONCE = 2**22
 
 
 def pass_at_k(correct: Tensor, samples: int, k: int) -> Tensor:
-    """Probability that at least one of k samples is right, float64 [P]: 1 - C(n - c, k) / C(n, k), unbiased.
+    """Probability that at least one of k samples is right, float64 [P]: 1 - C(n - c, k) / C(n, k),
+    unbiased.
 
-    `correct` int64 [P] is how many of a prompt's n = `samples` are right. Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", section 2.1. Raises ValueError where k is not within 1 and `samples`, or more are right than there are.
+    `correct` int64 [P] is how many of a prompt's n = `samples` are right. Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", section 2.1. Raises ValueError where k is
+    not within 1 and `samples`, or more are right than there are.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k={k}: must be within 1 and the {samples} samples of a prompt")
     if bool(((correct < 0) | (correct > samples)).any()):
-        raise ValueError(f"correct={correct.tolist()}: must be within 0 and the {samples} samples of a prompt")
-    # The share of draws without a right one, as a product: the i-th factor is 0 once there are too few wrong ones.
+        raise ValueError(
+            f"correct={correct.tolist()}: must be within 0 and the {samples} samples of a prompt"
+        )
+    # The share of draws without a right one, as a product: the i-th factor is 0 once there are too
+    # few wrong ones.
     wrong = samples - correct.double()[:, None] - torch.arange(k)
     return 1 - (wrong.clamp_min(0) / (samples - torch.arange(k))).prod(1)
 
 
 def win_rate(scores: Tensor, reference_scores: Tensor) -> Tensor:
-    """The share of a prompt's responses that score above its reference, ties half; [P] or [P, K], and [P], to float64 [P]."""
+    """The share of a prompt's responses that score above its reference, ties half; [P] or [P, K],
+    and [P], to float64 [P]."""
     wins = torch.sign(scores.view(len(reference_scores), -1) - reference_scores[:, None])
     return (wins.double() + 1).mean(1) / 2
 
@@ -37,8 +43,9 @@ def win_rate(scores: Tensor, reference_scores: Tensor) -> Tensor:
 def perplexity(logprobs: Tensor, mask: Tensor) -> float:
     """exp of minus the mean log-prob over the mask; [B, T] each.
 
-    That of the initial model on the policy's responses says how far the policy has moved (Noukhovitch et al. 2024,
-    "Asynchronous RLHF", which plots the win rate over it). Raises ValueError for an empty mask.
+    That of the initial model on the policy's responses says how far the policy has moved
+    (Noukhovitch et al. 2024, "Asynchronous RLHF", which plots the win rate over it). Raises
+    ValueError for an empty mask.
     """
     count = int(mask.sum())
     if count == 0:
@@ -46,14 +53,18 @@ def perplexity(logprobs: Tensor, mask: Tensor) -> float:
     return float(torch.exp(-torch.where(mask, logprobs, 0.0).double().sum() / count))
 
 
-def wilson_interval(successes: float, count: int, confidence: float = _CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(
+    successes: float, count: int, confidence: float = _CONFIDENCE
+) -> tuple[float, float]:
     """The score interval of a proportion (Wilson 1927), inside [0, 1] and not empty at 0 and 1.
 
-    `successes` need not be whole: a prompt counts for the share of its responses. Raises ValueError where it is not within
-    0 and `count`.
+    `successes` need not be whole: a prompt counts for the share of its responses. Raises ValueError
+    where it is not within 0 and `count`.
     """
     if count < 1 or not 0 <= successes <= count:
-        raise ValueError(f"{successes} successes of {count}: must be within 0 and the count, which is at least 1")
+        raise ValueError(
+            f"{successes} successes of {count}: must be within 0 and the count, which is at least 1"
+        )
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share, weight = successes / count, z * z / count
     center = (share + weight / 2) / (1 + weight)
@@ -64,7 +75,8 @@ def wilson_interval(successes: float, count: int, confidence: float = _CONFIDENC
 def bootstrap_interval(
     values: Tensor, confidence: float = _CONFIDENCE, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile interval of the mean of values [P] (Efron 1979, "Bootstrap Methods: Another Look at the Jackknife").
+    """The percentile interval of the mean of values [P] (Efron 1979, "Bootstrap Methods: Another
+    Look at the Jackknife").
 
     The same values and seed give the same interval. Raises ValueError where there is none.
     """
@@ -73,25 +85,34 @@ def bootstrap_interval(
     numbers, generator = values.double().numpy(), np.random.default_rng(seed)
     at_once = max(1, _RESAMPLED_AT_ONCE // len(numbers))
     means = [
-        numbers[generator.integers(len(numbers), size=(min(at_once, resamples - first), len(numbers)))].mean(1)
+        numbers[
+            generator.integers(len(numbers), size=(min(at_once, resamples - first), len(numbers)))
+        ].mean(1)
         for first in range(0, resamples, at_once)
     ]
     low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
-def evaluation_metrics(scores: Tensor, pass_threshold: float, reference_scores: Tensor | None = None) -> dict[str, float]:
-    """`eval/score`, `eval/pass@k` for the powers of two up to K, and `eval/win_rate` where there are references [P].
+def evaluation_metrics(
+    scores: Tensor, pass_threshold: float, reference_scores: Tensor | None = None
+) -> dict[str, float]:
+    """`eval/score`, `eval/pass@k` for the powers of two up to K, and `eval/win_rate` where there
+    are references [P].
 
-    scores: [P, K], K responses to each of P prompts. Prompts are what is drawn at random, so intervals (`_low`, `_high`) are
-    over them: the score's by bootstrap of the prompts' means; those of pass@1 and of the win rate are Wilson's with P trials,
-    which for K above 1 is wider than it need be.
+    scores: [P, K], K responses to each of P prompts. Prompts are what is drawn at random, so
+    intervals (`_low`, `_high`) are over them: the score's by bootstrap of the prompts' means; those
+    of pass@1 and of the win rate are Wilson's with P trials, which for K above 1 is wider than it
+    need be.
     """
     prompts, samples = scores.shape
     means = scores.double().mean(1)
     correct = (scores >= pass_threshold).sum(1)
     metrics = {"eval/score": float(means.mean())} | _bounds("eval/score", bootstrap_interval(means))
-    shares = {f"eval/pass@{2**power}": pass_at_k(correct, samples, 2**power) for power in range(samples.bit_length())}
+    shares = {
+        f"eval/pass@{2**power}": pass_at_k(correct, samples, 2**power)
+        for power in range(samples.bit_length())
+    }
     if reference_scores is not None:
         shares["eval/win_rate"] = win_rate(scores, reference_scores)
     for name, share in shares.items():
@@ -102,20 +123,29 @@ def evaluation_metrics(scores: Tensor, pass_threshold: float, reference_scores: 
 
 
 def judged_metrics(wins: Tensor) -> dict[str, float]:
-    """`eval/judge_win_rate` with its interval, and `eval/judge_ties`, `…_order_bias` and `…_unreadable`.
+    """`eval/judge_win_rate` with its interval, and `eval/judge_ties`, `…_order_bias` and
+    `…_unreadable`.
 
-    wins: [P, K, 2]: what each of K responses to P prompts has won against its reference, 0 to 1, where the judge was shown it
-    first, and second; not a number where an answer could not be read. A comparison's two are averaged, for judges prefer a
-    place (Zheng et al. 2023, "Judging LLM-as-a-Judge with MT-Bench and Chatbot Arena", section 3.4): of comparisons, ties are
-    the share that nobody has won, and the order bias that in which the same place won both times, which are ties too. What
-    could not be read is counted, and left out of all else; a prompt of which nothing is left is none of the trials.
+    wins: [P, K, 2]: what each of K responses to P prompts has won against its reference, 0 to 1,
+    where the judge was shown it first, and second; not a number where an answer could not be read.
+    A comparison's two are averaged, for judges prefer a place (Zheng et al. 2023, "Judging
+    LLM-as-a-Judge with MT-Bench and Chatbot Arena", section 3.4): of comparisons, ties are the
+    share that nobody has won, and the order bias that in which the same place won both times, which
+    are ties too. What could not be read is counted, and left out of all else; a prompt of which
+    nothing is left is none of the trials.
     """
     readable = ~wins.isnan().any(-1)
     metrics = {"eval/judge_unreadable": float((~readable).sum())}
     if not bool(readable.any()):
         return metrics
     first, second = wins[readable].double().unbind(-1)
-    shares = torch.stack([each[its].double().mean() for each, its in zip(wins.mean(-1), readable, strict=True) if its.any()])
+    shares = torch.stack(
+        [
+            each[its].double().mean()
+            for each, its in zip(wins.mean(-1), readable, strict=True)
+            if its.any()
+        ]
+    )
     interval = wilson_interval(min(float(shares.sum()), len(shares)), len(shares))
     return (
         {"eval/judge_win_rate": float(shares.mean())}
@@ -127,12 +157,17 @@ def judged_metrics(wins: Tensor) -> dict[str, float]:
 
 
 def group_metrics(scores: Tensor, pass_threshold: float, groups: Sequence[str]) -> dict[str, float]:
-    """`eval/score/GROUP` and `eval/pass@1/GROUP` with its interval, of scores [P, K] whose prompts are of P groups."""
+    """`eval/score/GROUP` and `eval/pass@1/GROUP` with its interval, of scores [P, K] whose prompts
+    are of P groups."""
     metrics: dict[str, float] = {}
     for group in sorted(set(groups)):
-        own = evaluation_metrics(scores[torch.tensor([each == group for each in groups])], pass_threshold)
+        own = evaluation_metrics(
+            scores[torch.tensor([each == group for each in groups])], pass_threshold
+        )
         metrics[f"eval/score/{group}"] = own["eval/score"]
-        metrics |= {f"eval/pass@1/{group}{end}": own[f"eval/pass@1{end}"] for end in ("", "_low", "_high")}
+        metrics |= {
+            f"eval/pass@1/{group}{end}": own[f"eval/pass@1{end}"] for end in ("", "_low", "_high")
+        }
     return metrics
 
 

@@ -1,4 +1,5 @@
-"""Parts of an online algorithm by name: the built-in ones, and functions of the user's own (`module:callable`)."""
+"""Parts of an online algorithm by name: the built-in ones, and functions of the user's own
+(`module:callable`)."""
 
 import logging
 from collections.abc import Callable
@@ -27,16 +28,27 @@ def require_functions(settings: AlgorithmConfig) -> None:
 
 
 def find_selection(name: str) -> Select | None:
-    """A user's own selection; None where `algorithm.train_on` names a built-in one. Raises ConfigError as the others do."""
+    """A user's own selection; None where `algorithm.train_on` names a built-in one. Raises
+    ConfigError as the others do."""
     if name in SELECTIONS:
         return None
     key, function = _own("train_on", name)
 
     def select(samples: ScoredSamples) -> Tensor:
         rows, count = _called(key, function, samples), len(samples.tokens)
-        _require(key, isinstance(rows, Tensor) and rows.ndim == 1 and not rows.is_floating_point(), rows, "int64 [N], rows")
+        _require(
+            key,
+            isinstance(rows, Tensor) and rows.ndim == 1 and not rows.is_floating_point(),
+            rows,
+            "int64 [N], rows",
+        )
         allowed = f"different rows within 0 and {count - 1}"
-        _require(key, bool(((rows >= 0) & (rows < count)).all()) and len(rows.unique()) == len(rows), rows.tolist(), allowed)
+        _require(
+            key,
+            bool(((rows >= 0) & (rows < count)).all()) and len(rows.unique()) == len(rows),
+            rows.tolist(),
+            allowed,
+        )
         return rows.long()
 
     return select
@@ -48,14 +60,19 @@ def find_estimator(name: str) -> Estimate:
         return ESTIMATORS[name]
     key, function = _own("advantage", name)
 
-    def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor | tuple[Tensor, Tensor]:
+    def estimate(
+        samples: ScoredSamples, settings: AlgorithmConfig
+    ) -> Tensor | tuple[Tensor, Tensor]:
         found = _called(key, function, samples, settings)
         rows, of_tokens = samples.mask.shape[:1], samples.mask.shape
         if samples.values is None:
             _require_tensor(key, "the advantages", found, (rows, of_tokens), samples.mask)
             return found
         _require(
-            key, isinstance(found, tuple) and len(found) == 2, found, "advantages and returns, for the critic learns these"
+            key,
+            isinstance(found, tuple) and len(found) == 2,
+            found,
+            "advantages and returns, for the critic learns these",
         )
         _require_tensor(key, "the advantages", found[0], (rows, of_tokens), samples.mask)
         _require_tensor(key, "the returns", found[1], (of_tokens,), samples.mask)
@@ -72,10 +89,17 @@ def find_loss(name: str) -> OnlineLoss:
 
     def loss(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
         found = _called(key, function, logprobs, rows, context)
-        _require(key, isinstance(found, tuple) and len(found) == 2, found, "a loss and a dict of its statistics")
+        _require(
+            key,
+            isinstance(found, tuple) and len(found) == 2,
+            found,
+            "a loss and a dict of its statistics",
+        )
         value, stats = found
         _require_tensor(key, "the loss", value, ((),))
-        _require(key, value.requires_grad or not logprobs.requires_grad, value, "a loss with a gradient")
+        _require(
+            key, value.requires_grad or not logprobs.requires_grad, value, "a loss with a gradient"
+        )
         _require(key, isinstance(stats, dict), stats, "a dict of statistics")
         for statistic, number in stats.items():
             _require_tensor(key, f"the statistic {statistic}", number, ((),))
@@ -95,10 +119,13 @@ def _own(key: str, name: str) -> tuple[str, Callable[..., Any]]:
         function = imported(module, attribute)
     except ConfigError as error:
         raise ConfigError(
-            f"{called}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}"
+            f"{called}: {error}; the module must be in the working directory or on PYTHONPATH, and"
+            f" have {attribute!r}"
         ) from error
     if not callable(function):
-        raise ConfigError(f"{called}: {attribute!r} is a {type(function).__name__}, must be callable")
+        raise ConfigError(
+            f"{called}: {attribute!r} is a {type(function).__name__}, must be callable"
+        )
     return called, function
 
 
@@ -117,7 +144,11 @@ def _require(key: str, holds: bool, found: object, allowed: str) -> None:
 
 
 def _require_tensor(
-    key: str, what: str, found: object, shapes: tuple[tuple[int, ...], ...], mask: Tensor | None = None
+    key: str,
+    what: str,
+    found: object,
+    shapes: tuple[tuple[int, ...], ...],
+    mask: Tensor | None = None,
 ) -> None:
     """Numbers of one of these shapes, finite within the mask where they are numbers of tokens."""
     allowed = " or ".join(str(list(shape)) for shape in shapes)
@@ -126,4 +157,6 @@ def _require_tensor(
     assert isinstance(found, Tensor)
     numbers = found if mask is None or found.shape != mask.shape else found[mask]
     if not bool(torch.isfinite(numbers).all()):
-        raise AlignerError(f"{key}: {what} must be finite, got {numbers[~torch.isfinite(numbers)][0].item()}")
+        raise AlignerError(
+            f"{key}: {what} must be finite, got {numbers[~torch.isfinite(numbers)][0].item()}"
+        )

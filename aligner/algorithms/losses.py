@@ -1,10 +1,12 @@
-"""Losses of tokens, each a sum over masked tokens divided by a denominator; those of pairs are in `preference_losses`.
+"""Losses of tokens, each a sum over masked tokens divided by a denominator; those of pairs are in
+`preference_losses`.
 
-Given no denominator a loss is the mean over its own mask. A caller that cuts a batch into parts passes the whole batch's
-count, and then the parts' losses, statistics and gradients add up to the whole's, however it was cut by rows. Statistics
-follow the same rule; the one whose name ends in `_max` is a maximum. Where a loss takes `weights` [B, T], they multiply
-each token's terms, in the loss and in those sums: 1 / the row's tokens, with the number of rows as denominator, makes the
-mean of the rows' means. What stands outside a mask reaches no loss, statistic or gradient.
+Given no denominator a loss is the mean over its own mask. A caller that cuts a batch into parts
+passes the whole batch's count, and then the parts' losses, statistics and gradients add up to the
+whole's, however it was cut by rows. Statistics follow the same rule; the one whose name ends in
+`_max` is a maximum. Where a loss takes `weights` [B, T], they multiply each token's terms, in the
+loss and in those sums: 1 / the row's tokens, with the number of rows as denominator, makes the mean
+of the rows' means. What stands outside a mask reaches no loss, statistic or gradient.
 """
 
 from collections.abc import Callable
@@ -16,11 +18,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from aligner.data.types import Stats
 
 _LARGEST_LOG_RATIO = 20.0
-"""A ratio is at most exp of this: the product of a long response's ratios must not overflow, whose gradient is NaN."""
+"""A ratio is at most exp of this: the product of a long response's ratios must not overflow, whose
+gradient is NaN."""
 
 
-def total_over(mask: Tensor, weights: Tensor | None, denominator: float | None) -> Callable[[Tensor], Tensor]:
-    """The sum of terms [B, T] over a bool mask, times `weights` [B, T], over the denominator: the mask's count where None."""
+def total_over(
+    mask: Tensor, weights: Tensor | None, denominator: float | None
+) -> Callable[[Tensor], Tensor]:
+    """The sum of terms [B, T] over a bool mask, times `weights` [B, T], over the denominator: the
+    mask's count where None."""
     count = mask.sum().clamp(min=1) if denominator is None else denominator
     inside = None if weights is None else torch.where(mask, weights, 0.0)
 
@@ -48,31 +54,40 @@ def policy_loss(
     weights: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """PPO's clipped surrogate, -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A), r = exp(logprobs - old_logprobs).
+    """PPO's clipped surrogate, -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A), r = exp(logprobs
+    - old_logprobs).
 
-    All [B, T] (Schulman et al. 2017, equation 7). Statistics: `loss`, `clip_fraction` (tokens whose clipped term is the
-    smaller), `approx_kl` (k3 of old against new, token by token) and `ratio_max`.
+    All [B, T] (Schulman et al. 2017, equation 7). Statistics: `loss`, `clip_fraction` (tokens whose
+    clipped term is the smaller), `approx_kl` (k3 of old against new, token by token) and
+    `ratio_max`.
 
-    `ratio_level` says whose ratio r is: each token's own, or one for all tokens of a row, which then must be whole:
-    the geometric mean of theirs (sequence: GSPO; Zheng et al. 2025, "Group Sequence Policy Optimization", equation 7) or
-    their product (sequence_product: proximal RLOO; Noukhovitch et al. 2024, "Asynchronous RLHF").
-    With `dual_clip` c, where A < 0 the loss is at most -c·A (Ye et al. 2020, "Mastering Complex Control in MOBA Games",
-    equation 5), and the statistic `dual_clip_fraction` tells how often it would have been more.
+    `ratio_level` says whose ratio r is: each token's own, or one for all tokens of a row, which
+    then must be whole: the geometric mean of theirs (sequence: GSPO; Zheng et al. 2025, "Group
+    Sequence Policy Optimization", equation 7) or their product (sequence_product: proximal RLOO;
+    Noukhovitch et al. 2024, "Asynchronous RLHF"). With `dual_clip` c, where A < 0 the loss is at
+    most -c·A (Ye et al. 2020, "Mastering Complex Control in MOBA Games", equation 5), and the
+    statistic `dual_clip_fraction` tells how often it would have been more.
 
-    With `proximal_logprobs` the policy that r is taken against and the one that drew the tokens are two (decoupled
-    objective: Hilton et al. 2022, "Batch size-invariance for policy optimization"): `old_logprobs` are those
-    of the behavior policy, r = exp(logprobs - proximal_logprobs), and a token's term is multiplied by
-    `behavior_weights(proximal_logprobs, old_logprobs, …)`, without a gradient. `approx_kl` is then that of the proximal
-    policy, and two more statistics say of the tokens: `importance_mean`, their mean weight, and `importance_truncated`,
-    the share whose weight was above the cap. How far the behavior policy is from the proximal one no update changes.
-    Under `behavior_level="sequence"` a row must be whole.
-    Raises ValueError for a cap without `proximal_logprobs`, a `dual_clip` below 1, and unknown names.
+    With `proximal_logprobs` the policy that r is taken against and the one that drew the tokens are
+    two (decoupled objective: Hilton et al. 2022, "Batch size-invariance for policy optimization"):
+    `old_logprobs` are those of the behavior policy, r = exp(logprobs - proximal_logprobs), and a
+    token's term is multiplied by `behavior_weights(proximal_logprobs, old_logprobs, …)`, without a
+    gradient. `approx_kl` is then that of the proximal policy, and two more statistics say of the
+    tokens: `importance_mean`, their mean weight, and `importance_truncated`, the share whose weight
+    was above the cap. How far the behavior policy is from the proximal one no update changes. Under
+    `behavior_level="sequence"` a row must be whole. Raises ValueError for a cap without
+    `proximal_logprobs`, a `dual_clip` below 1, and unknown names.
     """
     if behavior_weight_cap is not None and proximal_logprobs is None:
-        raise ValueError(f"behavior_weight_cap={behavior_weight_cap} has nothing to cap: give proximal_logprobs as well")
+        raise ValueError(
+            f"behavior_weight_cap={behavior_weight_cap} has nothing to cap: give proximal_logprobs"
+            " as well"
+        )
     mask = mask.bool()
     total = total_over(mask, weights, denominator)
-    difference = _difference(logprobs, old_logprobs if proximal_logprobs is None else proximal_logprobs, mask)
+    difference = _difference(
+        logprobs, old_logprobs if proximal_logprobs is None else proximal_logprobs, mask
+    )
     advantages = torch.where(mask, advantages, 0.0)
     ratio = _ratio(difference, mask, ratio_level)
     surrogate = ratio * advantages
@@ -83,7 +98,12 @@ def policy_loss(
         stats["dual_clip_fraction"] = total(bounded)
     if proximal_logprobs is not None:
         importance, above = behavior_weights(
-            proximal_logprobs, old_logprobs, mask, behavior_weight_cap, behavior_level, above_behavior_cap
+            proximal_logprobs,
+            old_logprobs,
+            mask,
+            behavior_weight_cap,
+            behavior_level,
+            above_behavior_cap,
         )
         terms = importance * terms
         stats["importance_mean"] = total(importance)
@@ -101,18 +121,22 @@ def behavior_weights(
     level: str,
     above_cap: str = "drop",
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights, proximal probability / behavior probability, and which of them were above the cap.
+    """Importance weights, proximal probability / behavior probability, and which of them were above
+    the cap.
 
-    All [B, T]; bool the second. The ratio is each token's own (Yao et al. 2025, "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training"), or the whole response's, exp of the sum over the row's mask, for each of its
-    tokens (Liu et al. 2025, "When Speed Kills Stability"). A ratio above the cap becomes 0, so that the token drops out of
-    the loss (Fu et al. 2025, "AReaL"), or the cap (truncate). No cap where None. Outside the mask a token's own weight is 1.
+    All [B, T]; bool the second. The ratio is each token's own (Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"), or the whole response's, exp of the sum
+    over the row's mask, for each of its tokens (Liu et al. 2025, "When Speed Kills Stability"). A
+    ratio above the cap becomes 0, so that the token drops out of the loss (Fu et al. 2025,
+    "AReaL"), or the cap (truncate). No cap where None. Outside the mask a token's own weight is 1.
     """
     levels = {"token": "token", "sequence": "sequence_product"}
     if level not in levels:
         raise ValueError(f"unknown level of the behavior weights {level!r}; known: token, sequence")
     if above_cap not in ("drop", "truncate"):
-        raise ValueError(f"unknown treatment of weights above the cap {above_cap!r}; known: drop, truncate")
+        raise ValueError(
+            f"unknown treatment of weights above the cap {above_cap!r}; known: drop, truncate"
+        )
     mask = mask.bool()
     weights = _ratio(_difference(proximal_logprobs, behavior_logprobs, mask), mask, levels[level])
     if cap is None:
@@ -132,10 +156,11 @@ def cispo_loss(
     weights: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """-w·A·logprobs, w = clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high) without a gradient; all [B, T].
+    """-w·A·logprobs, w = clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high) without a
+    gradient; all [B, T].
 
-    No token loses its gradient to the clip (Chen et al. 2025, "MiniMax-M1", equation 4). Statistics as those of
-    `policy_loss`; `clip_fraction` are the tokens whose weight was clipped.
+    No token loses its gradient to the clip (Chen et al. 2025, "MiniMax-M1", equation 4). Statistics
+    as those of `policy_loss`; `clip_fraction` are the tokens whose weight was clipped.
     """
     mask = mask.bool()
     total = total_over(mask, weights, denominator)
@@ -155,7 +180,8 @@ def reinforce_loss(
     weights: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The policy gradient's -A·logprobs, all [B, T], of tokens that the policy itself has drawn (Williams 1992).
+    """The policy gradient's -A·logprobs, all [B, T], of tokens that the policy itself has drawn
+    (Williams 1992).
 
     Statistics: `loss`.
     """
@@ -176,19 +202,25 @@ def contrastive_policy_gradient_loss(
     importance: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """-Σ_i (R_i - mean of the other R_j)·logp_i over a group's rows, R_i = score_i - kl_coefficient·(logp_i - reference_i).
+    """-Σ_i (R_i - mean of the other R_j)·logp_i over a group's rows, R_i = score_i -
+    kl_coefficient·(logp_i - reference_i).
 
-    logp and reference are sums over a row's mask, and R has no gradient. For a pair the gradient is that of
-    -(Δscore - ½·kl_coefficient·Δ)·Δ, Δ the difference of the two rows' logp - reference (Flet-Berliac et al. 2024,
-    "Contrastive Policy Gradient"), whose optimum is the same whoever drew the rows; how fast it is reached is not, so that
-    `importance` [B] may weigh each row's term. The rows of a group are next to each other; one without a masked token counts
-    for nothing in it, nor does one that is left alone.
+    logp and reference are sums over a row's mask, and R has no gradient. For a pair the gradient is
+    that of -(Δscore - ½·kl_coefficient·Δ)·Δ, Δ the difference of the two rows' logp - reference
+    (Flet-Berliac et al. 2024, "Contrastive Policy Gradient"), whose optimum is the same whoever
+    drew the rows; how fast it is reached is not, so that `importance` [B] may weigh each row's
+    term. The rows of a group are next to each other; one without a masked token counts for nothing
+    in it, nor does one that is left alone.
 
-    Log-probs and mask [B, T], scores [B]; the denominator is the number of rows where None. Statistics: `loss`, and
-    `reference_kl`, logp - reference a row. Raises ValueError for a group without others, or that B is no multiple of.
+    Log-probs and mask [B, T], scores [B]; the denominator is the number of rows where None.
+    Statistics: `loss`, and `reference_kl`, logp - reference a row. Raises ValueError for a group
+    without others, or that B is no multiple of.
     """
     if group_size < 2 or len(scores) % group_size:
-        raise ValueError(f"{len(scores)} rows do not make groups of group_size={group_size}, which must be 2 or more")
+        raise ValueError(
+            f"{len(scores)} rows do not make groups of group_size={group_size}, which must be 2 or"
+            " more"
+        )
     mask = mask.bool()
     count = float(max(len(scores), 1)) if denominator is None else denominator
     answers = torch.where(mask, logprobs, 0.0).sum(-1)
@@ -214,8 +246,8 @@ def value_loss(
 ) -> tuple[Tensor, Stats]:
     """Clipped value loss, ½·max((V - R)², (clip(V, V_old ± clip) - R)²), all [B, T].
 
-    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 12. Statistics: `loss` and `clip_fraction`
-    (tokens whose clipped term is the larger).
+    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 12. Statistics:
+    `loss` and `clip_fraction` (tokens whose clipped term is the larger).
     """
     mask = mask.bool()
     total = total_over(mask, None, denominator)
@@ -235,19 +267,25 @@ def cross_entropy_loss(
     return -total_over(mask.bool(), weights, denominator)(logprobs)
 
 
-def token_label_loss(values: Tensor, labels: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
-    """Binary cross entropy of σ(values) against labels within 0 and 1, on the labeled tokens; all [B, T], to a scalar.
+def token_label_loss(
+    values: Tensor, labels: Tensor, mask: Tensor, denominator: float | None = None
+) -> Tensor:
+    """Binary cross entropy of σ(values) against labels within 0 and 1, on the labeled tokens; all
+    [B, T], to a scalar.
 
     A process reward model's (Lightman et al. 2023, "Let's Verify Step by Step").
     """
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
-    errors = binary_cross_entropy_with_logits(values, torch.where(mask, labels, 0.0).to(values.dtype), reduction="none")
+    errors = binary_cross_entropy_with_logits(
+        values, torch.where(mask, labels, 0.0).to(values.dtype), reduction="none"
+    )
     return total_over(mask, None, denominator)(errors)
 
 
 def _difference(logprobs: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
-    """logprobs - anchor, 0 outside the mask: chosen before anything is multiplied, so that no NaN or infinity gets out."""
+    """logprobs - anchor, 0 outside the mask: chosen before anything is multiplied, so that no NaN
+    or infinity gets out."""
     return torch.where(mask, logprobs - anchor, 0.0)
 
 
@@ -266,19 +304,27 @@ def _ratio(difference: Tensor, mask: Tensor, level: str) -> Tensor:
 def _dual_clipped(terms: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     """The terms, at most -bound·A where A < 0, and which of them were more."""
     if bound < 1:
-        raise ValueError(f"dual_clip={bound} must be 1 or more: it bounds how much a ratio above 1 may cost")
+        raise ValueError(
+            f"dual_clip={bound} must be 1 or more: it bounds how much a ratio above 1 may cost"
+        )
     bounded = (advantages < 0) & (terms > -bound * advantages)
     return torch.where(bounded, -bound * advantages, terms), bounded
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """KL(anchor ‖ policy) from samples of the anchor, difference being policy - anchor (Schulman 2020)."""
+    """KL(anchor ‖ policy) from samples of the anchor, difference being policy - anchor (Schulman
+    2020)."""
     return torch.expm1(difference) - difference
 
 
 @torch.no_grad()
 def _ratio_stats(
-    loss: Tensor, difference: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]
+    loss: Tensor,
+    difference: Tensor,
+    ratio: Tensor,
+    clipped: Tensor,
+    mask: Tensor,
+    total: Callable[[Tensor], Tensor],
 ) -> Stats:
     return {
         "loss": loss.detach(),

@@ -1,4 +1,5 @@
-"""An online algorithm as a composition: which samples it learns from, their advantages, its loss, and where the KL goes."""
+"""An online algorithm as a composition: which samples it learns from, their advantages, its loss,
+and where the KL goes."""
 
 import functools
 from collections.abc import Iterator
@@ -15,14 +16,22 @@ from aligner.algorithms.online_losses import LossContext, OnlineLoss, ratio_deno
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
 from aligner.algorithms.whitening import masked_whiten
-from aligner.data.types import FINISH_REASONS, Experience, PolicyLoss, SampleBatch, ScoredSamples, Stats
+from aligner.data.types import (
+    FINISH_REASONS,
+    Experience,
+    PolicyLoss,
+    SampleBatch,
+    ScoredSamples,
+    Stats,
+)
 from aligner.schema import AlgorithmConfig, Config, TeacherConfig
 from aligner.schema.derived import asks_before_update, overlong_buffer, rows_together
 
 
 @dataclass(frozen=True)
 class OnlineAlgorithm:
-    """What a step makes of its samples; built from the configuration by `build_online_algorithm`."""
+    """What a step makes of its samples; built from the configuration by
+    `build_online_algorithm`."""
 
     settings: AlgorithmConfig
     select_by_score: SelectByScore | None
@@ -37,7 +46,8 @@ class OnlineAlgorithm:
     """The loss must see so many rows in a row together."""
     max_response_tokens: int
     asks_before_update: bool
-    """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss takes its own."""
+    """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss
+    takes its own."""
     teacher: TeacherConfig | None = None
     """How what a teacher says is learned from; None without one."""
 
@@ -51,10 +61,12 @@ class OnlineAlgorithm:
         kl_coefficient: float,
         teacher_logprobs: Tensor | None = None,
     ) -> ScoredSamples:
-        """Scores, one an episode, to rewards [B, S-1], and the rows that are learned from; values are [B, S] with a critic.
+        """Scores, one an episode, to rewards [B, S-1], and the rows that are learned from; values
+        are [B, S] with a critic.
 
-        A KL penalty in the reward is taken token by token, the score on the last response token, but for what an environment
-        gave for others. A branch's last token has the score of its episode.
+        A KL penalty in the reward is taken token by token, the score on the last response token,
+        but for what an environment gave for others. A branch's last token has the score of its
+        episode.
         """
         scores = scores[batch.places]
         coefficient = 0.0 if self._kl_in_loss else kl_coefficient
@@ -82,16 +94,21 @@ class OnlineAlgorithm:
     def experience(self, samples: ScoredSamples) -> Experience:
         """The samples with their advantages and returns [B, S-1].
 
-        Rewards are whitened without moving their mean, advantages with (Huang et al. 2023, "The N Implementation Details of
-        RLHF with PPO", details 10 and 11). What a teacher adds to the advantages of tokens is added then, in nats. With
-        `overlong_filter` rows that were cut are left out last, maybe all of them.
+        Rewards are whitened without moving their mean, advantages with (Huang et al. 2023, "The N
+        Implementation Details of RLHF with PPO", details 10 and 11). What a teacher adds to the
+        advantages of tokens is added then, in nats. With `overlong_filter` rows that were cut are
+        left out last, maybe all of them.
         """
         settings, mask = self.settings, samples.mask
         if settings.whiten_rewards:
-            samples = replace(samples, rewards=masked_whiten(samples.rewards, mask, shift_mean=False))
+            samples = replace(
+                samples, rewards=masked_whiten(samples.rewards, mask, shift_mean=False)
+            )
         found = self.estimate(samples, settings)
         estimated, returns = found if isinstance(found, tuple) else (found, None)
-        estimated = torch.where(mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0).to(samples.rewards.dtype)
+        estimated = torch.where(
+            mask, estimated[:, None] if estimated.ndim == 1 else estimated, 0.0
+        ).to(samples.rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
             if samples.episodes is None:
                 estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
@@ -100,32 +117,50 @@ class OnlineAlgorithm:
                     estimated[rows] = masked_whiten(estimated[rows], mask[rows])
         elif settings.whiten_advantages:
             estimated = masked_whiten(estimated, mask)
-        if samples.teacher_logprobs is not None and self.teacher is not None and self.teacher.loss == "advantage":
+        if (
+            samples.teacher_logprobs is not None
+            and self.teacher is not None
+            and self.teacher.loss == "advantage"
+        ):
             student = ratio_denominator(samples, settings)
-            distilled = distillation_advantages(student, samples.teacher_logprobs, mask, self.teacher.weight)
+            distilled = distillation_advantages(
+                student, samples.teacher_logprobs, mask, self.teacher.weight
+            )
             estimated = estimated + distilled.to(estimated.dtype)
         experience = Experience(**vars(samples), advantages=estimated, returns=returns)
-        return experience.select(has_ended(samples).nonzero()[:, 0]) if settings.overlong_filter else experience
+        return (
+            experience.select(has_ended(samples).nonzero()[:, 0])
+            if settings.overlong_filter
+            else experience
+        )
 
-    def minibatches(self, experience: Experience, epochs: int, count: int, seed: int) -> Iterator[Experience]:
-        """`epochs` passes over the rows, each reshuffled and cut into `count` minibatches; a function of the seed alone.
+    def minibatches(
+        self, experience: Experience, epochs: int, count: int, seed: int
+    ) -> Iterator[Experience]:
+        """`epochs` passes over the rows, each reshuffled and cut into `count` minibatches; a
+        function of the seed alone.
 
         Rows that the loss must see together stay together.
         """
         generator = torch.Generator().manual_seed(seed)
         members = torch.arange(experience.tokens.shape[0]).view(-1, self.group)
         for _ in range(epochs):
-            for chosen in torch.randperm(len(members), generator=generator).tensor_split(min(count, len(members))):
+            for chosen in torch.randperm(len(members), generator=generator).tensor_split(
+                min(count, len(members))
+            ):
                 yield experience.select(members[chosen].flatten())
 
     def denominator(self, minibatch: Experience) -> float:
-        """What the loss's sums over a minibatch are divided by: its tokens, or its rows where the loss compares these."""
+        """What the loss's sums over a minibatch are divided by: its tokens, or its rows where the
+        loss compares these."""
         return float(minibatch.tokens.shape[0] if self.group > 1 else minibatch.mask.sum())
 
     def loss(self, minibatch: Experience, kl_coefficient: float) -> PolicyLoss[Experience]:
         """The policy's loss on parts of a minibatch, under a KL coefficient."""
         tokens_a_row = float(minibatch.mask.sum()) / minibatch.tokens.shape[0]
-        return functools.partial(self._loss, tokens_a_row=tokens_a_row, kl_coefficient=kl_coefficient)
+        return functools.partial(
+            self._loss, tokens_a_row=tokens_a_row, kl_coefficient=kl_coefficient
+        )
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -141,23 +176,35 @@ class OnlineAlgorithm:
         tokens_a_row: float,
         kl_coefficient: float,
     ) -> tuple[Tensor, Stats]:
-        rows = replace(rows, old_logprobs=torch.where(rows.old_logprobs.isnan(), logprobs.detach(), rows.old_logprobs))
+        rows = replace(
+            rows,
+            old_logprobs=torch.where(
+                rows.old_logprobs.isnan(), logprobs.detach(), rows.old_logprobs
+            ),
+        )
         mask, aggregation = rows.mask, self.settings.aggregation
         weights = None
         if aggregation == "sequence":
-            # Of mean 1 over the minibatch's tokens, so that the mean over tokens becomes that of the responses' means.
+            # Of mean 1 over the minibatch's tokens, so that the mean over tokens becomes that of
+            # the responses' means.
             weights = (tokens_a_row / mask.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
         # Scaling the loss alone leaves statistics what they are, means over tokens.
-        scale = {"sum": tokens_a_row, "constant": tokens_a_row / self.max_response_tokens}.get(aggregation, 1.0)
+        scale = {"sum": tokens_a_row, "constant": tokens_a_row / self.max_response_tokens}.get(
+            aggregation, 1.0
+        )
         context = LossContext(self.settings, kl_coefficient, denominator, weights)
         loss, stats = self.policy_loss(logprobs, rows, context)
         if self._kl_in_loss and self.group == 1:
             reference = torch.where(mask, rows.reference_logprobs, 0.0)
-            kl = context.total(approximate_kl(logprobs, reference, self.settings.kl_estimator), mask)
+            kl = context.total(
+                approximate_kl(logprobs, reference, self.settings.kl_estimator), mask
+            )
             loss = loss + kl_coefficient * kl
             stats["kl_loss"] = kl.detach()
         if self.teacher is not None and rows.candidates is not None:
-            term, seen = distillation_loss(rows, self.teacher, lambda terms: context.total(terms, mask))
+            term, seen = distillation_loss(
+                rows, self.teacher, lambda terms: context.total(terms, mask)
+            )
             loss, stats = loss + term, stats | seen
         if self.settings.entropy_coefficient:
             loss = loss - self.settings.entropy_coefficient * context.total(entropy, mask)
@@ -171,7 +218,8 @@ def has_ended(samples: SampleBatch) -> Tensor:
 
 
 def build_online_algorithm(config: Config) -> OnlineAlgorithm:
-    """The composition that the configuration describes; `aligner.checks.algorithm` has made sure that its parts fit.
+    """The composition that the configuration describes; `aligner.checks.algorithm` has made sure
+    that its parts fit.
 
     Raises ConfigError for a function of the user's own that is not there.
     """

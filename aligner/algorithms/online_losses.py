@@ -31,22 +31,27 @@ class LossContext:
         return {"weights": self.weights, "denominator": self.denominator}
 
     def total(self, terms: Tensor, mask: Tensor) -> Tensor:
-        """The rows' part of the minibatch's mean: terms [B, S-1] over the mask, weighted, over the denominator."""
+        """The rows' part of the minibatch's mean: terms [B, S-1] over the mask, weighted, over the
+        denominator."""
         return losses.total_over(mask, self.weights, self.denominator)(terms)
 
 
 OnlineLoss = Callable[[Tensor, Experience, LossContext], tuple[Tensor, Stats]]
-"""From log-probs [B, S-1] (differentiable, 0 outside the mask), their rows and the context to the loss and its statistics.
+"""From log-probs [B, S-1] (differentiable, 0 outside the mask), their rows and the context to the
+loss and its statistics.
 
-The rows are some of a minibatch's, and what is returned are sums over them that `LossContext.total` makes: added up over all
-parts they are the minibatch's, however it was cut. A statistic whose name ends in _max is a maximum.
+The rows are some of a minibatch's, and what is returned are sums over them that `LossContext.total`
+makes: added up over all parts they are the minibatch's, however it was cut. A statistic whose name
+ends in _max is a maximum.
 """
 
 
 def importance_weights(rows: Experience, context: LossContext) -> tuple[Tensor | None, Stats]:
-    """How much likelier the trainer is to draw each token, before the update, than the engine was, truncated; [B, S-1].
+    """How much likelier the trainer is to draw each token, before the update, than the engine was,
+    truncated; [B, S-1].
 
-    None where `algorithm.truncated_importance` asks for none. The statistics are those of `losses.policy_loss`.
+    None where `algorithm.truncated_importance` asks for none. The statistics are those of
+    `losses.policy_loss`.
     """
     settings = context.settings
     if settings.truncated_importance == "none":
@@ -66,17 +71,20 @@ def importance_weights(rows: Experience, context: LossContext) -> tuple[Tensor |
 def ratio_denominator(rows: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
     """Log-probs [B, S-1] that the policy's ratio is taken against.
 
-    Those of the policy that drew the tokens make the ratio the importance weight itself (Noukhovitch et al. 2024,
-    "Asynchronous RLHF", proximal RLOO); those before the update leave the age to `algorithm.truncated_importance`.
+    Those of the policy that drew the tokens make the ratio the importance weight itself
+    (Noukhovitch et al. 2024, "Asynchronous RLHF", proximal RLOO); those before the update leave the
+    age to `algorithm.truncated_importance`.
     """
     return rows.engine_logprobs if settings.ratio_against == "sampler" else rows.old_logprobs
 
 
-def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
+def clipped_surrogate(
+    logprobs: Tensor, rows: Experience, context: LossContext
+) -> tuple[Tensor, Stats]:
     """PPO's surrogate, by the ratio against `algorithm.ratio_against`.
 
-    With truncated importance sampling the samples are the engine's, and the trainer's log-probs before the update are the
-    proximal ones.
+    With truncated importance sampling the samples are the engine's, and the trainer's log-probs
+    before the update are the proximal ones.
     """
     settings, trainer = context.settings, rows.old_logprobs
     corrected = settings.truncated_importance != "none"
@@ -97,24 +105,32 @@ def clipped_surrogate(logprobs: Tensor, rows: Experience, context: LossContext) 
     )
 
 
-def clipped_importance(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
+def clipped_importance(
+    logprobs: Tensor, rows: Experience, context: LossContext
+) -> tuple[Tensor, Stats]:
     """CISPO."""
     settings = context.settings
     advantages, importance = _weighed(rows.advantages, rows, context)
     inputs = logprobs, ratio_denominator(rows, settings), advantages, rows.mask
-    loss, stats = losses.cispo_loss(*inputs, clip_low=settings.clip_low, clip_high=settings.clip_high, **context.sums)
+    loss, stats = losses.cispo_loss(
+        *inputs, clip_low=settings.clip_low, clip_high=settings.clip_high, **context.sums
+    )
     return loss, stats | importance
 
 
-def policy_gradient(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """REINFORCE's loss: no ratio, so samples count as the policy's own but for their weights' age at the step's beginning."""
+def policy_gradient(
+    logprobs: Tensor, rows: Experience, context: LossContext
+) -> tuple[Tensor, Stats]:
+    """REINFORCE's loss: no ratio, so samples count as the policy's own but for their weights' age
+    at the step's beginning."""
     advantages, importance = _weighed(rows.advantages, rows, context)
     loss, stats = losses.reinforce_loss(logprobs, advantages, rows.mask, **context.sums)
     return loss, stats | importance
 
 
 def _weighed(advantages: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """Advantages times the importance weights, for losses in which they are a factor; and the weights' statistics."""
+    """Advantages times the importance weights, for losses in which they are a factor; and the
+    weights' statistics."""
     weights, stats = importance_weights(rows, context)
     return advantages if weights is None else weights * advantages, stats
 
@@ -122,7 +138,8 @@ def _weighed(advantages: Tensor, rows: Experience, context: LossContext) -> tupl
 def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
     """CoPG. Without a KL penalty in the reward a response's rewards add up to its score.
 
-    With truncated importance sampling a response's term counts by its weight. The context's denominator counts rows.
+    With truncated importance sampling a response's term counts by its weight. The context's
+    denominator counts rows.
     """
     weights, importance = _importance_of_draws(rows, context, 1)
     loss, stats = losses.contrastive_policy_gradient_loss(
@@ -139,20 +156,26 @@ def contrastive(logprobs: Tensor, rows: Experience, context: LossContext) -> tup
 
 
 def preference(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """DPO on pairs of rows, the better one first (Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback").
+    """DPO on pairs of rows, the better one first (Guo et al. 2024, "Direct Language Model Alignment
+    from Online AI Feedback").
 
-    With truncated importance sampling a pair counts by the product of its two responses' ratios. The context's denominator
-    counts rows.
+    With truncated importance sampling a pair counts by the product of its two responses' ratios.
+    The context's denominator counts rows.
     """
     weights, importance = _importance_of_draws(rows, context, 2)
     settings, pairs = context.settings.preference, context.denominator / 2
     better, worse = rows.scores.view(-1, 2).unbind(1)
-    loss, stats = pair_loss(logprobs, rows.reference_logprobs, rows.mask, settings, pairs, weights, better - worse)
+    loss, stats = pair_loss(
+        logprobs, rows.reference_logprobs, rows.mask, settings, pairs, weights, better - worse
+    )
     return loss, stats | importance
 
 
-def _importance_of_draws(rows: Experience, context: LossContext, each: int) -> tuple[Tensor | None, Stats]:
-    """How much likelier the trainer is to draw every `each` rows together, before the update, than the engine was; [B / each].
+def _importance_of_draws(
+    rows: Experience, context: LossContext, each: int
+) -> tuple[Tensor | None, Stats]:
+    """How much likelier the trainer is to draw every `each` rows together, before the update, than
+    the engine was; [B / each].
 
     None where no truncated importance is asked for. The context's denominator counts rows.
     """
@@ -172,11 +195,15 @@ def _importance_of_draws(rows: Experience, context: LossContext, each: int) -> t
         settings.above_importance_cap,
     )
     weights = weights[:, 0]  # a draw's, for each of its tokens
-    return weights, {"importance_mean": weights.sum() / draws, "importance_truncated": above[:, 0].sum() / draws}
+    return weights, {
+        "importance_mean": weights.sum() / draws,
+        "importance_truncated": above[:, 0].sum() / draws,
+    }
 
 
 def imitation(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-    """Cross entropy of the chosen samples: best-of-n fine-tuning. What is imitated may be weighed by its importance, too."""
+    """Cross entropy of the chosen samples: best-of-n fine-tuning. What is imitated may be weighed
+    by its importance, too."""
     weights, stats = importance_weights(rows, context)
     inputs = logprobs if weights is None else weights * logprobs, rows.mask
     loss = losses.cross_entropy_loss(*inputs, **context.sums)

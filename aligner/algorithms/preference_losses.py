@@ -1,7 +1,9 @@
-"""Losses of pairs of answers, the chosen and the rejected one, and of answers with a label; arguments are a number each, [B].
+"""Losses of pairs of answers, the chosen and the rejected one, and of answers with a label;
+arguments are a number each, [B].
 
-Each is the mean over its pairs or answers, or their sum over `denominator`, and so are the statistics: with the number of the
-whole batch's pairs as denominator the parts of a batch add up to it.
+Each is the mean over its pairs or answers, or their sum over `denominator`, and so are the
+statistics: with the number of the whole batch's pairs as denominator the parts of a batch add up to
+it.
 """
 
 from typing import Any
@@ -22,10 +24,12 @@ def pair_loss(
     weights: Tensor | None = None,
     margins: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as sums over `pairs`.
+    """The preference loss and its statistics of rows chosen, rejected, chosen, …, all [2P, T], as
+    sums over `pairs`.
 
-    `weights` [P] are the pairs'; the statistics are of all pairs alike. `margins` [P], by how much the chosen answer's reward
-    is above the other's, are what the rpo kinds go by. The reference's log-probs are not looked at where the kind has none.
+    `weights` [P] are the pairs'; the statistics are of all pairs alike. `margins` [P], by how much
+    the chosen answer's reward is above the other's, are what the rpo kinds go by. The reference's
+    log-probs are not looked at where the kind has none.
     """
     lengths = mask.sum(1).clamp(min=1)
     if not settings.has_reference:
@@ -73,24 +77,30 @@ def dpo_loss(
 ) -> Tensor:
     """Direct preference optimization; log-probabilities of whole answers to a scalar.
 
-    With h = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected), the loss of a pair is
-    sigmoid: -log σ(β·h) (Rafailov et al. 2023, equation 7), or with label_smoothing ε, the probability that a label is the
-    wrong way round, -(1 - ε)·log σ(β·h) - ε·log σ(-β·h) (conservative DPO; Mitchell 2023);
-    ipo: (h - 1/(2β))² (Azar et al. 2023, equation 17).
-    `weights` [B] multiply the pairs' terms.
-    Raises ValueError for another kind, a beta of 0 or less, and a smoothing that is not within 0 and 0.5 or that ipo gets.
+    With h = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected), the loss
+    of a pair is sigmoid: -log σ(β·h) (Rafailov et al. 2023, equation 7), or with label_smoothing ε,
+    the probability that a label is the wrong way round, -(1 - ε)·log σ(β·h) - ε·log σ(-β·h)
+    (conservative DPO; Mitchell 2023); ipo: (h - 1/(2β))² (Azar et al. 2023, equation 17). `weights`
+    [B] multiply the pairs' terms. Raises ValueError for another kind, a beta of 0 or less, and a
+    smoothing that is not within 0 and 0.5 or that ipo gets.
     """
     if beta <= 0:
         raise ValueError(f"beta={beta} must be above 0")
     if not 0 <= label_smoothing <= 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing} must be within 0 and 0.5: above it the labels are turned round")
+        raise ValueError(
+            f"label_smoothing={label_smoothing} must be within 0 and 0.5: above it the labels are"
+            " turned round"
+        )
     preference = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected)
     if kind == "sigmoid":
         scaled = beta * preference
         losses = -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
     elif kind == "ipo":
         if label_smoothing:
-            raise ValueError(f"label_smoothing={label_smoothing} is for kind='sigmoid': kind='ipo' has no smoothed form")
+            raise ValueError(
+                f"label_smoothing={label_smoothing} is for kind='sigmoid': kind='ipo' has no"
+                " smoothed form"
+            )
         losses = (preference - 1 / (2 * beta)).square()
     else:
         raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
@@ -105,7 +115,8 @@ def simpo_loss(
     denominator: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """-log σ(β·(chosen - rejected) - γ) of mean log-probabilities a token, to a scalar; γ is `target_margin`.
+    """-log σ(β·(chosen - rejected) - γ) of mean log-probabilities a token, to a scalar; γ is
+    `target_margin`.
 
     Meng et al. 2024, "SimPO", equation 6.
     """
@@ -113,14 +124,21 @@ def simpo_loss(
 
 
 def odds_ratio_loss(
-    chosen: Tensor, rejected: Tensor, weight: float, denominator: float | None = None, weights: Tensor | None = None
+    chosen: Tensor,
+    rejected: Tensor,
+    weight: float,
+    denominator: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """-λ·log σ(log odds(chosen) - log odds(rejected)) of mean log-probabilities a token, to a scalar; λ is `weight`.
+    """-λ·log σ(log odds(chosen) - log odds(rejected)) of mean log-probabilities a token, to a
+    scalar; λ is `weight`.
 
-    With p = exp(mean log-probability) odds are p / (1 - p): Hong et al. 2024, "ORPO", equations 4 to 7. Its loss has the cross
-    entropy of the chosen answer besides.
+    With p = exp(mean log-probability) odds are p / (1 - p): Hong et al. 2024, "ORPO", equations 4
+    to 7. Its loss has the cross entropy of the chosen answer besides.
     """
-    return weight * _mean(-logsigmoid(_log_odds(chosen) - _log_odds(rejected)), denominator, weights)
+    return weight * _mean(
+        -logsigmoid(_log_odds(chosen) - _log_odds(rejected)), denominator, weights
+    )
 
 
 def rpo_loss(
@@ -135,11 +153,12 @@ def rpo_loss(
     denominator: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Reward-aware preference optimization (Adler et al. 2024, "Nemotron-4 340B", section 3.3.2), to a scalar.
+    """Reward-aware preference optimization (Adler et al. 2024, "Nemotron-4 340B", section 3.3.2),
+    to a scalar.
 
-    With a = β·h, h as in `dpo_loss`, and b = scale·margin, the distance of the policy's preference from the rewards':
-    sq: (a - b)²; fwd_kl: KL(Bernoulli(σ(a)) ‖ Bernoulli(σ(b))); bwd_kl: the other way round, as NeMo-Aligner calls them.
-    Raises ValueError for another distance.
+    With a = β·h, h as in `dpo_loss`, and b = scale·margin, the distance of the policy's preference
+    from the rewards': sq: (a - b)²; fwd_kl: KL(Bernoulli(σ(a)) ‖ Bernoulli(σ(b))); bwd_kl: the
+    other way round, as NeMo-Aligner calls them. Raises ValueError for another distance.
     """
     given = scale * margins
     implied = beta * ((policy_chosen - policy_rejected) - (reference_chosen - reference_rejected))
@@ -163,13 +182,16 @@ def kto_loss(
     undesirable_weight: float,
     denominator: float | None = None,
 ) -> Tensor:
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, "KTO", equation 8); a number an answer, [B], to a scalar.
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, "KTO", equation 8); a number an
+    answer, [B], to a scalar.
 
-    With r = log_ratios, of whole answers to the reference, and z0 = baseline, a desirable answer's loss is
-    λ_D·(1 - σ(β·(r - z0))), another's λ_U·(1 - σ(β·(z0 - r))).
+    With r = log_ratios, of whole answers to the reference, and z0 = baseline, a desirable answer's
+    loss is λ_D·(1 - σ(β·(r - z0))), another's λ_U·(1 - σ(β·(z0 - r))).
     """
     ahead = beta * (log_ratios - baseline)
-    losses = torch.where(is_desirable, desirable_weight * (-ahead).sigmoid(), undesirable_weight * ahead.sigmoid())
+    losses = torch.where(
+        is_desirable, desirable_weight * (-ahead).sigmoid(), undesirable_weight * ahead.sigmoid()
+    )
     return _mean(losses, denominator)
 
 
@@ -182,9 +204,11 @@ def dpo_stats(
     beta: float,
     denominator: float | None = None,
 ) -> dict[str, Tensor]:
-    """What `dpo_loss` has made of its pairs, by the implicit reward β·(policy - reference) (Rafailov et al. 2023, section 4).
+    """What `dpo_loss` has made of its pairs, by the implicit reward β·(policy - reference)
+    (Rafailov et al. 2023, section 4).
 
-    `chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy` (pairs whose margin is above 0).
+    `chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy` (pairs
+    whose margin is above 0).
     """
     chosen = beta * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -192,9 +216,13 @@ def dpo_stats(
 
 
 def pairwise_reward_loss(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None, denominator: float | None = None
+    chosen: Tensor,
+    rejected: Tensor,
+    margin: Tensor | float | None = None,
+    denominator: float | None = None,
 ) -> Tensor:
-    """-log σ(chosen - rejected - margin) of the rewards of each pair, to a scalar; margin [B], a number or none.
+    """-log σ(chosen - rejected - margin) of the rewards of each pair, to a scalar; margin [B], a
+    number or none.
 
     Bradley and Terry 1952; the margin as in Touvron et al. 2023, "Llama 2", section 3.2.2.
     """
@@ -203,8 +231,11 @@ def pairwise_reward_loss(
 
 
 @torch.no_grad()
-def pairwise_reward_stats(chosen: Tensor, rejected: Tensor, denominator: float | None = None) -> dict[str, Tensor]:
-    """`chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy` (margins above 0)."""
+def pairwise_reward_stats(
+    chosen: Tensor, rejected: Tensor, denominator: float | None = None
+) -> dict[str, Tensor]:
+    """`chosen_reward`, `rejected_reward`, `margin` (the first minus the second) and `accuracy`
+    (margins above 0)."""
     margin = chosen - rejected
     return {
         "chosen_reward": _mean(chosen, denominator),

@@ -8,13 +8,15 @@ from torch import Tensor
 from aligner.data.types import ScoredSamples
 
 SelectByScore = Callable[[Tensor, int], Tensor]
-"""From a step's scores, float32 [B], and the number of samples a prompt to the rows to learn from, int64 [N]."""
+"""From a step's scores, float32 [B], and the number of samples a prompt to the rows to learn from,
+int64 [N]."""
 Select = Callable[[ScoredSamples], Tensor]
 """The same from all that is known of the samples before anything is learned: a user's own."""
 
 
 def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows of each prompt's best and worst sample, in turns; none of a prompt whose scores are all equal."""
+    """Rows of each prompt's best and worst sample, in turns; none of a prompt whose scores are all
+    equal."""
     groups = scores.view(-1, samples_per_prompt)
     first = torch.arange(len(groups)) * samples_per_prompt
     pairs = torch.stack([first + groups.argmax(1), first + groups.argmin(1)], dim=1)
@@ -22,7 +24,8 @@ def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
 
 
 def all_pairs(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows of every two samples of a prompt of which one is better, that one first, in turns; the best samples' come first."""
+    """Rows of every two samples of a prompt of which one is better, that one first, in turns; the
+    best samples' come first."""
     groups = scores.view(-1, samples_per_prompt)
     order = groups.argsort(dim=1, descending=True, stable=True)
     better, worse = torch.triu_indices(samples_per_prompt, samples_per_prompt, 1)
@@ -32,13 +35,16 @@ def all_pairs(scores: Tensor, samples_per_prompt: int) -> Tensor:
 
 
 def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """The row of each prompt's best sample; none of a prompt whose scores are all equal, where no sample is the best."""
+    """The row of each prompt's best sample; none of a prompt whose scores are all equal, where no
+    sample is the best."""
     return best_and_worst(scores, samples_per_prompt)[::2]
 
 
-def kept_responses(scores: Tensor, samples_per_prompt: int, which: str, least: float | None) -> Tensor:
-    """The rows that `algorithm.responses` is for, all or each prompt's best, the first of equals, less those that score below
-    `least`: rejection sampling."""
+def kept_responses(
+    scores: Tensor, samples_per_prompt: int, which: str, least: float | None
+) -> Tensor:
+    """The rows that `algorithm.responses` is for, all or each prompt's best, the first of equals,
+    less those that score below `least`: rejection sampling."""
     groups = scores.view(-1, samples_per_prompt)
     first = torch.arange(len(groups)) * samples_per_prompt
     rows = first + groups.argmax(1) if which == "best" else torch.arange(len(scores))
@@ -47,5 +53,9 @@ def kept_responses(scores: Tensor, samples_per_prompt: int, which: str, least: f
 
 PAIRS: Mapping[str, SelectByScore] = {"best_and_worst": best_and_worst, "all": all_pairs}
 """By `algorithm.pairs`, where pairs are of samples."""
-SELECTIONS: Mapping[str, SelectByScore | None] = {"all": None, "best": best, "best_and_worst": best_and_worst}
+SELECTIONS: Mapping[str, SelectByScore | None] = {
+    "all": None,
+    "best": best,
+    "best_and_worst": best_and_worst,
+}
 """None: nothing is left out, and the scores are not waited for."""

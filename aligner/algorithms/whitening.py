@@ -5,18 +5,23 @@ from torch import Tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the values where `mask` is true; over everything, or along `dim`. 0 where nothing is chosen."""
+    """Mean of the values where `mask` is true; over everything, or along `dim`. 0 where nothing is
+    chosen."""
     chosen = torch.where(mask.bool(), values, 0.0)
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     total = chosen.sum() if dim is None else chosen.sum(dim)
     return total / count.clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, dim: int | None = None) -> Tensor:
-    """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0 outside the mask.
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, dim: int | None = None
+) -> Tensor:
+    """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0
+    outside the mask.
 
-    Over everything, or along `dim`. Population variance, 1/√(variance + 1e-8) (Huang et al. 2023, "The N Implementation
-    Details of RLHF with PPO", detail 11). Values that are all equal have exactly no deviation from their mean.
+    Over everything, or along `dim`. Population variance, 1/√(variance + 1e-8) (Huang et al. 2023,
+    "The N Implementation Details of RLHF with PPO", detail 11). Values that are all equal have
+    exactly no deviation from their mean.
     """
 
     def mean_of(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Arguments of Python as the command line has them: options of groups, sections, files of records and functions by name."""
+"""Arguments of Python as the command line has them: options of groups, sections, files of records
+and functions by name."""
 
 import json
 import os
@@ -45,14 +46,19 @@ def launch_arguments(
     keys: Mapping[str, Any],
     options: Mapping[str, Sequence[str]],
 ) -> LaunchArguments:
-    """From what `aligner.launch` takes; `options` are those of each group. Raises ConfigError for what cannot be told so."""
+    """From what `aligner.launch` takes; `options` are those of each group. Raises ConfigError for
+    what cannot be told so."""
     texts, records, python_path = [], None, None
     if model is not None:
         texts.append(_named("model", model, options))
     if algorithm is not None:
         texts.append(override_text("algorithm", algorithm))
     if isinstance(reward, str):
-        texts.append(override_text("reward.function" if function_problem(reward) is None else "reward", reward))
+        texts.append(
+            override_text(
+                "reward.function" if function_problem(reward) is None else "reward", reward
+            )
+        )
     elif reward is not None:
         function, python_path = importable(reward)
         texts.append(override_text("reward.function", function))
@@ -74,7 +80,8 @@ def _named(group: str, value: str | os.PathLike[str], options: Mapping[str, Sequ
 
 
 def override_text(key: str, value: Any) -> str:
-    """A key's value as an override of the command line: what is parsed from it is the value again."""
+    """A key's value as an override of the command line: what is parsed from it is the value
+    again."""
     return f"{key}={_text(value)}"
 
 
@@ -103,12 +110,17 @@ def json_lines(data: "Records | pd.DataFrame") -> str:
         if all(isinstance(record, Mapping) for record in data):
             return "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"data: not JSON: {error}; give records of texts, numbers and lists of them") from error
+        raise ConfigError(
+            f"data: not JSON: {error}; give records of texts, numbers and lists of them"
+        ) from error
     raise ConfigError("data: give a path, a list of dicts, or a DataFrame")
 
 
-def place_records(records: str, overrides: Sequence[str], config_directory: Path | None) -> tuple[Path, tuple[str, ...]]:
-    """Write records into the directory of the run that overrides describe; returns the file and overrides that name it.
+def place_records(
+    records: str, overrides: Sequence[str], config_directory: Path | None
+) -> tuple[Path, tuple[str, ...]]:
+    """Write records into the directory of the run that overrides describe; returns the file and
+    overrides that name it.
 
     Raises ConfigError where a run is there already that has others.
     """
@@ -119,7 +131,9 @@ def place_records(records: str, overrides: Sequence[str], config_directory: Path
     paths = RunPaths(Path(given.get("run.dir") or f"runs/{name}").absolute())
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
-        raise ConfigError(f"data: {file} has other records, of the run that is there; give run.dir=, or data=PATH")
+        raise ConfigError(
+            f"data: {file} has other records, of the run that is there; give run.dir=, or data=PATH"
+        )
     paths.root.mkdir(PRIVATE, parents=True, exist_ok=True)
     write_file(file, records)
     return file, (override_text("data.path", file), override_text("run.dir", paths.root))
@@ -132,15 +146,18 @@ def importable(function: Callable[..., Any]) -> tuple[str, Path | None]:
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(function, FunctionType) or not module or not name:
-        raise ConfigError(f"reward={function!r}: give a function, a name such as gsm8k, or module:function")
+        raise ConfigError(
+            f"reward={function!r}: give a function, a name such as gsm8k, or module:function"
+        )
     why = next(_obstacles(module, name), None)
     if why is None:
         return f"{module}:{name}", _root(module)
     plain = name if name.isidentifier() else "score"
     raise ConfigError(
-        f"reward={name}: {why}, and the run's processes, which import it, would not find it. Write it to a file, in a"
-        f" notebook with a cell that begins with\n    %%writefile my_reward.py\nhas the function and all that it imports, and"
-        f" then\n    from my_reward import {plain}\n    run = aligner.launch(…, reward={plain})"
+        f"reward={name}: {why}, and the run's processes, which import it, would not find it. Write"
+        " it to a file, in a notebook with a cell that begins with\n    %%writefile"
+        " my_reward.py\nhas the function and all that it imports, and then\n    from my_reward"
+        f" import {plain}\n    run = aligner.launch(…, reward={plain})"
     )
 
 
@@ -157,7 +174,8 @@ def _obstacles(module: str, name: str) -> Iterator[str]:
 
 
 def _root(module: str) -> Path | None:
-    """The directory that is to be on Python's path for a module that is imported here; None for one that is built in."""
+    """The directory that is to be on Python's path for a module that is imported here; None for one
+    that is built in."""
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return None

@@ -1,4 +1,5 @@
-"""What a command prints, shown as it comes: in a script as it is, in a notebook in one place with how far the run is."""
+"""What a command prints, shown as it comes: in a script as it is, in a notebook in one place with
+how far the run is."""
 
 import io
 import sys
@@ -52,7 +53,8 @@ class LiveOutput:
 
 
 class NotebookOutput(LiveOutput):
-    """Shows it below the cell that started the command, by a thread of its own, also while other cells run."""
+    """Shows it below the cell that started the command, by a thread of its own, also while other
+    cells run."""
 
     def __init__(self, command: ChildCommand) -> None:
         super().__init__(command)
@@ -80,14 +82,17 @@ class NotebookOutput(LiveOutput):
         while not has_ended.wait(_EVERY_S):
             if self._command.exit_code is not None:
                 has_ended.set()
-            shown = notebook_bundle(self._command.printed, self._paths, _LAST_LINES if has_ended.is_set() else _LINES)
+            shown = notebook_bundle(
+                self._command.printed, self._paths, _LAST_LINES if has_ended.is_set() else _LINES
+            )
             if shown != self._before:
                 self._display.update(shown, raw=True)
                 self._before = shown
 
 
 def notebook_bundle(printed: str, paths: RunPaths | None, lines: int) -> dict[str, str]:
-    """The last lines of what was printed below a bar of the run's steps, once there are some, as HTML and as text."""
+    """The last lines of what was printed below a bar of the run's steps, once there are some, as
+    HTML and as text."""
     parts: list[Any] = []
     if paths is not None and (metrics := read_metrics(paths.metrics)):
         pace = Pace(load_config(paths.config).run.steps)
@@ -101,7 +106,9 @@ def notebook_bundle(printed: str, paths: RunPaths | None, lines: int) -> dict[st
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
     for part in parts:
         console.print(part)
-    html = console.export_html(inline_styles=True, clear=False, code_format="<pre style='line-height:1.2'>{code}</pre>")
+    html = console.export_html(
+        inline_styles=True, clear=False, code_format="<pre style='line-height:1.2'>{code}</pre>"
+    )
     return {"text/html": html, "text/plain": console.export_text()}
 
 

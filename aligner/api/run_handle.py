@@ -1,4 +1,5 @@
-"""`aligner.launch` and `aligner.load_run`: a run as an object, whose processes are those of `aligner launch`."""
+"""`aligner.launch` and `aligner.load_run`: a run as an object, whose processes are those of
+`aligner launch`."""
 
 import contextlib
 import os
@@ -40,13 +41,15 @@ def launch(
     config_dir: str | os.PathLike[str] | None = None,
     **keys: Any,
 ) -> "Run":
-    """Start a run as `aligner launch` does, and return once it is accepted; its processes go on where this one ends.
+    """Start a run as `aligner launch` does, and return once it is accepted; its processes go on
+    where this one ends.
 
-    `model` is a directory, a name of the Hugging Face cache's, or one of `conf/model/`. `reward` is a built-in scorer's name,
-    `module:function`, one of `conf/reward/`, or a function of a module that other processes can import. `data` is a path,
-    one of `conf/data/`, or records, which are written to the run's directory. Other keys are sections
-    (`run={"steps": 40}`), options of groups (`experiment="tiny_ppo"`), or a dotted key's (`**{"run.steps": 40}`); `overrides`
-    are texts of the command line. `config_dir` holds groups of your own.
+    `model` is a directory, a name of the Hugging Face cache's, or one of `conf/model/`. `reward` is
+    a built-in scorer's name, `module:function`, one of `conf/reward/`, or a function of a module
+    that other processes can import. `data` is a path, one of `conf/data/`, or records, which are
+    written to the run's directory. Other keys are sections (`run={"steps": 40}`), options of groups
+    (`experiment="tiny_ppo"`), or a dotted key's (`**{"run.steps": 40}`); `overrides` are texts of
+    the command line. `config_dir` holds groups of your own.
 
     Raises ConfigError, with nothing left behind, for what `aligner launch` refuses.
     """
@@ -70,7 +73,8 @@ def launch(
 
 
 def _accepted(command: ChildCommand, output: LiveOutput) -> "Run":
-    """The run, once its launcher goes on behind its checks, or has queued it. Raises what the launcher ends with."""
+    """The run, once its launcher goes on behind its checks, or has queued it. Raises what the
+    launcher ends with."""
     while True:
         code, printed = command.exit_code, command.printed
         output.update()
@@ -97,15 +101,21 @@ def load_run(directory: str | os.PathLike[str]) -> "Run":
 class Run:
     """A run of `aligner launch`."""
 
-    def __init__(self, directory: Path, command: ChildCommand | None = None, output: LiveOutput | None = None) -> None:
-        """`command` is its launcher, and `output` what shows what that prints, where this process has started it."""
+    def __init__(
+        self, directory: Path, command: ChildCommand | None = None, output: LiveOutput | None = None
+    ) -> None:
+        """`command` is its launcher, and `output` what shows what that prints, where this process
+        has started it."""
         self.directory = directory
         """Where its files are: README.md has them."""
         self._paths, self._command, self._output = RunPaths(directory), command, output
 
     def __repr__(self) -> str:
         has_files = self._paths.config.is_file()
-        return f"<Run {self.directory}: {describe_status(self.status()) if has_files else 'no files of a run'}>"
+        return (
+            f"<Run {self.directory}:"
+            f" {describe_status(self.status()) if has_files else 'no files of a run'}>"
+        )
 
     @property
     def _is_launched_here(self) -> bool:
@@ -114,14 +124,16 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """Its configuration, with all that was chosen. Raises ConfigError while it is not there yet."""
+        """Its configuration, with all that was chosen. Raises ConfigError while it is not there
+        yet."""
         return load_config(self._paths.config)
 
     @property
     def state(self) -> str:
         """queued, starting, running, finished, failed or stopped."""
         goes_on = self._is_launched_here  # first: its last word is there once it has ended
-        if self._command is not None and not self._paths.config.is_file():  # before it is prepared, or refused
+        # before it is prepared, or refused
+        if self._command is not None and not self._paths.config.is_file():
             return "starting" if goes_on else "failed"
         return self.status().state
 
@@ -130,27 +142,38 @@ class Run:
         return read_status(self.directory)
 
     def metrics(self) -> "pd.DataFrame":
-        """A row a step, by step, and a column a metric; also while it runs. Raises ConfigError where pandas is missing."""
+        """A row a step, by step, and a column a metric; also while it runs. Raises ConfigError
+        where pandas is missing."""
         frame = _pandas("run.metrics()").DataFrame(read_metrics(self._paths.metrics))
         return frame.astype({"step": int}).set_index("step") if len(frame) else frame
 
     def samples(
-        self, *, steps: Collection[int] | None = None, tokens: bool = False, columns: Sequence[str] | None = None
+        self,
+        *,
+        steps: Collection[int] | None = None,
+        tokens: bool = False,
+        columns: Sequence[str] | None = None,
     ) -> "pd.DataFrame":
-        """A row a sample, of these steps or of all that are kept; also while it runs. docs/observing.md has the columns.
+        """A row a sample, of these steps or of all that are kept; also while it runs.
+        docs/observing.md has the columns.
 
-        With `tokens` what there is of each response token, as lists; `columns` are those that are wanted. A run that keeps no
-        sample files has those of `samples.jsonl`. Raises ConfigError where pandas is missing, KeyError for an unknown column.
+        With `tokens` what there is of each response token, as lists; `columns` are those that are
+        wanted. A run that keeps no sample files has those of `samples.jsonl`. Raises ConfigError
+        where pandas is missing, KeyError for an unknown column.
         """
         pandas = _pandas("run.samples()")
         if tokens or sample_steps(self.directory):
             table = read_samples(self.directory, tokens=tokens, steps=steps, columns=columns)
             return table.to_pandas(maps_as_pydicts="strict")
         records = read_records(self._paths.samples)
-        return pandas.DataFrame([record for record in records if steps is None or record["step"] in steps], columns=columns)
+        return pandas.DataFrame(
+            [record for record in records if steps is None or record["step"] in steps],
+            columns=columns,
+        )
 
     def export(self, output: str | os.PathLike[str]) -> Path:
-        """Write the policy of its last checkpoint as a Hugging Face directory, as `aligner convert` does; returns that.
+        """Write the policy of its last checkpoint as a Hugging Face directory, as `aligner convert`
+        does; returns that.
 
         Raises ConfigError where there is no checkpoint, or `output` exists.
         """
@@ -160,9 +183,9 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> "Run":
         """Wait for the run's end and return it; what it prints is shown meanwhile.
 
-        Raises what has ended it otherwise, in the launcher's words: ConfigError, AlignerError, Stopped where it can go on from
-        a checkpoint, Interrupted where a signal has ended it; TimeoutError where it takes longer. Who interrupts the waiting
-        does not end the run.
+        Raises what has ended it otherwise, in the launcher's words: ConfigError, AlignerError,
+        Stopped where it can go on from a checkpoint, Interrupted where a signal has ended it;
+        TimeoutError where it takes longer. Who interrupts the waiting does not end the run.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -178,12 +201,16 @@ class Run:
                     return self
             self._watch(deadline)  # another process has started it, or Slurm will
         except KeyboardInterrupt:
-            print(f"the run goes on; run.stop() ends it, and aligner.load_run({str(self.directory)!r}) finds it again")
+            print(
+                "the run goes on; run.stop() ends it, and"
+                f" aligner.load_run({str(self.directory)!r}) finds it again"
+            )
             raise
         return self
 
     def _watch(self, deadline: float | None) -> None:
-        """Tell how a run is that this process has not started, until it has ended; raise what has ended it."""
+        """Tell how a run is that this process has not started, until it has ended; raise what has
+        ended it."""
         told = ""
         while (now := self.status()).state not in OVER:
             if (line := describe_status(now).partition("  last step")[0]) != told:
@@ -203,7 +230,8 @@ class Run:
             raise TimeoutError(f"{self.directory}: has not ended in time; it goes on")
 
     def stop(self, *, now: bool = False) -> None:
-        """Have the run take a checkpoint and end, or end at once, and wait for that; nothing where it has ended.
+        """Have the run take a checkpoint and end, or end at once, and wait for that; nothing where
+        it has ended.
 
         Raises AlignerError where its launcher is not on this machine.
         """
@@ -214,7 +242,10 @@ class Run:
             state = read_state(self._paths.status)
             if state is None or state.job is not None or state.host != os.uname().nodename:
                 job = "JOB" if state is None or state.job is None else state.job
-                raise AlignerError(f"{self.directory}: not on this machine; a Slurm job: scancel --batch --signal=USR1 {job}")
+                raise AlignerError(
+                    f"{self.directory}: not on this machine; a Slurm job: scancel --batch"
+                    f" --signal=USR1 {job}"
+                )
             os.kill(state.pid, number)
         while self._is_launched_here or self.state not in OVER:
             time.sleep(_POLL_S)
@@ -224,5 +255,7 @@ def _pandas(what: str) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ConfigError(f"{what} needs pandas; install the notebook extra: pip install 'aligner[notebook]'") from error
+        raise ConfigError(
+            f"{what} needs pandas; install the notebook extra: pip install 'aligner[notebook]'"
+        ) from error
     return pandas

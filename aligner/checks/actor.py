@@ -28,8 +28,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from lora_problems("actor", actor, trained)
     if trains_reward_model and actor.lora.rank:
         yield (
-            f"actor.lora.rank={actor.lora.rank}: with adapters the new head of a reward model would not be trained; leave it"
-            " 0 with algorithm.trainer=reward_model"
+            f"actor.lora.rank={actor.lora.rank}: with adapters the new head of a reward model would"
+            " not be trained; leave it 0 with algorithm.trainer=reward_model"
         )
     yield from micro_batch_problems(config, "actor", actor, rows_together(config))
     yield from precision_problems(config, "actor", actor, model)
@@ -46,8 +46,11 @@ def lora_problems(key: str, settings: ActorConfig, shape: ModelShape) -> Iterato
         yield f"{key}.lora.targets={lora.targets}: allowed are one or more of {', '.join(TARGETS)}"
     if "mlp" in lora.targets and shape.num_experts:
         yield (
-            f"{key}.lora.targets={lora.targets}: the experts of a mixture have no adapters; train those of the attention with"
-            f" {key}.lora.targets=[attention]"
+            f"{key}.lora.targets={lora.targets}: the experts of a mixture have no adapters; train"
+            f" those of the attention with {key}.lora.targets=[attention]"
         )
     if settings.frozen:
-        yield f"{key}.frozen={settings.frozen}: with {key}.lora.rank={lora.rank} every weight of the model is frozen already"
+        yield (
+            f"{key}.frozen={settings.frozen}: with {key}.lora.rank={lora.rank} every weight of the"
+            " model is frozen already"
+        )

@@ -1,4 +1,5 @@
-"""All checks of a configuration: bounds first, then every section against the others, the model and this machine.
+"""All checks of a configuration: bounds first, then every section against the others, the model and
+this machine.
 
 Everything is checked before anything starts, and everything wrong is reported at once.
 """
@@ -23,7 +24,12 @@ from aligner.checks import (
     teacher,
 )
 from aligner.errors import ConfigError
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, random_reward_models, read_shape
+from aligner.models.model_source import (
+    NOTHING_EXPECTED,
+    ExpectedInputs,
+    random_reward_models,
+    read_shape,
+)
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
@@ -31,8 +37,8 @@ from aligner.schema.evaluation_suites import suite_problems
 from aligner.schema.keys import only_read, schema_keys, value_at
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
-"""One line for each thing about a section that does not fit other sections, the model (None where it could not be read) or
-this machine. What is expected need not be there yet."""
+"""One line for each thing about a section that does not fit other sections, the model (None where
+it could not be read) or this machine. What is expected need not be there yet."""
 
 SECTIONS: tuple[SectionCheck, ...] = (
     run.problems,
@@ -54,11 +60,14 @@ SECTIONS: tuple[SectionCheck, ...] = (
 """In the schema's order."""
 
 
-def check(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED, also: Iterable[str] = ()) -> ModelShape:
-    """Check what the run reads of the configuration against itself, the model and this machine; returns the policy's shape.
+def check(
+    config: Config, expected: ExpectedInputs = NOTHING_EXPECTED, also: Iterable[str] = ()
+) -> ModelShape:
+    """Check what the run reads of the configuration against itself, the model and this machine;
+    returns the policy's shape.
 
-    What is `expected` need not be there yet; `also` are problems that are reported with the others. Raises ConfigError with
-    one line for each thing that is wrong.
+    What is `expected` need not be there yet; `also` are problems that are reported with the others.
+    Raises ConfigError with one line for each thing that is wrong.
     """
     # Bounds come first: the checks after them divide by these numbers.
     _raise_all(_bounds(config))

@@ -17,11 +17,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def metric_problems(config: Config, given: str, metric: str) -> Iterator[str]:
-    """Why the run's steps have no such metric, which a key asks for; `given` is the key with its value."""
+    """Why the run's steps have no such metric, which a key asks for; `given` is the key with its
+    value."""
     trainer = config.algorithm.trainer
     kinds = [*_EVERY_RUNS, *(_ONLINE if trainer == "online" else (trainer,))]
     if metric.partition("/")[0] not in kinds:
-        yield f"{given}: the metrics of this run begin with {', '.join(f'{kind}/' for kind in kinds)}"
+        yield (
+            f"{given}: the metrics of this run begin with {', '.join(f'{kind}/' for kind in kinds)}"
+        )
     evaluated = config.evaluation.every if trainer == "online" else config.data.held_out
     if metric.startswith("eval/") and not evaluated:
         advice = "evaluation.every=STEPS" if trainer == "online" else "data.held_out=ROWS"

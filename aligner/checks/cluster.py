@@ -19,7 +19,8 @@ _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with the places of roles on this machine, or with a Slurm job as far as who submits it can tell."""
+    """What is wrong with the places of roles on this machine, or with a Slurm job as far as who
+    submits it can tell."""
     slurm = config.cluster.slurm
     if config.cluster.kind != "slurm":
         try:
@@ -37,11 +38,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
-            f"server.interface={config.server.interface}: servers are asked at their nodes' own addresses, and must listen"
-            " there; give 0.0.0.0, as cluster=slurm does"
+            f"server.interface={config.server.interface}: servers are asked at their nodes' own"
+            " addresses, and must listen there; give 0.0.0.0, as cluster=slurm does"
         )
     images = {"cluster.slurm.image": slurm.image}
-    images |= {f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image for role in vars(slurm.roles)}
+    images |= {
+        f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image
+        for role in vars(slurm.roles)
+    }
     for key, image in images.items():
         if image is not None:
             yield from _image_problems(key, image)
@@ -51,21 +55,29 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 def _time_problems(time: str, grace_s: int) -> Iterator[str]:
     if not re.fullmatch(_TIME, time):
-        yield f"cluster.slurm.time={time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS"
+        yield (
+            f"cluster.slurm.time={time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and"
+            " D-HH:MM:SS"
+        )
     elif _seconds(time) <= grace_s:
         yield (
-            f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s before its end, which is"
-            " when it starts; give more time, or a smaller grace_s"
+            f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s"
+            " before its end, which is when it starts; give more time, or a smaller grace_s"
         )
 
 
 def _requeue_problems(config: Config) -> Iterator[str]:
-    every, minutes, steps = config.checkpoint.every, config.checkpoint.every_minutes, config.run.steps
+    every, minutes, steps = (
+        config.checkpoint.every,
+        config.checkpoint.every_minutes,
+        config.run.steps,
+    )
     if not minutes and not 0 < every < steps:
         yield (
-            f"cluster.slurm.requeue=true: none of run.steps={steps} has a checkpoint but the last (checkpoint.every={every},"
-            " checkpoint.every_minutes=0), so a job that is queued again might begin at nothing; give"
-            " checkpoint.every_minutes=MINUTES or checkpoint.every=STEPS, or cluster.slurm.requeue=false"
+            f"cluster.slurm.requeue=true: none of run.steps={steps} has a checkpoint but the last"
+            f" (checkpoint.every={every}, checkpoint.every_minutes=0), so a job that is queued"
+            " again might begin at nothing; give checkpoint.every_minutes=MINUTES or"
+            " checkpoint.every=STEPS, or cluster.slurm.requeue=false"
         )
 
 
@@ -75,13 +87,17 @@ def _seconds(time: str) -> float:
         return math.inf
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    # Without days one number is minutes and two are minutes and seconds; with days what is first is hours.
+    # Without days one number is minutes and two are minutes and seconds; with days what is first is
+    # hours.
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + sum(
+        part * unit for part, unit in zip(parts, units, strict=False)
+    )
 
 
 def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Engines that are programs of their own start a replica's workers on the machine of its first rank."""
+    """Engines that are programs of their own start a replica's workers on the machine of its first
+    rank."""
     engine = config.engine
     if engine.kind == "embedded" or not config.algorithm.generates:
         return
@@ -89,36 +105,52 @@ def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
     place, settings, tensor = layout.places[role], slurm_role(config, role), engine.parallel.tensor
     if place.nodes == 1 or place.ranks_per_node % tensor == 0:
         return
-    key = "cluster.devices_per_node" if settings.devices is None else f"cluster.slurm.roles.{role}.devices"
+    key = (
+        "cluster.devices_per_node"
+        if settings.devices is None
+        else f"cluster.slurm.roles.{role}.devices"
+    )
     key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
     yield (
-        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must be on one node, but the {role} has"
-        f" {place.ranks_per_node} ranks on each of {place.nodes} nodes ({key}); give more ranks a node, or a size that divides"
-        f" {place.ranks_per_node}"
+        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must be on one"
+        f" node, but the {role} has {place.ranks_per_node} ranks on each of {place.nodes} nodes"
+        f" ({key}); give more ranks a node, or a size that divides {place.ranks_per_node}"
     )
 
 
 def _image_problems(key: str, image: str) -> Iterator[str]:
     is_file = image.startswith(("/", ".")) or image.endswith((".sqsh", ".squashfs"))
     if is_file and not Path(image).is_file():
-        yield f"{key}={image}: no such file; make it with `enroot import`, or name an image of a registry"
+        yield (
+            f"{key}={image}: no such file; make it with `enroot import`, or name an image of a"
+            " registry"
+        )
     elif not is_file and not re.fullmatch(_REGISTRY_IMAGE, image.removeprefix("docker://")):
         yield f"{key}={image}: neither a file nor an image's name, such as REGISTRY#NAME:TAG"
 
 
 def _mount_problems(config: Config) -> Iterator[str]:
-    """Mounts that cannot be, and files that the configuration names but the container would not see."""
+    """Mounts that cannot be, and files that the configuration names but the container would not
+    see."""
     seen = []
     for mount in container_mounts(config):
         source, _, target = mount.partition(":")
         target = target.partition(":")[0]
         if not target or not target.startswith("/"):
-            yield f"cluster.slurm.mounts: {mount} is not SOURCE:TARGET[:FLAGS] with an absolute target"
+            yield (
+                f"cluster.slurm.mounts: {mount} is not SOURCE:TARGET[:FLAGS] with an absolute"
+                " target"
+            )
         elif mount in config.cluster.slurm.mounts and not Path(source).exists():
             yield f"cluster.slurm.mounts: {mount}: {source} does not exist"
         seen.append(target)
     if config.cluster.slurm.mount_home:
         seen.append(str(Path.home()))
     for key, path in read_paths(config).items():
-        if Path(path).exists() and not any(Path(path).is_relative_to(target) for target in seen if target):
-            yield f"{key}={path}: the container does not see it; give an absolute path that cluster.slurm.mounts has"
+        if Path(path).exists() and not any(
+            Path(path).is_relative_to(target) for target in seen if target
+        ):
+            yield (
+                f"{key}={path}: the container does not see it; give an absolute path that"
+                " cluster.slurm.mounts has"
+            )

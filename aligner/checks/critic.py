@@ -43,9 +43,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         shape = cut_shape(config, model)
         yield from layout_problems("critic.parallel", critic.parallel, shape)
         yield from frozen_problems("critic", critic, weight_table(shape, "scalar"))
-    if critic.head_learning_rate is not None and any(fnmatchcase(SCALAR_HEAD.name, frozen) for frozen in critic.frozen):
+    if critic.head_learning_rate is not None and any(
+        fnmatchcase(SCALAR_HEAD.name, frozen) for frozen in critic.frozen
+    ):
         key = f"critic.head_learning_rate={critic.head_learning_rate:g}"
-        yield f"{key}: critic.frozen={critic.frozen} has the head stay as it is; leave one of both out"
+        yield (
+            f"{key}: critic.frozen={critic.frozen} has the head stay as it is; leave one of"
+            " both out"
+        )
     yield from micro_batch_problems(config, "critic", critic)
     yield from precision_problems(config, "critic", critic, model)
     yield from optimizer_problems("critic", critic, critic_updates(config))

@@ -30,11 +30,18 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from _source_problems(config, expected)
     yield from _difficulty_problems(config.data, expected)
     normalization = config.data.normalization
-    if normalization is not None and not is_expected(normalization, expected) and not Path(normalization).exists():
+    if (
+        normalization is not None
+        and not is_expected(normalization, expected)
+        and not Path(normalization).exists()
+    ):
         yield f"data.normalization={normalization}: no such file"
     longest = longest_sequence(config)
     if model is not None and not config.algorithm.generates and longest > model.max_positions:
-        yield f"{longest_sequence_keys(config)}: {longest} tokens, but the model has {model.max_positions} positions"
+        yield (
+            f"{longest_sequence_keys(config)}: {longest} tokens, but the model has"
+            f" {model.max_positions} positions"
+        )
 
 
 def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
@@ -47,29 +54,43 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     if data.tasks:
         yield from _task_problems(reasoning_tasks(data.tasks))
     if not sources and not config.algorithm.generates:
-        yield f"data.prompts: prompts alone are nothing for algorithm.trainer={trainer} to learn from; give data.path=FILE"
+        yield (
+            f"data.prompts: prompts alone are nothing for algorithm.trainer={trainer} to learn"
+            " from; give data.path=FILE"
+        )
     if not sources and any(not prompt.strip() for prompt in data.prompts):
         yield "data.prompts: a prompt is empty"
     for source in sources:
-        if not is_expected(source.path, expected) and (problem := path_problem(source.path, trainer)):
+        if not is_expected(source.path, expected) and (
+            problem := path_problem(source.path, trainer)
+        ):
             yield f"{source.given_as}: {problem}"
 
 
 def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator[str]:
     """What is wrong with which prompts are learned from, and when, by how hard they are."""
-    for key, bounds in {"data.pass_rate": data.pass_rate, "data.curriculum.between": data.curriculum.between}.items():
+    for key, bounds in {
+        "data.pass_rate": data.pass_rate,
+        "data.curriculum.between": data.curriculum.between,
+    }.items():
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
             given = ", ".join(f"{bound:g}" for bound in bounds)
-            yield f"{key}=[{given}]: must be [LOW, HIGH], two pass rates from 0 to 1, the lower one first"
+            yield (
+                f"{key}=[{given}]: must be [LOW, HIGH], two pass rates from 0 to 1, the lower one"
+                " first"
+            )
     if data.sort_by is not None and data.shuffle:
-        yield f"data.sort_by={data.sort_by}: data.shuffle=true mixes what was put in order; give data.shuffle=false"
+        yield (
+            f"data.sort_by={data.sort_by}: data.shuffle=true mixes what was put in order; give"
+            " data.shuffle=false"
+        )
     if (samples := data.pass_rate_samples) is not None:
         if not is_expected(samples, expected) and (problem := path_problem(Path(samples), "sft")):
             yield f"data.pass_rate_samples={samples}: {problem}"
         if not data.pass_rate and data.sort_by is None:
             yield (
-                f"data.pass_rate_samples={samples}: nothing goes by pass rates; give data.pass_rate=[LOW, HIGH], or"
-                " data.sort_by=-pass_rate with data.shuffle=false"
+                f"data.pass_rate_samples={samples}: nothing goes by pass rates; give"
+                " data.pass_rate=[LOW, HIGH], or data.sort_by=-pass_rate with data.shuffle=false"
             )
 
 
@@ -78,13 +99,20 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
     try:
         from reasoning_gym.factory import CURRICULA, DATASETS
     except ImportError as error:
-        yield f"data.tasks: reading them needs the extra reasoning_gym: pip install 'aligner[reasoning_gym]': {error}"
+        yield (
+            "data.tasks: reading them needs the extra reasoning_gym: pip install"
+            f" 'aligner[reasoning_gym]': {error}"
+        )
         return
     for place, task in enumerate(tasks):
         key = f"data.tasks[{place}]"
         if task.name not in DATASETS:
             near = difflib.get_close_matches(task.name, DATASETS, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(DATASETS))}"
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"one of {', '.join(sorted(DATASETS))}"
+            )
             yield f"{key}={task.name}: reasoning_gym has no such task; {hint}"
             continue
         if task.difficulty is not None and task.name not in CURRICULA:
@@ -92,12 +120,15 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
         allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
         for entry in sorted(task.config.keys() - allowed):
             near = difflib.get_close_matches(entry, allowed, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(allowed))}"
+            hint = (
+                f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(allowed))}"
+            )
             yield f"{key}.config.{entry}: {task.name} has no such setting; {hint}"
 
 
 def path_problem(path: Path, trainer: str) -> str | None:
-    """What is wrong with a path of what a trainer learns from, if anything; the records are not read."""
+    """What is wrong with a path of what a trainer learns from, if anything; the records are not
+    read."""
     if str(path).startswith(FUNCTION):
         named = re.fullmatch(r"[\w.]+:\w+", str(path).removeprefix(FUNCTION))
         return None if named else f"must be {FUNCTION}MODULE:CALLABLE"
@@ -106,19 +137,33 @@ def path_problem(path: Path, trainer: str) -> str | None:
     allowed = (".jsonl", ".txt") if _RECORDS[trainer] == "prompt" else (".jsonl",)
     if path.suffix not in allowed:
         saved = "directories that Hugging Face datasets saved"
-        return f"allowed are {' and '.join(allowed)} files, and {saved} (algorithm.trainer={trainer})"
+        return (
+            f"allowed are {' and '.join(allowed)} files, and {saved} (algorithm.trainer={trainer})"
+        )
     if not path.is_file():
         return "no such file"
     with path.open("rb") as lines:
-        return None if any(line.strip() for line in lines) else f"the {_RECORDS[trainer]} file is empty"
+        return (
+            None
+            if any(line.strip() for line in lines)
+            else f"the {_RECORDS[trainer]} file is empty"
+        )
 
 
 def _directory_problem(path: Path) -> str | None:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(split.name for split in path.iterdir() if is_dataset(split))
-        return f"several splits; give one of them: {', '.join(str(path / split) for split in splits)}"
+        return (
+            f"several splits; give one of them: {', '.join(str(path / split) for split in splits)}"
+        )
     if not is_dataset(path):
-        return "a directory, but not one that Hugging Face datasets saved: state.json and dataset_info.json are missing"
+        return (
+            "a directory, but not one that Hugging Face datasets saved: state.json and"
+            " dataset_info.json are missing"
+        )
     if importlib.util.find_spec("datasets") is None:
-        return "reading it needs the datasets package; install the datasets extra: pip install 'aligner[datasets]'"
+        return (
+            "reading it needs the datasets package; install the datasets extra: pip install"
+            " 'aligner[datasets]'"
+        )
     return None

@@ -19,9 +19,20 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     """What is wrong with what a run is evaluated on, and how, but for the prompts' content."""
     settings, trainer = config.evaluation, config.algorithm.trainer
     if not config.algorithm.learns and settings.every:
-        yield f"evaluation.every={settings.every}: algorithm.trainer={trainer} learns nothing that could be evaluated"
-    elif config.algorithm.learns and trainer != "online" and settings.every and not config.data.held_out:
-        yield f"evaluation.every={settings.every}: there is nothing to evaluate on; give data.held_out=ROWS"
+        yield (
+            f"evaluation.every={settings.every}: algorithm.trainer={trainer} learns nothing that"
+            " could be evaluated"
+        )
+    elif (
+        config.algorithm.learns
+        and trainer != "online"
+        and settings.every
+        and not config.data.held_out
+    ):
+        yield (
+            f"evaluation.every={settings.every}: there is nothing to evaluate on; give"
+            " data.held_out=ROWS"
+        )
     if trainer == "online":
         yield from _online_problems(config, expected)
 
@@ -37,16 +48,23 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     settings, key = suite.settings, suite.key
     questions = bool(config.data.tasks) and settings.questions
     if questions and (settings.path is not None or settings.prompts):
-        yield f"{key}.questions={questions}: {key}.path or {key}.prompts is given as well; give one of them"
+        yield (
+            f"{key}.questions={questions}: {key}.path or {key}.prompts is given as well; give one"
+            " of them"
+        )
     if config.evaluation.every and settings.path is None and not settings.prompts and not questions:
         yield (
-            f"evaluation.every={config.evaluation.every}: there is nothing to evaluate on; give {key}.path=FILE or"
-            f" {key}.prompts=[…], or with data.tasks {key}.questions=NUMBER"
+            f"evaluation.every={config.evaluation.every}: there is nothing to evaluate on; give"
+            f" {key}.path=FILE or {key}.prompts=[…], or with data.tasks {key}.questions=NUMBER"
         )
     if settings.path is not None and settings.prompts:
         yield f"{key}.prompts: {key}.path is given as well; give one of them"
     path = settings.path
-    if path is not None and not is_expected(path, expected) and (problem := path_problem(Path(path), "online")):
+    if (
+        path is not None
+        and not is_expected(path, expected)
+        and (problem := path_problem(Path(path), "online"))
+    ):
         yield f"{key}.path={path}: {problem}"
     if any(not prompt.strip() for prompt in settings.prompts):
         yield f"{key}.prompts: a prompt is empty"
@@ -56,8 +74,8 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     yield from _judge_problems(config, suite)
     if settings.greedy and settings.samples > 1:
         yield (
-            f"{key}.samples={settings.samples}: so many responses to a prompt, all greedy, would be the same; give"
-            f" {key}.greedy=false, or one sample"
+            f"{key}.samples={settings.samples}: so many responses to a prompt, all greedy, would be"
+            f" the same; give {key}.greedy=false, or one sample"
         )
 
 
@@ -70,7 +88,10 @@ def _beside_problems(config: Config) -> Iterator[str]:
     given = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
     for name, value in given.items():
         if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
-            yield f"{key}: {name}={value} is to end the run before its next step; leave one of them out"
+            yield (
+                f"{key}: {name}={value} is to end the run before its next step; leave one of"
+                " them out"
+            )
 
 
 def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
@@ -84,4 +105,7 @@ def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
         return
     yield from unasked_problems(config, judge)
     if config.environment.draws_episodes:
-        yield f"{judge.key}: compares responses to one prompt, and episodes of several turns have several; leave it out"
+        yield (
+            f"{judge.key}: compares responses to one prompt, and episodes of several turns have"
+            " several; leave it out"
+        )

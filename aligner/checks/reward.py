@@ -29,11 +29,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     missing, rollout = config.reward.missing_end_score, config.rollout
     if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
         yield (
-            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has an end; give"
-            " rollout.truncate_token"
+            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has"
+            " an end; give rollout.truncate_token"
         )
     if has_step_rewards(config.reward) and config.critic_scores:
-        yield "critic.with_reward=true: rewards of steps need a reward server of their own; give critic.with_reward=false"
+        yield (
+            "critic.with_reward=true: rewards of steps need a reward server of their own; give"
+            " critic.with_reward=false"
+        )
     try:
         sources = reward_sources(config.reward)
     except ConfigError as error:
@@ -58,7 +61,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from reader_problems(config, model, f"{source.key}.path", Path(source.path), shape)
+            yield from reader_problems(
+                config, model, f"{source.key}.path", Path(source.path), shape
+            )
 
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
@@ -71,9 +76,15 @@ def _layout(config: Config) -> tuple[str, ParallelConfig]:
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     reward, own = config.reward, config.reward.parallel
     if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
-        yield "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it out, or give the same"
+        yield (
+            "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it"
+            " out, or give the same"
+        )
     elif not config.critic_scores and own.ranks != 1 and not models:
-        yield f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model (reward.kind={reward.kind})"
+        yield (
+            f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model"
+            f" (reward.kind={reward.kind})"
+        )
 
 
 def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
@@ -81,20 +92,21 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
     for source in sources:
         if isinstance(source, RemoteSource) and source.timeout_s >= limit:
             yield (
-                f"{source.key}.timeout_s={source.timeout_s:g}: must be below cluster.collective_timeout_s={limit:g}, for the"
-                " other ranks wait no longer"
+                f"{source.key}.timeout_s={source.timeout_s:g}: must be below"
+                f" cluster.collective_timeout_s={limit:g}, for the other ranks wait no longer"
             )
         if isinstance(source, JudgeSource) and source.longest_s >= limit:
             yield (
-                f"{_judge_patience(source)} must be below cluster.collective_timeout_s={limit:g}, for the other ranks wait no"
-                " longer"
+                f"{_judge_patience(source)} must be below cluster.collective_timeout_s={limit:g},"
+                " for the other ranks wait no longer"
             )
 
 
 def _judge_patience(source: JudgeSource) -> str:
     return (
-        f"{source.key}.judge_timeout_s={source.judge_timeout_s:g}, {source.key}.judge_tries={source.judge_tries}: a question"
-        f" may take {source.longest_s:g} s, which"
+        f"{source.key}.judge_timeout_s={source.judge_timeout_s:g},"
+        f" {source.key}.judge_tries={source.judge_tries}: a question may take {source.longest_s:g}"
+        " s, which"
     )
 
 
@@ -116,35 +128,53 @@ def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
 
 
 def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
-    """What keeps the samples of a prompt from coming to the judge together, with the same prompt before them."""
-    asks, rollout, server = f"{source.key}.judge_asks={source.judge_asks}", config.rollout, config.server
+    """What keeps the samples of a prompt from coming to the judge together, with the same prompt
+    before them."""
+    asks, rollout, server = (
+        f"{source.key}.judge_asks={source.judge_asks}",
+        config.rollout,
+        config.server,
+    )
     each = rollout.samples_per_prompt
     if each < 2:
-        yield f"{asks}: compares the samples of a prompt, and rollout.samples_per_prompt={each} gives one; give 2 or more"
+        yield (
+            f"{asks}: compares the samples of a prompt, and rollout.samples_per_prompt={each} gives"
+            " one; give 2 or more"
+        )
     size = server.max_batch_size
     if rollout.prompts_per_step * each > size and size % each:
         yield (
-            f"{asks}: compares the samples of a prompt, which server.max_batch_size={size} would cut into several requests;"
-            f" give a multiple of rollout.samples_per_prompt={each}"
+            f"{asks}: compares the samples of a prompt, which server.max_batch_size={size} would"
+            f" cut into several requests; give a multiple of rollout.samples_per_prompt={each}"
         )
     if config.environment.draws_episodes:
-        yield f"{asks}: compares responses to one prompt, and episodes of several turns have come to several; ask for a score"
+        yield (
+            f"{asks}: compares responses to one prompt, and episodes of several turns have come to"
+            " several; ask for a score"
+        )
     for suite in evaluated_suites(config):
         if suite.settings.function is None:
             yield (
-                f"{asks}: compares the samples of a prompt, and evaluation scores each by itself, a prompt's reference too;"
-                f" give {suite.key}.function, or evaluation.every=0"
+                f"{asks}: compares the samples of a prompt, and evaluation scores each by itself, a"
+                f" prompt's reference too; give {suite.key}.function, or evaluation.every=0"
             )
 
 
 def judge_key_problem(source: JudgeSource) -> str | None:
-    """What is wrong with the endpoint's key in this process's environment, which is not told itself."""
+    """What is wrong with the endpoint's key in this process's environment, which is not told
+    itself."""
     name = source.judge_key_variable
     if name is None:
         return None
     key, given = os.environ.get(name, "").strip(), f"{source.key}.judge_key_variable={name}"
     if not key:
-        return f"{given}: there is no such variable in the environment, or nothing in it; export the endpoint's key as it"
+        return (
+            f"{given}: there is no such variable in the environment, or nothing in it; export the"
+            " endpoint's key as it"
+        )
     if not (key.isascii() and key.isprintable()) or " " in key:
-        return f"{given}: what the variable holds is no key: it has spaces, or characters that a header cannot have"
+        return (
+            f"{given}: what the variable holds is no key: it has spaces, or characters that a"
+            " header cannot have"
+        )
     return None

@@ -14,7 +14,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         return
     longest = longest_sequence(config)
     if model is not None and longest > model.max_positions:
-        yield f"{longest_sequence_keys(config)}: {longest} tokens, but the model has {model.max_positions} positions"
+        yield (
+            f"{longest_sequence_keys(config)}: {longest} tokens, but the model has"
+            f" {model.max_positions} positions"
+        )
     yield from _batch_problems(config)
     yield from _length_problems(config)
     if config.rollout.max_staleness:
@@ -24,12 +27,22 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 def _batch_problems(config: Config) -> Iterator[str]:
     """Prompts and samples that do not divide."""
-    rollout, parts, replicas = config.rollout, config.rollout.micro_batches, config.engine.parallel.data
+    rollout, parts, replicas = (
+        config.rollout,
+        config.rollout.micro_batches,
+        config.engine.parallel.data,
+    )
     samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
-        yield f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by rollout.micro_batches={parts}"
+        yield (
+            f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by"
+            f" rollout.micro_batches={parts}"
+        )
     elif samples % replicas:
-        yield f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do not divide by {replicas}"
+        yield (
+            f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do"
+            f" not divide by {replicas}"
+        )
 
 
 def _length_problems(config: Config) -> Iterator[str]:
@@ -50,19 +63,29 @@ def _staleness_problems(config: Config) -> Iterator[str]:
     """What samples drawn ahead of training need."""
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if config.engine.placement != "server":
-        yield f"{key}: an engine on the trainer's ranks cannot draw while these train; give engine.placement=server"
+        yield (
+            f"{key}: an engine on the trainer's ranks cannot draw while these train; give"
+            " engine.placement=server"
+        )
     if config.algorithm.trainer != "online":
-        yield f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could be ahead of"
+        yield (
+            f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could"
+            " be ahead of"
+        )
     elif not _is_sound_with_age(config.algorithm):
         loss = config.algorithm.loss
         levels = "sequence" if loss in ("dpo", "copg") else "token or sequence"
         ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
         yield (
-            f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own; give"
-            f" algorithm.truncated_importance={levels}{ratio}, or algorithm.uncorrected_staleness=true to have it so"
+            f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own;"
+            f" give algorithm.truncated_importance={levels}{ratio}, or"
+            " algorithm.uncorrected_staleness=true to have it so"
         )
     if config.critic_scores:
-        yield f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give critic.with_reward=false"
+        yield (
+            f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give"
+            " critic.with_reward=false"
+        )
 
 
 def _is_sound_with_age(settings: AlgorithmConfig) -> bool:
@@ -78,6 +101,7 @@ def _spare_prompt_problems(config: Config) -> Iterator[str]:
         yield f"{key}: more than a step takes, rollout.prompts_per_step={rollout.prompts_per_step}"
     if rollout.spare_prompts and rollout.max_staleness <= rollout.max_deferrals:
         yield (
-            f"{key}: what is left behind rollout.max_deferrals={rollout.max_deferrals} times is more versions old than"
-            f" rollout.max_staleness={rollout.max_staleness} allows; give {rollout.max_deferrals + 1} or more"
+            f"{key}: what is left behind rollout.max_deferrals={rollout.max_deferrals} times is"
+            f" more versions old than rollout.max_staleness={rollout.max_staleness} allows; give"
+            f" {rollout.max_deferrals + 1} or more"
         )

@@ -11,7 +11,8 @@ from aligner.schema.conditions import value_text
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """An early stop after the last step, an end by what the run does not measure, and a date that is none."""
+    """An early stop after the last step, an end by what the run does not measure, and a date that
+    is none."""
     stop, steps = config.run.stop_after, config.run.steps
     if stop is not None and stop > steps:
         yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"
@@ -19,7 +20,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     try:
         datetime.fromisoformat(config.run.date or "2026-11-23")
     except ValueError as error:
-        yield f"run.date={config.run.date}: must be a date such as 2026-11-23, or with the time, 2026-11-23T08:30:00: {error}"
+        yield (
+            f"run.date={config.run.date}: must be a date such as 2026-11-23, or with the time,"
+            f" 2026-11-23T08:30:00: {error}"
+        )
 
 
 def _end_problems(config: Config) -> Iterator[str]:
@@ -36,8 +40,8 @@ def _end_problems(config: Config) -> Iterator[str]:
         yield from _unmeasured(config, given, best)
     else:
         yield (
-            f"{given}: it counts evaluations by checkpoint.best_metric={value_text(best)}, which must be a metric of theirs,"
-            " such as eval/score"
+            f"{given}: it counts evaluations by checkpoint.best_metric={value_text(best)}, which"
+            " must be a metric of theirs, such as eval/score"
         )
 
 
@@ -45,5 +49,11 @@ def _unmeasured(config: Config, given: str, metric: str) -> Iterator[str]:
     """Why no step before the last has a metric that a key asks for."""
     yield from metric_problems(config, given, metric)
     is_evaluated_at_its_end = config.algorithm.trainer != "online" and config.data.held_out > 0
-    if metric.startswith("eval/") and is_evaluated_at_its_end and not (config.evaluation.every or config.checkpoint.every):
-        yield f"{given}: the run is evaluated after its last step alone; give evaluation.every=STEPS"
+    if (
+        metric.startswith("eval/")
+        and is_evaluated_at_its_end
+        and not (config.evaluation.every or config.checkpoint.every)
+    ):
+        yield (
+            f"{given}: the run is evaluated after its last step alone; give evaluation.every=STEPS"
+        )

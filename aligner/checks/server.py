@@ -1,4 +1,5 @@
-"""Ports, interface, TLS files and limits of the servers, against each other, the batches and this machine."""
+"""Ports, interface, TLS files and limits of the servers, against each other, the batches and this
+machine."""
 
 import ssl
 import sys
@@ -9,7 +10,12 @@ from aligner.errors import ConfigError
 from aligner.extras import lacking, unfit_numpy
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.placement.addresses import client_address, explicit_ports, interface_address, port_is_free
+from aligner.placement.addresses import (
+    client_address,
+    explicit_ports,
+    interface_address,
+    port_is_free,
+)
 from aligner.placement.roles import has_generator, server_ranks
 from aligner.placement.tls import AUTO, TLSFiles, tls_files
 from aligner.schema import Config, EvaluationConfig, TLSConfig
@@ -19,8 +25,13 @@ from aligner.schema.server import LAST_PORT
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What servers cannot listen on, would not be reached at, or would refuse of the run's own requests."""
-    if config.cluster.kind == "local" and (groups := server_ranks(config)) and (lack := lacking("server") or unfit_numpy()):
+    """What servers cannot listen on, would not be reached at, or would refuse of the run's own
+    requests."""
+    if (
+        config.cluster.kind == "local"
+        and (groups := server_ranks(config))
+        and (lack := lacking("server") or unfit_numpy())
+    ):
         yield f"this run has servers ({', '.join(groups)}): {lack}"
     yield from _port_problems(config)
     yield from tls_problems(config)
@@ -30,58 +41,79 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     longest, taken = longest_sequence(config), config.server.max_sequence_length
     if taken is not None and taken < longest:
         yield (
-            f"server.max_sequence_length={taken}: the servers would refuse the longest sequence, {longest} tokens"
-            f" ({longest_sequence_keys(config)}); give {longest} or more, or leave it out"
+            f"server.max_sequence_length={taken}: the servers would refuse the longest sequence,"
+            f" {longest} tokens ({longest_sequence_keys(config)}); give {longest} or more, or leave"
+            " it out"
         )
     yield from _request_problems(config, longest)
 
 
 def _patience_problems(config: Config) -> Iterator[str]:
-    """Deadlines that would end a run in which a server only takes what time it may, to start or to be started again."""
+    """Deadlines that would end a run in which a server only takes what time it may, to start or to
+    be started again."""
     server, cluster, groups = config.server, config.cluster, server_ranks(config)
     if not groups:
         return
     again_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
     if server.max_restarts and server.request_timeout_s <= again_s:
         yield (
-            f"server.request_timeout_s={server.request_timeout_s:g}: a request waits for its server to be started again, up to"
-            f" server.health_timeout_s={server.health_timeout_s:g} s, cluster.stop_timeout_s={cluster.stop_timeout_s:g} s,"
-            f" server.start_timeout_s={server.start_timeout_s:g} s; give more than {again_s:g}, or server.max_restarts=0"
+            f"server.request_timeout_s={server.request_timeout_s:g}: a request waits for its server"
+            f" to be started again, up to server.health_timeout_s={server.health_timeout_s:g} s,"
+            f" cluster.stop_timeout_s={cluster.stop_timeout_s:g} s,"
+            f" server.start_timeout_s={server.start_timeout_s:g} s; give more than {again_s:g}, or"
+            " server.max_restarts=0"
         )
     waiting = next((group for group, ranks in groups.items() if ranks > 1), None)
     if waiting is not None and cluster.collective_timeout_s < server.start_timeout_s:
         yield (
-            f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: the {waiting}'s other ranks wait so long for its"
-            f" rank 0, which may take server.start_timeout_s={server.start_timeout_s:g} s to start; give that or more"
+            f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: the {waiting}'s other"
+            " ranks wait so long for its rank 0, which may take"
+            f" server.start_timeout_s={server.start_timeout_s:g} s to start; give that or more"
         )
 
 
 def _request_problems(config: Config, longest: int) -> Iterator[str]:
-    """Requests that the servers would refuse whole: padding counts, so every row may be as long as the longest."""
+    """Requests that the servers would refuse whole: padding counts, so every row may be as long as
+    the longest."""
     rollout, server, critic = config.rollout, config.server, config.algorithm.has_critic
     prompts = rollout.prompts_per_micro_batch
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     # Of a batch that was drawn ahead the values are asked for when it is taken, as a whole.
     asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
-    requests = [("scores or values of", min(asked, server.max_batch_size), longest, "a smaller server.max_batch_size")]
+    requests = [
+        (
+            "scores or values of",
+            min(asked, server.max_batch_size),
+            longest,
+            "a smaller server.max_batch_size",
+        )
+    ]
     if critic:
         rows = samples // config.algorithm.minibatches
-        requests.append(("an update of the critic with", rows, longest, "more algorithm.minibatches"))
+        requests.append(
+            ("an update of the critic with", rows, longest, "more algorithm.minibatches")
+        )
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
-        requests.append(("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches"))
+        requests.append(
+            ("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches")
+        )
     for suite in evaluation_suites(config) if config.evaluation.every else ():
         requests += _evaluation_requests(config, suite.settings, longest)
     for what, rows, tokens, instead in requests:
         if rows * tokens > server.max_request_tokens:
             yield (
-                f"server.max_request_tokens={server.max_request_tokens}: a request for {what} {rows} rows of up to {tokens}"
-                f" tokens would be refused; give {rows * tokens} or more, or {instead}"
+                f"server.max_request_tokens={server.max_request_tokens}: a request for {what}"
+                f" {rows} rows of up to {tokens} tokens would be refused; give {rows * tokens} or"
+                f" more, or {instead}"
             )
 
 
-def _evaluation_requests(config: Config, settings: EvaluationConfig, longest: int) -> Iterator[tuple[str, int, int, str]]:
-    """Those of held-out prompts, all of which are asked for at once. How many a file has is not known before it is read."""
+def _evaluation_requests(
+    config: Config, settings: EvaluationConfig, longest: int
+) -> Iterator[tuple[str, int, int, str]]:
+    """Those of held-out prompts, all of which are asked for at once. How many a file has is not
+    known before it is read."""
     instead = "a smaller evaluation.count"
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
@@ -92,9 +124,11 @@ def _evaluation_requests(config: Config, settings: EvaluationConfig, longest: in
 
 
 def _port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, given twice or in use, and for an unknown interface.
+    """One line for each fixed port that is out of range, given twice or in use, and for an unknown
+    interface.
 
-    What is in use, and which interfaces there are, is asked where the servers will be alone: not where a job is submitted.
+    What is in use, and which interfaces there are, is asked where the servers will be alone: not
+    where a job is submitted.
     """
     interface, is_here = config.server.interface, config.cluster.kind == "local"
     try:
@@ -114,7 +148,9 @@ def _port_problems(config: Config) -> Iterator[str]:
         elif port in taken:
             yield f"{key}={port}: {taken[port]} has the same port"
         elif is_here and not port_is_free(address, port):
-            yield f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
+            yield (
+                f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
+            )
         taken.setdefault(port, key)
 
 
@@ -138,7 +174,8 @@ def tls_problems(config: Config) -> Iterator[str]:
 
 
 def check_certificate(config: Config, hosts: Iterable[str]) -> None:
-    """Raise ConfigError where the run's own clients would not accept the servers' certificate on one of these hosts."""
+    """Raise ConfigError where the run's own clients would not accept the servers' certificate on
+    one of these hosts."""
     files = tls_files(config)
     if files is None:
         return
@@ -150,15 +187,23 @@ def check_certificate(config: Config, hosts: Iterable[str]) -> None:
 def _unread(tls: TLSConfig) -> Iterator[str]:
     for name in ("key", "authorities"):
         if (file := getattr(tls, name)) is not None:
-            yield f"server.tls.{name}={file}: with server.tls.certificate={AUTO} the run makes its own; leave it out"
+            yield (
+                f"server.tls.{name}={file}: with server.tls.certificate={AUTO} the run makes its"
+                " own; leave it out"
+            )
 
 
 def _missing(tls: TLSConfig) -> Iterator[str]:
     files = {"certificate": tls.certificate, "key": tls.key, "authorities": tls.authorities}
     if tls.certificate is None:
-        given = [name for name in ("key", "authorities") if files[name] is not None] + ["mutual"] * tls.mutual
+        given = [name for name in ("key", "authorities") if files[name] is not None] + [
+            "mutual"
+        ] * tls.mutual
         for name in given:
-            yield f"server.tls.{name}={getattr(tls, name)}: needs server.tls.certificate; without it there is no TLS"
+            yield (
+                f"server.tls.{name}={getattr(tls, name)}: needs server.tls.certificate; without it"
+                " there is no TLS"
+            )
         return
     for name, file in files.items():
         if file is None:
@@ -168,16 +213,22 @@ def _missing(tls: TLSConfig) -> Iterator[str]:
 
 
 def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
-    """What a client that connects to `address`, or to any, would object to, or the server where the TLS is mutual."""
+    """What a client that connects to `address`, or to any, would object to, or the server where the
+    TLS is mutual."""
     certificate, key, authorities = files.certificate, files.key, files.authorities
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server, client = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    )
     for context in (server, client):
         try:
-            # The empty password stands for none: asked for one, OpenSSL would wait for the terminal.
+            # The empty password stands for none: asked for one, OpenSSL would wait for the
+            # terminal.
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ValueError) as error:
             return (
-                f"server.tls.certificate={certificate}, server.tls.key={key}: no certificate with its unencrypted key: {error}"
+                f"server.tls.certificate={certificate}, server.tls.key={key}: no certificate with"
+                f" its unencrypted key: {error}"
             )
         try:
             context.load_verify_locations(authorities)

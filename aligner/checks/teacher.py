@@ -36,13 +36,18 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _divergence_problems(config, sources)
     elif settings.loss in OWN_TARGET:
         yield (
-            f"{sources[0].key}.path={sources[0].path}: what a teacher says is an advantage of each token, and"
-            f" algorithm.loss={settings.loss} takes no advantages; give clip, cispo or reinforce"
+            f"{sources[0].key}.path={sources[0].path}: what a teacher says is an advantage of each"
+            f" token, and algorithm.loss={settings.loss} takes no advantages; give clip, cispo or"
+            " reinforce"
         )
-    if settings.advantage == "none" and settings.kl_coefficient and settings.kl_placement == "reward":
+    if (
+        settings.advantage == "none"
+        and settings.kl_coefficient
+        and settings.kl_placement == "reward"
+    ):
         yield (
-            f"algorithm.kl_coefficient={settings.kl_coefficient:g}: with algorithm.advantage=none no rewards are read; give"
-            " kl_placement=loss, or kl_coefficient=0"
+            f"algorithm.kl_coefficient={settings.kl_coefficient:g}: with algorithm.advantage=none"
+            " no rewards are read; give kl_placement=loss, or kl_coefficient=0"
         )
     yield from micro_batch_problems(config, "teacher", config.teacher)
     for source in sources:
@@ -53,34 +58,47 @@ def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> 
     """What scores cannot be learned from; their content is read when the run is prepared."""
     if config.teacher.loss == "advantage":
         yield (
-            f"teacher.scores={scores}: teacher.loss=advantage is for samples of the policy's own; give forward_kl,"
-            " reverse_kl or jensen_shannon"
+            f"teacher.scores={scores}: teacher.loss=advantage is for samples of the policy's own;"
+            " give forward_kl, reverse_kl or jensen_shannon"
         )
     if is_expected(scores, expected):
         return
     if not (scores / TEACHER_SCORES_INDEX).is_file():
         yield (
-            f"teacher.scores={scores}: it has no {TEACHER_SCORES_INDEX}, so no run of algorithm=teacher_scores has completed"
-            " it"
+            f"teacher.scores={scores}: it has no {TEACHER_SCORES_INDEX}, so no run of"
+            " algorithm=teacher_scores has completed it"
         )
     elif (difference := policys_difference(config, scores)) is not None:
-        yield f"teacher.scores={scores}: {difference}; they are of a teacher with another tokenizer than the policy's"
+        yield (
+            f"teacher.scores={scores}: {difference}; they are of a teacher with another tokenizer"
+            " than the policy's"
+        )
 
 
 def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:
     """What the divergence from a teacher in the policy's loss does not go with."""
-    key, loss, rollout = f"teacher.loss={config.teacher.loss}", config.algorithm.loss, config.rollout
+    key, loss, rollout = (
+        f"teacher.loss={config.teacher.loss}",
+        config.algorithm.loss,
+        config.rollout,
+    )
     if loss in ("copg", "dpo"):
-        yield f"{key}: it is a mean over tokens, and algorithm.loss={loss} compares whole responses; give another loss"
+        yield (
+            f"{key}: it is a mean over tokens, and algorithm.loss={loss} compares whole responses;"
+            " give another loss"
+        )
     left = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
     for name in (name for name, leaves_out in left.items() if leaves_out):
         yield (
-            f"{key}: rollout.{name}={getattr(rollout, name):g} leaves tokens out of the policy's distribution, which the"
-            " teacher may find probable; draw among all of them"
+            f"{key}: rollout.{name}={getattr(rollout, name):g} leaves tokens out of the policy's"
+            " distribution, which the teacher may find probable; draw among all of them"
         )
     for one, other in itertools.combinations(sources, 2):
         if not one.tasks or not other.tasks or set(one.tasks) & set(other.tasks):
-            yield f"{key}: {one.key} and {other.key} are for the same prompts; give each tasks of its own"
+            yield (
+                f"{key}: {one.key} and {other.key} are for the same prompts; give each tasks of"
+                " its own"
+            )
 
 
 def _model_problems(
@@ -88,7 +106,11 @@ def _model_problems(
 ) -> Iterator[str]:
     key, path = f"{source.key}.path", Path(source.path)
     try:
-        shape = directory_shape(path, key, expected) if policy is None else teacher_shape(config, source, policy, expected)
+        shape = (
+            directory_shape(path, key, expected)
+            if policy is None
+            else teacher_shape(config, source, policy, expected)
+        )
     except ConfigError as error:
         yield str(error)
         return

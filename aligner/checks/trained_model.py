@@ -1,5 +1,5 @@
-"""What concerns every model in Megatron: its micro-batches, the policy's tokens where it reads these, and of one that is
-trained its optimizer and frozen weights.
+"""What concerns every model in Megatron: its micro-batches, the policy's tokens where it reads
+these, and of one that is trained its optimizer and frozen weights.
 """
 
 from collections.abc import Iterator
@@ -17,31 +17,46 @@ from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 
 def cut_shape(config: Config, model: ModelShape) -> ModelShape:
-    """The shape of the critic, or reward model that is trained; of the whole model where critic.num_layers is too many."""
-    return model if (config.critic.num_layers or 0) > model.num_layers else first_layers(config, model)
+    """The shape of the critic, or reward model that is trained; of the whole model where
+    critic.num_layers is too many."""
+    return (
+        model if (config.critic.num_layers or 0) > model.num_layers else first_layers(config, model)
+    )
 
 
-def micro_batch_problems(config: Config, role: str, settings: MegatronModelConfig, together: int = 1) -> Iterator[str]:
+def micro_batch_problems(
+    config: Config, role: str, settings: MegatronModelConfig, together: int = 1
+) -> Iterator[str]:
     """A micro-batch that cannot hold so many of the longest sequence together."""
     tokens, longest = settings.micro_batch_tokens, longest_sequence(config)
     if tokens < together * longest:
-        what = "the longest sequence" if together == 1 else f"{together} of the longest sequence together"
+        what = (
+            "the longest sequence"
+            if together == 1
+            else f"{together} of the longest sequence together"
+        )
         yield (
             f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens"
             f" ({longest_sequence_keys(config)})"
         )
 
 
-def reader_problems(config: Config, policy: ModelShape | None, key: str, directory: Path, shape: ModelShape) -> Iterator[str]:
-    """A model that reads the policy's samples, but not as many tokens, or other ones; `key` names its directory."""
+def reader_problems(
+    config: Config, policy: ModelShape | None, key: str, directory: Path, shape: ModelShape
+) -> Iterator[str]:
+    """A model that reads the policy's samples, but not as many tokens, or other ones; `key` names
+    its directory."""
     named, longest = f"{key}={directory}", longest_sequence(config)
     if shape.max_positions < longest:
         yield (
-            f"{named}: it has {shape.max_positions} positions, the longest sequence {longest} tokens"
-            f" ({longest_sequence_keys(config)}); give shorter ones, or another model"
+            f"{named}: it has {shape.max_positions} positions, the longest sequence {longest}"
+            f" tokens ({longest_sequence_keys(config)}); give shorter ones, or another model"
         )
     if (difference := policys_difference(config, directory)) is not None:
-        yield f"{named}: {difference}; it scores the policy's tokens, so give a model with the policy's tokenizer"
+        yield (
+            f"{named}: {difference}; it scores the policy's tokens, so give a model with the"
+            " policy's tokenizer"
+        )
         return
     if policy is None or shape.vocab_size >= policy.vocab_size:
         return
@@ -51,15 +66,20 @@ def reader_problems(config: Config, policy: ModelShape | None, key: str, directo
     vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
     if shape.vocab_size < vocabulary:
         yield (
-            f"{named}: it knows {shape.vocab_size} tokens, the policy writes {vocabulary}; give a model of the policy's"
-            " vocabulary (model.path)"
+            f"{named}: it knows {shape.vocab_size} tokens, the policy writes {vocabulary}; give a"
+            " model of the policy's vocabulary (model.path)"
         )
 
 
 def policys_difference(config: Config, directory: Path) -> str | None:
-    """How the tokens of a directory's tokenizer differ from the policy's, in words; see `vocabulary_difference`."""
+    """How the tokens of a directory's tokenizer differ from the policy's, in words; see
+    `vocabulary_difference`."""
     own = _policy_directory(config)
-    return None if own is None else vocabulary_difference(read_vocabulary(own), read_vocabulary(directory))
+    return (
+        None
+        if own is None
+        else vocabulary_difference(read_vocabulary(own), read_vocabulary(directory))
+    )
 
 
 def _policy_directory(config: Config) -> Path | None:
@@ -70,20 +90,33 @@ def _policy_directory(config: Config) -> Path | None:
         return None
 
 
-def precision_problems(config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None) -> Iterator[str]:
+def precision_problems(
+    config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None
+) -> Iterator[str]:
     """What fp8 products cannot be had with."""
     if settings.precision != "fp8":
         return
     key = f"{role}.precision=fp8"
     if not uses_gpus(config):
-        yield f"{key}: needs GPUs with transformer-engine, and this run's roles have none; allowed: auto, fp32, bf16"
+        yield (
+            f"{key}: needs GPUs with transformer-engine, and this run's roles have none; allowed:"
+            " auto, fp32, bf16"
+        )
     if isinstance(settings, ActorConfig) and settings.lora.rank:
-        yield f"{key}: layers with adapters ({role}.lora.rank={settings.lora.rank}) are not transformer-engine's; give bf16"
+        yield (
+            f"{key}: layers with adapters ({role}.lora.rank={settings.lora.rank}) are not"
+            " transformer-engine's; give bf16"
+        )
     if shape is not None and shape.num_experts:
-        yield f"{key}: the model is a mixture of experts, whose experts get any number of tokens; give bf16"
+        yield (
+            f"{key}: the model is a mixture of experts, whose experts get any number of tokens;"
+            " give bf16"
+        )
 
 
-def frozen_problems(role: str, settings: TrainedModelConfig, table: tuple[TensorSpec, ...]) -> Iterator[str]:
+def frozen_problems(
+    role: str, settings: TrainedModelConfig, table: tuple[TensorSpec, ...]
+) -> Iterator[str]:
     """Patterns of frozen weights that do not fit the model's."""
     try:
         frozen_names(table, settings.frozen, f"{role}.frozen")
@@ -98,7 +131,8 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
         yield f"{key}.warmup_steps={optimizer.warmup_steps}: the run has {steps} optimizer steps"
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield (
-            f"{key}.min_learning_rate={optimizer.min_learning_rate}: it is above {key}.learning_rate={optimizer.learning_rate}"
+            f"{key}.min_learning_rate={optimizer.min_learning_rate}: it is above"
+            f" {key}.learning_rate={optimizer.learning_rate}"
         )
     if optimizer.kind == "muon":
         why = f"{key}.kind=muon keeps its state whole, on the devices of all data ranks"
@@ -106,7 +140,12 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
             yield f"{key}.distributed=true: {why}; allowed: false"
         if optimizer.offload_fraction:
             yield f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; allowed: 0"
-    if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
-        yield f"{key}.overlap_param_gather=true: needs {key}.distributed=true and {key}.overlap_grad_reduce=true"
+    if optimizer.overlap_param_gather and not (
+        optimizer.distributed and optimizer.overlap_grad_reduce
+    ):
+        yield (
+            f"{key}.overlap_param_gather=true: needs {key}.distributed=true and"
+            f" {key}.overlap_grad_reduce=true"
+        )
     if optimizer.offload_fraction and not optimizer.distributed and optimizer.kind != "muon":
         yield f"{key}.offload_fraction={optimizer.offload_fraction}: needs {key}.distributed=true"

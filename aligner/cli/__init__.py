@@ -20,7 +20,8 @@ from aligner.observability.logs import REPORTED, log_failure
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     parsed, ended_by = parse_arguments(arguments), None
-    # A user's modules are looked for in the working directory too, as the ranks' `python -m` does by itself.
+    # A user's modules are looked for in the working directory too, as the ranks' `python -m` does
+    # by itself.
     if "" not in sys.path:
         sys.path.append("")
     try:
@@ -30,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         ended_by = error
     code = exit_code(ended_by)
     if "RANK" in os.environ and (code or parsed.command == "serve"):
-        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a server's threads. And a
-        # server has ended in order by now: what is left of it is a second's work for nobody.
+        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a
+        # server's threads. And a server has ended in order by now: what is left of it is a second's
+        # work for nobody.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the log's disk may be full
                 stream.flush()
@@ -42,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run() -> NoReturn:
     """`main`, as all that this process is for.
 
-    Python's own end would then take apart all that was imported, which takes most of a second of torch: what it does before
-    that for threads and handlers is done here.
+    Python's own end would then take apart all that was imported, which takes most of a second of
+    torch: what it does before that for threads and handlers is done here.
     """
     try:
         main()

@@ -1,4 +1,5 @@
-"""From a command line to a run's whole configuration: models found by name, and what nobody gave chosen and told."""
+"""From a command line to a run's whole configuration: models found by name, and what nobody gave
+chosen and told."""
 
 import argparse
 import itertools
@@ -24,10 +25,11 @@ from aligner.schema.references import parse_reference
 
 
 def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
-    """The configuration that a command line asks for; a person is told what was chosen, on standard error.
+    """The configuration that a command line asks for; a person is told what was chosen, on standard
+    error.
 
-    Without `weights` a named model's are not downloaded. A run that goes on keeps what was chosen when it began. Raises
-    ConfigError.
+    Without `weights` a named model's are not downloaded. A run that goes on keeps what was chosen
+    when it began. Raises ConfigError.
     """
     config = with_found_models(compose_config(parsed.overrides, parsed.config_dir), weights=weights)
     if not config.run.automatic:
@@ -45,15 +47,16 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     _tell(choices)
     if data is not None and data.bypasses_template:
         print(
-            "aligner: note: the model has a chat template, and prompts that are texts are given to it without: records with"
-            " messages instead are chats (docs/data.md)",
+            "aligner: note: the model has a chat template, and prompts that are texts are given to"
+            " it without: records with messages instead are chats (docs/data.md)",
             file=sys.stderr,
         )
     return _with_chosen(config, [choice.key for choice in choices])
 
 
 def _measured(config: Config) -> DataStatistics | None:
-    """Of the data; a random model's tokenizer is made for it. None where model or data are not there yet."""
+    """Of the data; a random model's tokenizer is made for it. None where model or data are not
+    there yet."""
     model = config.model
     if model.path is not None and parse_reference("model.path", model.path):
         return None

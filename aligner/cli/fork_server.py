@@ -1,7 +1,9 @@
-"""Ranks as forks of a process that has imported for all of them: `python -m aligner.cli.fork_server CONFIG ROLE…`.
+"""Ranks as forks of a process that has imported for all of them: `python -m aligner.cli.fork_server
+CONFIG ROLE…`.
 
-To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A request is a line of JSON on
-the input, of `aligner.launcher.forks`; the answer is the rank's process id. The end of the input ends this process.
+To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A
+request is a line of JSON on the input, of `aligner.launcher.forks`; the answer is the rank's
+process id. The end of the input ends this process.
 """
 
 import gc
@@ -28,7 +30,8 @@ _OF_TRAINING, _OF_SERVING = ("torch._dynamo",), ("pytriton.triton", "tritonclien
 
 
 def serve(config: Path, roles: list[str]) -> None:
-    """Fork ranks as they are asked for: the one that prepares the run before all is imported. Returns in each rank."""
+    """Fork ranks as they are asked for: the one that prepares the run before all is imported.
+    Returns in each rank."""
     gc.disable()  # looking for garbage takes a fifth of the time of imports, and there is none
     load(ROLES["prepare"])
     with suppress(AlignerError):  # the ranks will say it
@@ -56,7 +59,8 @@ def _is_fork() -> bool:
 
 
 def _fork() -> bool:
-    """Fork a process that the launcher adopts, as whose child it ends; true in it, once that is so."""
+    """Fork a process that the launcher adopts, as whose child it ends; true in it, once that is
+    so."""
     between = os.fork()
     if between:
         os.waitpid(between, 0)
@@ -70,7 +74,8 @@ def _fork() -> bool:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Tell the rank's process id, and give this process all else that a start of its own would have given it."""
+    """Tell the rank's process id, and give this process all else that a start of its own would have
+    given it."""
     gc.enable()
     os.setsid()
     os.write(1, f"{os.getpid()}\n".encode())
@@ -87,8 +92,10 @@ def _become(request: dict[str, Any]) -> None:
 
 def run() -> NoReturn:
     """Serve; in a rank, its command."""
-    os.environ["SPT_NOENV"] = "1"  # a title has the command line's place alone: by their environment processes are found
-    setproctitle(" ".join(["aligner.cli.fork_server", *sys.argv[1:]]))  # finds that place: not once the environment differs
+    # a title has the command line's place alone: by their environment processes are found
+    os.environ["SPT_NOENV"] = "1"
+    # finds that place: not once the environment differs
+    setproctitle(" ".join(["aligner.cli.fork_server", *sys.argv[1:]]))
     serve(Path(sys.argv[1]), sys.argv[2:])
     run_command()
 

@@ -13,20 +13,27 @@ _FILES = {
     "my_reward.py": "my_reward.py",
     "data.jsonl": "data.jsonl",
 }
-_NEXT = """\
+_ARGUMENTS = "--config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME"
+_NEXT = f"""\
 edit them, above all data.jsonl and my_reward.py, and then:
-    cd {directory}
-    aligner validate --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME    # what is chosen, and why
-    aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME
-    aligner launch   --config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME cluster=my_slurm --dry-run"""
+    cd {{directory}}
+    aligner validate {_ARGUMENTS}    # what is chosen, and why
+    aligner launch   {_ARGUMENTS}
+    aligner launch   {_ARGUMENTS} cluster=my_slurm --dry-run"""
 
 
 def new_experiment(parsed: argparse.Namespace) -> None:
-    """Write the files into a directory and print what to run next. Raises ConfigError where one of them exists."""
+    """Write the files into a directory and print what to run next. Raises ConfigError where one of
+    them exists."""
     directory: Path = parsed.directory
-    files = {directory / name: (_TEMPLATES / template).read_text(encoding="utf-8") for name, template in _FILES.items()}
+    files = {
+        directory / name: (_TEMPLATES / template).read_text(encoding="utf-8")
+        for name, template in _FILES.items()
+    }
     if there := [str(file) for file in files if file.exists()]:
-        raise ConfigError(f"{', '.join(there)}: exists already and stays as it is; give another directory")
+        raise ConfigError(
+            f"{', '.join(there)}: exists already and stays as it is; give another directory"
+        )
     try:
         for file, text in files.items():
             file.parent.mkdir(parents=True, exist_ok=True)

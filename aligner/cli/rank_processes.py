@@ -27,7 +27,8 @@ ROLES = {
     "reward": "aligner.servers.reward_server:serve_reward",
     "teacher": "aligner.servers.teacher_server:serve_teacher",
 }
-"""`module:function` of what a rank of each role runs. They import torch: after the rank has its devices, logs and launcher."""
+"""`module:function` of what a rank of each role runs. They import torch: after the rank has its
+devices, logs and launcher."""
 
 
 def prepare(parsed: argparse.Namespace) -> None:
@@ -44,7 +45,8 @@ def train(parsed: argparse.Namespace) -> None:
     show_life(config, "trainer")
     tell_stage(config, "trainer", "importing libraries")
     is_finished = _run("trainer", config)
-    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # the launcher may tell it again, and Python's own end would let it die of that
+    # the launcher may tell it again, and Python's own end would let it die of that
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     if not is_finished:
         raise Stopped("told to stop, with a checkpoint")
 
@@ -55,7 +57,9 @@ def serve(parsed: argparse.Namespace) -> None:
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
     config = _start(parsed)
     if len(groups) != 1 or groups[0] not in server_ranks(config):
-        raise ConfigError(f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}")
+        raise ConfigError(
+            f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}"
+        )
     configure_logs(config.logging.format, groups[0])
     show_life(config, groups[0])
     tell_stage(config, groups[0], "loading")
@@ -72,15 +76,20 @@ def _run(role: str, config: Config, *replica: str) -> Any:
 
 
 def _start(parsed: argparse.Namespace) -> Config:
-    """Take what the launcher or Slurm has set for the rank; returns its configuration, for which nothing is run first."""
+    """Take what the launcher or Slurm has set for the rank; returns its configuration, for which
+    nothing is run first."""
     adopt_environment()
     if parsed.config is None:
         plan = plan_run(composed(parsed), parsed.config_dir)
         if plan.config.dry_run.scale != "none":
-            raise ConfigError(f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner validate` alone")
+            raise ConfigError(
+                f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner"
+                " validate` alone"
+            )
         if missing := ", ".join(first.name for first in plan.missing):
             raise ConfigError(
-                f"{missing}: an experiment whose result is needed has not run yet; `aligner launch` runs it first"
+                f"{missing}: an experiment whose result is needed has not run yet; `aligner launch`"
+                " runs it first"
             )
         return plan.config
     if parsed.overrides or parsed.config_dir:
@@ -89,7 +98,8 @@ def _start(parsed: argparse.Namespace) -> Config:
 
 
 def stored_config(file: Path) -> Config:
-    """`load_config`, which takes a tenth of a second: once for a process and its forks, until the file is written anew.
+    """`load_config`, which takes a tenth of a second: once for a process and its forks, until the
+    file is written anew.
 
     A launch does so before it starts the trainer again, which is then to go on from a checkpoint.
     """

@@ -18,14 +18,17 @@ def view(parsed: argparse.Namespace) -> None:
     require_packages("aligner view")
     if missing := [directory for directory in parsed.directories if not directory.is_dir()]:
         raise ConfigError(
-            f"{missing[0]}: no such directory; give run directories or directories with some, or none for ./{_RUNS}"
+            f"{missing[0]}: no such directory; give run directories or directories with some, or"
+            f" none for ./{_RUNS}"
         )
     from aligner.view.web_server import HOST, serve
 
     try:
         listening = socket.create_server((HOST, parsed.port))
     except OSError as error:
-        raise ConfigError(f"--port {parsed.port}: {error.strerror}; give another, or none for one that is free") from error
+        raise ConfigError(
+            f"--port {parsed.port}: {error.strerror}; give another, or none for one that is free"
+        ) from error
     key = secrets.token_urlsafe(24)
     with contextlib.suppress(KeyboardInterrupt), listening:
         print(f"http://{HOST}:{listening.getsockname()[1]}/?key={key}", flush=True)

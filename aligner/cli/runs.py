@@ -31,7 +31,10 @@ def launch(parsed: argparse.Namespace) -> None:
     plan, is_dry = _plan(parsed), parsed.dry_run
     if plan.config.dry_run.scale != "none":
         if is_dry:
-            raise ConfigError("--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of both")
+            raise ConfigError(
+                "--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of"
+                " both"
+            )
         launch_dry_run(plan)
     elif plan.config.cluster.kind == "slurm":
         if is_dry:
@@ -39,13 +42,16 @@ def launch(parsed: argparse.Namespace) -> None:
         else:
             submit(plan)
     elif is_dry:
-        raise ConfigError("--dry-run prints a Slurm job's script; give cluster=slurm, or see `aligner validate`")
+        raise ConfigError(
+            "--dry-run prints a Slurm job's script; give cluster=slurm, or see `aligner validate`"
+        )
     else:
         launch_here(plan)
 
 
 def validate(parsed: argparse.Namespace) -> None:
-    """Check a configuration and print where its roles run and what memory they take; start nothing."""
+    """Check a configuration and print where its roles run and what memory they take; start
+    nothing."""
     plan = _plan(parsed, weights=False)
     if plan.config.dry_run.scale != "none":
         validate_dry_run(plan)
@@ -53,7 +59,9 @@ def validate(parsed: argparse.Namespace) -> None:
     results, described = plan.results(), _described(plan)
     shape = plan.check(described)
     for first in plan.prerequisites:
-        done = f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
+        done = (
+            f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
+        )
         print(f"experiment {first.name}: {first.gives}; {done}")
     if plan.config.environment.has_tools:
         from aligner.environments.tool_catalogue import describe_tools  # imports torch
@@ -86,7 +94,8 @@ def status(parsed: argparse.Namespace) -> None:
 
 
 def _plan(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
-    """What a command line asks for, and the experiments that it needs; a person is told of keys that the run does not read."""
+    """What a command line asks for, and the experiments that it needs; a person is told of keys
+    that the run does not read."""
     config = composed(parsed, weights=weights)
     for note in unread_notes(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)
@@ -96,8 +105,16 @@ def _plan(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
 def _described(plan: RunPlan) -> ExpectedInputs:
     """What is not there yet and goes by the configuration; a person is told of each."""
     results = plan.results()
-    described = {path: shape for path, shape in absent_inputs(plan.config).items() if not is_expected(path, results)}
+    described = {
+        path: shape
+        for path, shape in absent_inputs(plan.config).items()
+        if not is_expected(path, results)
+    }
     for path, shape in described.items():
-        how = "its records are not checked" if shape is None else "its shape is taken from the configuration"
+        how = (
+            "its records are not checked"
+            if shape is None
+            else "its shape is taken from the configuration"
+        )
         print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)
     return described

@@ -1,4 +1,5 @@
-"""The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score, convert."""
+"""The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score,
+convert."""
 
 import argparse
 import contextlib
@@ -10,7 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from aligner.config.compose import compose_config
 from aligner.data.export import export, find_source, parse_size
@@ -35,20 +43,33 @@ _PLAIN = "tiny_ppo"
 def generate_samples(parsed: argparse.Namespace) -> None:
     """Draw responses into a file, and print where it is."""
     environment = _environment(parsed)
-    prompts = read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format, messages=environment is not None)
-    job = plan_job(find_source(parsed.source), prompts, environment=environment, **_sampling(parsed))
+    prompts = read_prompts(
+        parsed.prompts, "--prompts ", parsed.prompts_format, messages=environment is not None
+    )
+    job = plan_job(
+        find_source(parsed.source), prompts, environment=environment, **_sampling(parsed)
+    )
     asked = {"min_score": parsed.min_score, "as_messages": parsed.as_messages}
     with _shown_progress(len(job.requests)) as show:
-        done = generate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show, **asked)
-    print(f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s", file=sys.stderr)
+        done = generate(
+            job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show, **asked
+        )
+    print(
+        f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s",
+        file=sys.stderr,
+    )
     if scores := [score for score in done.rewards if not math.isnan(score)]:
-        print(f"mean score {sum(scores) / len(scores):.4g}; {len(done.rewards) - len(scores)} lost", file=sys.stderr)
+        print(
+            f"mean score {sum(scores) / len(scores):.4g}; {len(done.rewards) - len(scores)} lost",
+            file=sys.stderr,
+        )
     print(parsed.output)
 
 
 def evaluate_samples(parsed: argparse.Namespace) -> None:
     """Score responses, and print what they come to."""
-    from aligner.training.stored_evaluation import evaluate, plan_evaluation  # the other commands need no megatron-core
+    # the other commands need no megatron-core
+    from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
@@ -60,11 +81,17 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
     job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _judge(parsed))
     with _shown_progress(len(answers.requests)) as show:
-        metrics = evaluate(job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show)
+        metrics = evaluate(
+            job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show
+        )
     if parsed.json:
         print(json.dumps({"prompts": len(answers.prompts), "samples": answers.samples, **metrics}))
     else:
-        Console().print(metrics_table(metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"))
+        Console().print(
+            metrics_table(
+                metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"
+            )
+        )
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
@@ -86,31 +113,45 @@ def serve_model(parsed: argparse.Namespace) -> None:
 
 
 def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
-    """What episodes are drawn in. Raises ConfigError for anything else among the overrides, and where none is chosen."""
+    """What episodes are drawn in. Raises ConfigError for anything else among the overrides, and
+    where none is chosen."""
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
     if wrong := [key for key in keys if key != "experiment" and not key.startswith("environment.")]:
         raise ConfigError(
-            f"{wrong[0]}: not read here; allowed: environment.KEY=VALUE, and experiment=NAME for its environment"
+            f"{wrong[0]}: not read here; allowed: environment.KEY=VALUE, and experiment=NAME for"
+            " its environment"
         )
     chosen = None
     if keys:
         base = [] if "experiment" in keys else [f"experiment={_PLAIN}"]
         chosen = compose_config([*base, *parsed.overrides]).environment
-    if (chosen is None or chosen.target is None) and (keys or parsed.min_score is not None or parsed.as_messages):
+    if (chosen is None or chosen.target is None) and (
+        keys or parsed.min_score is not None or parsed.as_messages
+    ):
         raise ConfigError(
-            "--min-score, --as-messages and environment.KEY are of episodes; give environment.target=module:Class"
+            "--min-score, --as-messages and environment.KEY are of episodes; give"
+            " environment.target=module:Class"
         )
     return chosen
 
 
 def _judge(parsed: argparse.Namespace) -> JudgeSource | None:
-    """What compares responses with references. Raises ConfigError for anything else among the overrides."""
+    """What compares responses with references. Raises ConfigError for anything else among the
+    overrides."""
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
     if wrong := [key for key in keys if not key.startswith("evaluation.judge.")]:
-        raise ConfigError(f"{wrong[0]}: not read here; allowed: evaluation.judge.judge_url=URL and the other judge_… keys")
-    added = [f"+{text.lstrip('+')}" for text in parsed.overrides]  # which is how Hydra takes an entry of a mapping
+        raise ConfigError(
+            f"{wrong[0]}: not read here; allowed: evaluation.judge.judge_url=URL and the other"
+            " judge_… keys"
+        )
+    # which is how Hydra takes an entry of a mapping
+    added = [f"+{text.lstrip('+')}" for text in parsed.overrides]
     return (
-        evaluation_judge(compose_config([f"experiment={_PLAIN}", "evaluation.every=1", *added]).evaluation) if keys else None
+        evaluation_judge(
+            compose_config([f"experiment={_PLAIN}", "evaluation.every=1", *added]).evaluation
+        )
+        if keys
+        else None
     )
 
 
@@ -131,7 +172,15 @@ def _engine(parsed: argparse.Namespace) -> EngineConfig:
 
 def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
     """A bar on a terminal while something goes on, with `count` for how far it is."""
-    console, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    console, columns = (
+        Console(stderr=True),
+        (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            count,
+            TimeRemainingColumn(),
+        ),
+    )
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -142,7 +191,11 @@ def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
         task = progress.add_task("reading the model", total=samples)
 
         def show(now: Generated) -> None:
-            progress.update(task, completed=now.samples, description=f"generating, {now.tokens_per_s:.0f} tokens/s")
+            progress.update(
+                task,
+                completed=now.samples,
+                description=f"generating, {now.tokens_per_s:.0f} tokens/s",
+            )
 
         yield show
 

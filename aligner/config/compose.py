@@ -1,4 +1,5 @@
-"""From command-line overrides to a checked-for-type `Config`, and to and from a run's `config.yaml`."""
+"""From command-line overrides to a checked-for-type `Config`, and to and from a run's
+`config.yaml`."""
 
 import contextlib
 import dataclasses
@@ -20,9 +21,21 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
-from aligner.config.overrides import check_key, check_read, current_values, given_keys, option_values, parse_override
+from aligner.config.overrides import (
+    check_key,
+    check_read,
+    current_values,
+    given_keys,
+    option_values,
+    parse_override,
+)
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
@@ -31,7 +44,10 @@ from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value
 _PACKAGE = Path(__file__).resolve().parent.parent
 AUTOMATIC = "automatic"
 """The root of a run without an experiment, and its name."""
-_OWN = "or, without one, your own: model.path=DIRECTORY_OR_NAME algorithm=grpo data.path=FILE reward.function=NAME"
+_OWN = (
+    "or, without one, your own: model.path=DIRECTORY_OR_NAME algorithm=grpo data.path=FILE"
+    " reward.function=NAME"
+)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -44,42 +60,70 @@ def built_in_directory() -> Path:
 
 
 def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
-    """The configuration of a run from `experiment=NAME`, or a model and data of the user's own, and further overrides.
+    """The configuration of a run from `experiment=NAME`, or a model and data of the user's own, and
+    further overrides.
 
-    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in ones. With `run.automatic` the
-    keys that nobody gives are still to be chosen: `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of
-    the wrong type or missing, and for overrides that the run does not read.
+    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in
+    ones. With `run.automatic` the keys that nobody gives are still to be chosen:
+    `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of the wrong type or
+    missing, and for overrides that the run does not read.
     """
     directories = _directories(config_directory)
     options = _group_options(directories)
     parsed = [parse_override(text, options) for text in overrides]
     keys = {override.key_or_group for override in parsed}
-    experiment = next((str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"), AUTOMATIC)
+    experiment = next(
+        (str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"),
+        AUTOMATIC,
+    )
     if "experiment" not in keys and not keys & {"model", "model.path"}:
-        raise ConfigError(f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}; {_OWN}")
+        raise ConfigError(
+            f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}; {_OWN}"
+        )
     named = [override for override in parsed if override.key_or_group in options]
     config = _compose("config" if "experiment" in keys else AUTOMATIC, parsed, directories, named)
     check_read(config, parsed, options, directories)
-    if "experiment" not in keys and config.algorithm.generates and not any(key.startswith("reward") for key in keys):
-        raise ConfigError("reward.function=NAME is missing: what is to be learned; docs/rewards.md has what else scores")
+    if (
+        "experiment" not in keys
+        and config.algorithm.generates
+        and not any(key.startswith("reward") for key in keys)
+    ):
+        raise ConfigError(
+            "reward.function=NAME is missing: what is to be learned; docs/rewards.md has what else"
+            " scores"
+        )
     config = _with_engine_replicas(_with_names(config, experiment))
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory)))
+    return dataclasses.replace(
+        config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory))
+    )
 
 
-def keys_given(overrides: Sequence[str], config: Config, config_directory: Path | None = None) -> frozenset[str]:
-    """The keys to which the command line of a composed configuration, or its experiment, gives values."""
+def keys_given(
+    overrides: Sequence[str], config: Config, config_directory: Path | None = None
+) -> frozenset[str]:
+    """The keys to which the command line of a composed configuration, or its experiment, gives
+    values."""
     directories = _directories(config_directory)
     options = _group_options(directories)
-    return given_keys([parse_override(text, options) for text in overrides], options, directories, config.run.experiment)
+    return given_keys(
+        [parse_override(text, options) for text in overrides],
+        options,
+        directories,
+        config.run.experiment,
+    )
 
 
 def _directories(config_directory: Path | None) -> list[Path]:
     """Those that hold groups: the built-in ones', and the user's own."""
-    return [built_in_directory(), *([] if config_directory is None else [_user_directory(config_directory)])]
+    return [
+        built_in_directory(),
+        *([] if config_directory is None else [_user_directory(config_directory)]),
+    ]
 
 
 def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
-    """A line for each reason for which the run does not read keys that its experiment's file sets."""
+    """A line for each reason for which the run does not read keys that its experiment's file
+    sets."""
     found: dict[str, list[str]] = {}
     for key in option_values(_directories(config_directory), "experiment", config.run.experiment):
         known = schema_keys()[key]
@@ -91,12 +135,17 @@ def unread_notes(config: Config, config_directory: Path | None = None) -> list[s
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
     """What launches the same again, but for which run directory and whether it goes on there."""
     groups = () if config_directory is None else ("--config-dir", str(config_directory))
-    kept = (_masked(text) for text in overrides if text.partition("=")[0] not in ("run.dir", "run.resume"))
+    kept = (
+        _masked(text)
+        for text in overrides
+        if text.partition("=")[0] not in ("run.dir", "run.resume")
+    )
     return shlex.join(("aligner", "launch", *groups, *kept))
 
 
 def _masked(override: str) -> str:
-    """An override without the values of environment variables: the command is shown, and told to trackers."""
+    """An override without the values of environment variables: the command is shown, and told to
+    trackers."""
     key = override.partition("=")[0]
     is_secret = key.lstrip("+").startswith("cluster") and "environment" in override
     return f"{key}={MASK}" if is_secret else override
@@ -113,15 +162,24 @@ def config_text(values: Mapping[str, Any]) -> str:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's `config.yaml`, with other values of some keys; raises ConfigError where it is missing or does not fit."""
+    """Read a run's `config.yaml`, with other values of some keys; raises ConfigError where it is
+    missing or does not fit."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
         with _times_as_text():
             given = OmegaConf.from_dotlist(list(overrides))
-            return _as_config(OmegaConf.unsafe_merge(pickle.loads(_schema()), OmegaConf.load(path), given))
+            return _as_config(
+                OmegaConf.unsafe_merge(pickle.loads(_schema()), OmegaConf.load(path), given)
+            )
     # OmegaConf raises OSError for a file that is a number.
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        UnicodeDecodeError,
+        RecursionError,
+        OSError,
+    ) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
@@ -132,7 +190,8 @@ def _user_directory(directory: Path) -> Path:
 
 
 def group_options(config_directory: Path | None = None) -> dict[str, list[str]]:
-    """Options of every group, built-in and the user's own, by group name; an option that both define is an error."""
+    """Options of every group, built-in and the user's own, by group name; an option that both
+    define is an error."""
     return _group_options(_directories(config_directory))
 
 
@@ -143,7 +202,10 @@ def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
         for file in sorted(directory.glob("*/*.yaml")):
             option = (file.parent.name, file.stem)
             if option in found:
-                raise ConfigError(f"{file}: {option[0]} {option[1]} exists already in {found[option].parent}; rename yours")
+                raise ConfigError(
+                    f"{file}: {option[0]} {option[1]} exists already in {found[option].parent};"
+                    " rename yours"
+                )
             found[option] = file
     groups: dict[str, list[str]] = {}
     for group, name in sorted(found):
@@ -151,9 +213,14 @@ def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     return groups
 
 
-def _compose(root: str, overrides: Sequence[Override], directories: Sequence[Path], named: Sequence[Override]) -> Config:
-    """The composition of what these directories have, from a root; `named` are the overrides that name groups."""
-    options = tuple(str(override.input_line) for override in named if not isinstance(override.value(), dict))
+def _compose(
+    root: str, overrides: Sequence[Override], directories: Sequence[Path], named: Sequence[Override]
+) -> Config:
+    """The composition of what these directories have, from a root; `named` are the overrides that
+    name groups."""
+    options = tuple(
+        str(override.input_line) for override in named if not isinstance(override.value(), dict)
+    )
     said = " ".join(str(override.input_line) for override in named)
     try:
         with _times_as_text():
@@ -161,15 +228,23 @@ def _compose(root: str, overrides: Sequence[Override], directories: Sequence[Pat
             composed = _composed if len(directories) == 1 else _composed.__wrapped__
             node = pickle.loads(composed(root, options, tuple(directories)))
             values = [override for override in overrides if override.input_line not in options]
-            ConfigLoaderImpl._apply_overrides_to_config(values, node)  # as Hydra's compose() does last
+            # as Hydra's compose() does last
+            ConfigLoaderImpl._apply_overrides_to_config(values, node)
             return _as_config(node)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain(error)) from error
     # Of the rest Hydra does not say in which file it is.
     except RecursionError as error:
-        raise ConfigError(f"{said}: defaults that lead in a circle, or keys too deep in each other") from error
+        raise ConfigError(
+            f"{said}: defaults that lead in a circle, or keys too deep in each other"
+        ) from error
     except UnicodeDecodeError as error:
-        files = [str(file) for directory in directories for file in directory.glob("*/*.yaml") if not _is_text(file)]
+        files = [
+            str(file)
+            for directory in directories
+            for file in directory.glob("*/*.yaml")
+            if not _is_text(file)
+        ]
         raise ConfigError(f"{', '.join(files)}: {_explain(error)}") from error
     except (ValueError, OSError) as error:
         raise ConfigError(f"{said}: {_explain(error)}") from error
@@ -185,7 +260,8 @@ def _is_text(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _times_as_text() -> Iterator[None]:
-    """A time such as 12:00:00 is read as it is written, as on the command line: YAML 1.1 has it as a number to the base 60."""
+    """A time such as 12:00:00 is read as it is written, as on the command line: YAML 1.1 has it as
+    a number to the base 60."""
     constructors = yaml.constructor.SafeConstructor.yaml_constructors  # of OmegaConf's loader, too
     numbers = {tag: constructors[tag] for tag in _NUMBERS}
 
@@ -201,7 +277,8 @@ def _times_as_text() -> Iterator[None]:
 
 @functools.lru_cache(64)
 def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
-    """What Hydra makes of a root and options of groups, a tenth of a second for it; pickled, the fast way to copy."""
+    """What Hydra makes of a root and options of groups, a tenth of a second for it; pickled, the
+    fast way to copy."""
     _store_schema()
     search = [f"file://{directory}" for directory in directories[1:]]
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
@@ -231,7 +308,8 @@ def _as_config(node: Any) -> Config:
 
 
 def _with_choices(section: Any) -> Any:
-    """A section with true and false, which YAML does not take for words, as such where words are allowed that are so."""
+    """A section with true and false, which YAML does not take for words, as such where words are
+    allowed that are so."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
@@ -249,11 +327,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _explain(error: BaseException) -> str:
-    """One line about what Hydra, OmegaConf or the YAML reader refused: key, value, expected type."""
+    """One line about what Hydra, OmegaConf or the YAML reader refused: key, value, expected
+    type."""
     where = ""
-    if isinstance(error, ConfigCompositionException) and (file := re.match(r"In '([^']+)'", str(error))):
+    if isinstance(error, ConfigCompositionException) and (
+        file := re.match(r"In '([^']+)'", str(error))
+    ):
         where = f" (in {file[1]}.yaml)"
-    message = re.sub(r"^In '[^']+': (\w+ raised while composing config:)?", "", str(error).partition("Config search path")[0])
+    message = re.sub(
+        r"^In '[^']+': (\w+ raised while composing config:)?",
+        "",
+        str(error).partition("Config search path")[0],
+    )
     for cause in _causes(error):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             if where and cause.full_key == "experiment":
@@ -284,9 +369,14 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if error.value is None:
         return f"{key}=null: expected {expected}, got null"
     if known.is_mapping:
-        return f"{key}={error.value}: expected entries; write {key}={{NAME: VALUE}}, or one as +{key}.NAME=VALUE"
+        return (
+            f"{key}={error.value}: expected entries; write {key}={{NAME: VALUE}}, or one as"
+            f" +{key}.NAME=VALUE"
+        )
     if known.type_name.startswith("list") and not isinstance(error.value, (dict, list)):
-        return f"{key}={error.value}: expected {expected}, got one value; write {key}=[{error.value}]"
+        return (
+            f"{key}={error.value}: expected {expected}, got one value; write {key}=[{error.value}]"
+        )
     value = str(error.value).lower() if isinstance(error.value, bool) else error.value
     return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
 
@@ -304,10 +394,15 @@ def _with_names(config: Config, experiment: str) -> Config:
     """Fill in the names that depend on the command line and the clock."""
     run = config.run
     if run.resumes and run.name is None and run.dir is None:
-        raise ConfigError(f"run.resume={run.resume}: say which run with run.dir=DIRECTORY or run.name=NAME")
+        raise ConfigError(
+            f"run.resume={run.resume}: say which run with run.dir=DIRECTORY or run.name=NAME"
+        )
     started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
-        raise ConfigError(f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and give run.dir")
+        raise ConfigError(
+            f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and"
+            " give run.dir"
+        )
     name = run.name or started or (Path(run.dir).name if run.dir else default_name(experiment))
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: allowed are letters, digits and . _ - + =")
@@ -317,7 +412,8 @@ def _with_names(config: Config, experiment: str) -> Config:
 
 
 def _started_name(directory: Path) -> str | None:
-    """The name that the run in a directory was started with: its servers know it by that, wherever the directory is now."""
+    """The name that the run in a directory was started with: its servers know it by that, wherever
+    the directory is now."""
     file = directory / "config.yaml"
     if not file.is_file():
         return None
@@ -333,7 +429,9 @@ def _with_engine_replicas(config: Config) -> Config:
     if engine.parallel.data != 0:
         return config
     replicas = max(1, config.actor.parallel.ranks // max(1, engine.parallel.tensor))
-    filled = dataclasses.replace(engine, parallel=dataclasses.replace(engine.parallel, data=replicas))
+    filled = dataclasses.replace(
+        engine, parallel=dataclasses.replace(engine.parallel, data=replicas)
+    )
     return dataclasses.replace(config, engine=filled)
 
 

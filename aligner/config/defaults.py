@@ -1,7 +1,8 @@
-"""The values of keys that nobody gave (`run.automatic`): chosen from the model's size, the data and the machine, with reasons.
+"""The values of keys that nobody gave (`run.automatic`): chosen from the model's size, the data and
+the machine, with reasons.
 
-`choose` goes through `RULES` in turn: each reads the configuration as the rules before it have left it, so that a value which
-the user gave is what the others are fitted to.
+`choose` goes through `RULES` in turn: each reads the configuration as the rules before it have left
+it, so that a value which the user gave is what the others are fitted to.
 """
 
 import math
@@ -58,7 +59,8 @@ _LARGE = 5e9
 
 
 def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, ...]]:
-    """The configuration with values for keys that nobody gave and that the run reads, and which those are."""
+    """The configuration with values for keys that nobody gave and that the run reads, and which
+    those are."""
     made: list[Choice] = []
     for rule in RULES:
         for choice in rule(config, situation):
@@ -97,12 +99,19 @@ def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         limit = min(config.data.max_prompt_tokens, room)
         yield Choice("data.max_prompt_tokens", limit, UNREAD)
         return
-    wanted = data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
+    wanted = (
+        data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
+    )
     limit = min(_rounded(wanted), room)
-    why = f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens, 99 of 100 at most {data.most_prompts}"
+    why = (
+        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens, 99 of 100 at"
+        f" most {data.most_prompts}"
+    )
     yield Choice("data.max_prompt_tokens", limit, why)
     if data.longest_prompt > limit or not data.is_whole:
-        yield Choice("data.long_prompts", "drop", "a longer prompt that may come is left out, and counted")
+        yield Choice(
+            "data.long_prompts", "drop", "a longer prompt that may come is left out, and counted"
+        )
 
 
 def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -113,7 +122,11 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         usual = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
         most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where they take the time")
         wanted = min(most, max(usual, _rounded(2 * answer)))
-        known = f"twice the data's longest answer ({answer} tokens), but" if answer else "the data have no answers to go by:"
+        known = (
+            f"twice the data's longest answer ({answer} tokens), but"
+            if answer
+            else "the data have no answers to go by:"
+        )
         why = f"{known} {usual} to {most} {where}"
         key = "rollout.max_response_tokens"
     elif answer:
@@ -122,25 +135,42 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     else:
         wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"
     if wanted > room:
-        why = f"{why}; the model has {situation.shape.max_positions} positions, {room} of them behind a prompt"
+        why = (
+            f"{why}; the model has {situation.shape.max_positions} positions, {room} of them behind"
+            " a prompt"
+        )
     yield Choice(key, max(1, min(wanted, room)), why)
-    if not config.algorithm.generates and (wanted > room or (data is not None and not data.is_whole)):
-        yield Choice("data.skip_bad_records", True, "a longer response that may come is left out, and counted")
+    if not config.algorithm.generates and (
+        wanted > room or (data is not None and not data.is_whole)
+    ):
+        yield Choice(
+            "data.skip_bad_records",
+            True,
+            "a longer response that may come is left out, and counted",
+        )
 
 
 def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
     settings = config.algorithm
-    compares = settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
+    compares = (
+        settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
+    )
     compares = compares or settings.trainer == "preferences"
     why = "samples of a prompt are compared" if compares else "samples of a prompt are not compared"
-    yield Choice("rollout.samples_per_prompt", _GROUP if compares else _ALONE, f"{why} by {settings.name}")
+    yield Choice(
+        "rollout.samples_per_prompt", _GROUP if compares else _ALONE, f"{why} by {settings.name}"
+    )
 
 
 def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     gpus, samples = situation.machine.gpus, samples_at_once(situation)
     where = f"on {counted(situation.machine.cores, 'core')}"
     if gpus:
-        where = f"with {gpus} GPUs a node" if situation.machine.most_nodes > 1 else f"on {counted(gpus, 'GPU')}"
+        where = (
+            f"with {gpus} GPUs a node"
+            if situation.machine.most_nodes > 1
+            else f"on {counted(gpus, 'GPU')}"
+        )
     records = situation.data.records if situation.data is not None else None
     unit = max(1, gpus)  # every rank, at any layout, has as much to do
     prompts = max(1, samples // config.rollout.samples_per_prompt)
@@ -149,13 +179,23 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     why = f"{samples} samples a step {where} for {situation.billions}"
     yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, why)
     rows = samples // 4 if gpus else max(8, samples // 8)
-    yield Choice("data.batch_size", -(-rows // unit) * unit, f"rows a step {where} for {situation.billions}")
+    yield Choice(
+        "data.batch_size", -(-rows // unit) * unit, f"rows a step {where} for {situation.billions}"
+    )
 
 
 def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
     scores = has_reward_model(config.reward) or config.algorithm.has_critic or config.has_teacher
-    parts = 2 if scores and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0 else 1
-    why = "a part is scored by models while the next is drawn" if parts > 1 else "decoding all together is what is fast"
+    parts = (
+        2
+        if scores and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0
+        else 1
+    )
+    why = (
+        "a part is scored by models while the next is drawn"
+        if parts > 1
+        else "decoding all together is what is fast"
+    )
     yield Choice("rollout.micro_batches", parts, why)
 
 
@@ -169,21 +209,32 @@ def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     rows = config.rollout.prompts_per_step if config.algorithm.generates else config.data.batch_size
     wanted = max(1, math.ceil(passes * data.records / rows))
     least, most = (20, 500) if situation.machine.gpus else (20, 50)
-    if not situation.machine.gpus and situation.parameters <= SIZES[0].parameters:  # a step takes less than a second
+    # a step takes less than a second
+    if not situation.machine.gpus and situation.parameters <= SIZES[0].parameters:
         least, most = 50, 200
     steps = min(most, max(least, wanted)) if online else wanted
-    why = f"{wanted} go through {data.records} records {'twice' if passes == 2 else 'once'}, {rows} a step"
+    why = (
+        f"{wanted} go through {data.records} records {'twice' if passes == 2 else 'once'}, {rows} a"
+        " step"
+    )
     yield Choice("run.steps", steps, f"{why}; {least} to {most} here" if online else why)
 
 
 def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
-    if not situation.machine.gpus or config.algorithm.trainer == "reward_model" or _has_layout(config, situation):
+    if (
+        not situation.machine.gpus
+        or config.algorithm.trainer == "reward_model"
+        or _has_layout(config, situation)
+    ):
         return
     values: dict[str, Any] = {"actor.lora.rank": _RANK}
     if situation.shape.num_experts:  # which have no adapters
         values["actor.lora.targets"] = ["attention"]
     if _has_layout(with_values(config, values), situation):
-        why = f"all weights of {situation.billions} with their gradients and optimizer do not fit; adapters do"
+        why = (
+            f"all weights of {situation.billions} with their gradients and optimizer do not fit;"
+            " adapters do"
+        )
         yield from (Choice(key, value, why) for key, value in values.items())
 
 
@@ -203,14 +254,22 @@ def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
         f", {_LORA:g} times that as adapters are trained" if adapted else ""
     )
     # As a person would write it: 1e-05, not 9.999999999999999e-06.
-    yield Choice("actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if adapted else rate, why)
-    yield Choice("critic.optimizer.learning_rate", size.critic, f"of a critic with {situation.billions}")
+    yield Choice(
+        "actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if adapted else rate, why
+    )
+    yield Choice(
+        "critic.optimizer.learning_rate", size.critic, f"of a critic with {situation.billions}"
+    )
 
 
 def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
     updates = policy_updates(config)
     if warmup := min(10, updates // 10):
-        yield Choice("actor.optimizer.warmup_steps", warmup, f"Adam's first of {updates} updates have seen few gradients")
+        yield Choice(
+            "actor.optimizer.warmup_steps",
+            warmup,
+            f"Adam's first of {updates} updates have seen few gradients",
+        )
 
 
 def _patience(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -226,7 +285,9 @@ def _patience(config: Config, situation: Situation) -> Iterator[Choice]:
 def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
-        yield Choice("cluster.device_memory_gib", float(gib), "of a GPU, what its context takes left out")
+        yield Choice(
+            "cluster.device_memory_gib", float(gib), "of a GPU, what its context takes left out"
+        )
 
 
 def _layout(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -235,7 +296,10 @@ def _layout(config: Config, situation: Situation) -> Iterator[Choice]:
 
 def _staleness(config: Config, situation: Situation) -> Iterator[Choice]:
     if config.engine.placement == "colocated":
-        why = "the engine shares the trainer's devices, so that samples are always the newest weights' (docs/pipeline.md)"
+        why = (
+            "the engine shares the trainer's devices, so that samples are always the newest"
+            " weights' (docs/pipeline.md)"
+        )
         yield Choice("rollout.max_staleness", 0, why)
 
 

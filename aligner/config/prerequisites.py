@@ -1,12 +1,15 @@
-"""Experiments that come before a run: those whose results its paths name, and those that these need in turn.
+"""Experiments that come before a run: those whose results its paths name, and those that these need
+in turn.
 
-A result is kept in the cache under a name that follows from what it is made from, so that it is made once:
+A result is kept in the cache under a name that follows from what it is made from, so that it is
+made once:
 
     experiments/<experiment>-<hash>/run/      the run that made it
     experiments/<experiment>-<hash>/result/   the result; there once it is complete
 
-An experiment that builds on itself (`model.previous_round`) has rounds, each with a result of its own in
-`experiments/<experiment>-round<N>-<hash>/`. What a round needs is of the same round, where it has rounds too.
+An experiment that builds on itself (`model.previous_round`) has rounds, each with a result of its
+own in `experiments/<experiment>-round<N>-<hash>/`. What a round needs is of the same round, where
+it has rounds too.
 """
 
 import dataclasses
@@ -30,7 +33,8 @@ from aligner.version import __version__
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses", TEACHER_SCORES: "teacher scores"}
 """What the files of a run that trains nothing hold. A model's directory is named as a whole."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
-"""Sections that a result does not depend on, but for how many steps `run` has, and by what it ends before them."""
+"""Sections that a result does not depend on, but for how many steps `run` has, and by what it ends
+before them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Prerequisite:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of its result, the one first that stands for it; none where it is a model's directory."""
+        """The files of its result, the one first that stands for it; none where it is a model's
+        directory."""
         if self.config.algorithm.learns:
             return ()
         if self.config.algorithm.trainer == "teacher_scores":
@@ -73,7 +78,8 @@ class Prerequisite:
         return "a reward model" if self.config.algorithm.trainer == "reward_model" else "a policy"
 
     def path(self, file: str | None) -> Path:
-        """What a reference to it stands for; files are named by themselves, not by their directory."""
+        """What a reference to it stands for; files are named by themselves, not by their
+        directory."""
         return self.result.joinpath(*([file] if file else self.files[:1]))
 
 
@@ -84,8 +90,8 @@ class RunPlan:
     config: Config
     """With paths instead of references; `run.inputs` says which were some."""
     prerequisites: tuple[Prerequisite, ...]
-    """In the order in which they are to run: those whose results exist, and those that are missing. What is needed only
-    for a result that exists is not among them."""
+    """In the order in which they are to run: those whose results exist, and those that are missing.
+    What is needed only for a result that exists is not among them."""
 
     @property
     def missing(self) -> tuple[Prerequisite, ...]:
@@ -93,27 +99,33 @@ class RunPlan:
         return tuple(first for first in self.prerequisites if not first.is_complete)
 
     def results(self) -> ExpectedInputs:
-        """The directories of results that are still to be made, with the shapes of those that are models."""
+        """The directories of results that are still to be made, with the shapes of those that are
+        models."""
         expected: dict[str, ModelShape | None] = {}
         for first in self.missing:
             expected[str(first.result)] = _result_shape(first.config, expected)
         return expected
 
     def check(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-        """Check all that is to run as far as that can be done before it does, and that the run directory is free for it;
-        returns the shape of the run's policy.
+        """Check all that is to run as far as that can be done before it does, and that the run
+        directory is free for it; returns the shape of the run's policy.
 
-        `absent` are model directories that need not be there. Raises ConfigError as `aligner.checks.check.check` does.
+        `absent` are model directories that need not be there. Raises ConfigError as
+        `aligner.checks.check.check` does.
         """
         return check(self.config, self.expected_inputs(absent), resume_problems(self.config))
 
     def expected_inputs(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
-        """The `absent` directories and the results that are still to be made, after the checks of what makes them."""
+        """The `absent` directories and the results that are still to be made, after the checks of
+        what makes them."""
         expected = dict(absent)
         for first in self.missing:
             try:
                 if first.config.run.stop_after is not None:
-                    raise ConfigError(f"run.stop_after={first.config.run.stop_after}: what others need runs to its end")
+                    raise ConfigError(
+                        f"run.stop_after={first.config.run.stop_after}: what others need runs to"
+                        " its end"
+                    )
                 check(first.config, expected)
                 expected[str(first.result)] = _result_shape(first.config, expected)
             except ConfigError as error:
@@ -124,8 +136,9 @@ class RunPlan:
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
     """What must run, from a configuration whose paths may be references.
 
-    `config_directory` holds the user's own experiments, beside the built-in ones. Raises ConfigError for a reference to
-    what does not exist, is of another kind than the key needs, or needs itself.
+    `config_directory` holds the user's own experiments, beside the built-in ones. Raises
+    ConfigError for a reference to what does not exist, is of another kind than the key needs, or
+    needs itself.
     """
     planner = _Planner(config_directory)
     begun = planner.begun(config, ())
@@ -142,13 +155,16 @@ class _Planner:
         """By experiment and round; of one without rounds the first alone."""
 
     def begun(self, config: Config, above: tuple[str, ...]) -> Config:
-        """The configuration with the model that its round begins with: from the second on what the one before has left."""
+        """The configuration with the model that its round begins with: from the second on what the
+        one before has left."""
         model, before = config.model, config.run.round - 1
         if model.previous_round is None:
             return config
         reference = parse_reference("model.previous_round", model.previous_round)
         if reference is None or reference.round or reference.file:
-            raise ConfigError(f"model.previous_round={model.previous_round}: expected experiment:NAME")
+            raise ConfigError(
+                f"model.previous_round={model.previous_round}: expected experiment:NAME"
+            )
         model = dataclasses.replace(model, previous_round=None)
         if before:
             reference = dataclasses.replace(reference, round=before)
@@ -157,7 +173,8 @@ class _Planner:
         return dataclasses.replace(config, model=model)
 
     def resolve(self, config: Config, above: tuple[str, ...]) -> tuple[Config, bool]:
-        """The configuration with paths instead of references, and whether what it needs is another in each round.
+        """The configuration with paths instead of references, and whether what it needs is another
+        in each round.
 
         `above` are the experiments that need it, outermost first.
         """
@@ -170,7 +187,11 @@ class _Planner:
                 return text
             first = self._prerequisite(reference, config, above)
             has_rounds |= first.has_rounds and reference.round is None
-            number = config.run.round if first.has_rounds and reference.round is None else reference.round
+            number = (
+                config.run.round
+                if first.has_rounds and reference.round is None
+                else reference.round
+            )
             inputs[key] = dataclasses.replace(reference, round=number).text
             return str(first.path(reference.file))
 
@@ -186,7 +207,11 @@ class _Planner:
         def visit(inputs: Config) -> None:
             for key, text in inputs.run.inputs.items():
                 reference = parse_reference(key, str(text))
-                first = None if reference is None else self._known.get((reference.experiment, reference.round or 1))
+                first = (
+                    None
+                    if reference is None
+                    else self._known.get((reference.experiment, reference.round or 1))
+                )
                 if first is None or first.entry in found:
                     continue
                 if not first.is_complete:
@@ -196,7 +221,9 @@ class _Planner:
         visit(config)
         yield from found.values()
 
-    def _prerequisite(self, reference: Reference, user: Config, above: tuple[str, ...]) -> Prerequisite:
+    def _prerequisite(
+        self, reference: Reference, user: Config, above: tuple[str, ...]
+    ) -> Prerequisite:
         where = f"{reference.key}={reference.text}"
         # Those before it are planned before it, so that any number of rounds is no deeper than one.
         for number in range(1, (reference.round or user.run.round) + 1):
@@ -208,25 +235,38 @@ class _Planner:
         given, wanted = _given(reference, first), _wanted(reference.key, user)
         if given not in wanted:
             trainer = first.config.algorithm.trainer
-            raise ConfigError(f"{where}: must give {' or '.join(wanted)}, but algorithm.trainer={trainer} gives {given}")
+            raise ConfigError(
+                f"{where}: must give {' or '.join(wanted)}, but algorithm.trainer={trainer} gives"
+                f" {given}"
+            )
         return first
 
-    def _round(self, experiment: str, number: int, where: str, above: tuple[str, ...]) -> Prerequisite:
+    def _round(
+        self, experiment: str, number: int, where: str, above: tuple[str, ...]
+    ) -> Prerequisite:
         """A round of an experiment; the only one of one without rounds."""
         name = round_name(experiment, number if number > 1 else None)
         if name in above:
-            raise ConfigError(f"{where}: experiments that need each other: {' -> '.join((*above[above.index(name) :], name))}")
+            raise ConfigError(
+                f"{where}: experiments that need each other:"
+                f" {' -> '.join((*above[above.index(name) :], name))}"
+            )
         first = self._known.get((experiment, number))
         if first is None:
             try:
-                config = compose_config([f"experiment={experiment}", f"run.round={number}"], self._config_directory)
+                config = compose_config(
+                    [f"experiment={experiment}", f"run.round={number}"], self._config_directory
+                )
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
             if config.run.automatic:
                 raise ConfigError(
-                    f"{where}: run.automatic=true chooses at launch; give it its values, and run.automatic=false"
+                    f"{where}: run.automatic=true chooses at launch; give it its values, and"
+                    " run.automatic=false"
                 )
-            first = self._known[experiment, number] = self._entry(experiment, config, (*above, name))
+            first = self._known[experiment, number] = self._entry(
+                experiment, config, (*above, name)
+            )
         return first
 
     def _entry(self, experiment: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
@@ -234,12 +274,21 @@ class _Planner:
         resolved, has_rounds = self.resolve(begun, above)
         has_rounds |= config.model.previous_round is not None
         number = config.run.round if has_rounds else None
-        made_from = dataclasses.asdict(map_paths(begun, lambda key, text: self._identity(key, text, config.run.round)))
-        content = {section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM}
+        made_from = dataclasses.asdict(
+            map_paths(begun, lambda key, text: self._identity(key, text, config.run.round))
+        )
+        content = {
+            section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM
+        }
         content["steps"] = [config.run.steps, config.run.stop_after]
         if config.run.ends:  # then it depends on what is measured, too
             kept = config.checkpoint
-            content["ends"] = [config.run.ends, kept.every, kept.best_metric, made_from["evaluation"]]
+            content["ends"] = [
+                config.run.ends,
+                kept.every,
+                kept.best_metric,
+                made_from["evaluation"],
+            ]
         content["aligner"] = __version__
         for role in ("critic", "engine", "reward", "teacher"):
             del content[role]["ports"]
@@ -247,10 +296,16 @@ class _Planner:
         place = experiment if number is None else f"{experiment}-round{number}"
         entry = cache_directory().absolute() / "experiments" / f"{place}-{digest}"
         run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
-        return Prerequisite(round_name(experiment, number), dataclasses.replace(resolved, run=run), entry, has_rounds)
+        return Prerequisite(
+            round_name(experiment, number),
+            dataclasses.replace(resolved, run=run),
+            entry,
+            has_rounds,
+        )
 
     def _identity(self, key: str, text: str, number: int) -> str:
-        """What a path stands for: an experiment's result by what it is made from, files by their place, size and time."""
+        """What a path stands for: an experiment's result by what it is made from, files by their
+        place, size and time."""
         reference = parse_reference(key, text)
         if reference is not None:
             first = self._known.get((reference.experiment, reference.round or number))
@@ -259,7 +314,9 @@ class _Planner:
         path = Path(text).absolute()
         if not path.exists():
             return text
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        files = (
+            sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        )
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return json.dumps([str(path), stats])
 
@@ -269,14 +326,21 @@ def _given(reference: Reference, first: Prerequisite) -> str:
     if reference.file is None:
         return first.gives
     if not first.files:
-        raise ConfigError(f"{reference.key}={reference.text}: {first.gives} is named as a whole: experiment:{first.name}")
+        raise ConfigError(
+            f"{reference.key}={reference.text}: {first.gives} is named as a whole:"
+            f" experiment:{first.name}"
+        )
     if reference.file not in first.files:
-        raise ConfigError(f"{reference.key}={reference.text}: no such file in its result; it has {', '.join(first.files)}")
+        raise ConfigError(
+            f"{reference.key}={reference.text}: no such file in its result; it has"
+            f" {', '.join(first.files)}"
+        )
     return _FILES[reference.file]
 
 
 def _wanted(key: str, config: Config) -> tuple[str, ...]:
-    """Of which kinds a path that is a key's value must be; prompts can be had from whatever has some."""
+    """Of which kinds a path that is a key's value must be; prompts can be had from whatever has
+    some."""
     section, trainer = key.partition(".")[0], config.algorithm.trainer
     if key == "teacher.scores":
         return ("teacher scores",)
@@ -293,8 +357,8 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
 
 def _without_rounds(experiment: str) -> str:
     return (
-        f"{experiment} has no rounds, for neither it nor what it needs has model.previous_round, which says whose last round"
-        " the next one begins with"
+        f"{experiment} has no rounds, for neither it nor what it needs has model.previous_round,"
+        " which says whose last round the next one begins with"
     )
 
 

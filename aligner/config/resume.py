@@ -1,4 +1,5 @@
-"""Whether a run may go on in its directory: under the configuration that it has, but for what changes nothing it learns."""
+"""Whether a run may go on in its directory: under the configuration that it has, but for what
+changes nothing it learns."""
 
 import dataclasses
 import json
@@ -15,49 +16,76 @@ from aligner.schema.keys import schema_keys, schema_sections, value_at
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "upwards; the learning rates then decay to the new last step"),
-    ("run.stop_after run.max_restarts run.resume run.changes run.command run.chosen", "of each launch"),
-    ("run.dir run.experiment", "the directory may be moved; an experiment's name stands for its values"),
+    (
+        "run.stop_after run.max_restarts run.resume run.changes run.command run.chosen",
+        "of each launch",
+    ),
+    (
+        "run.dir run.experiment",
+        "the directory may be moved; an experiment's name stands for its values",
+    ),
     (
         "actor.parallel.* critic.parallel.* reward.parallel.* teacher.parallel.* engine.parallel.*",
         "checkpoints are at no particular layout; another one is equal to rounding",
     ),
     (
-        "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens teacher.micro_batch_tokens"
-        " *.logprob_chunk_tokens actor.recompute critic.recompute *.optimizer.distributed *.optimizer.offload_fraction"
-        " *.optimizer.overlap_grad_reduce *.optimizer.overlap_param_gather",
+        (
+            "actor.micro_batch_tokens critic.micro_batch_tokens reward.micro_batch_tokens"
+            " teacher.micro_batch_tokens *.logprob_chunk_tokens actor.recompute critic.recompute"
+            " *.optimizer.distributed *.optimizer.offload_fraction *.optimizer.overlap_grad_reduce"
+            " *.optimizer.overlap_param_gather"
+        ),
         "memory against time, equal to rounding",
     ),
-    ("*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction", "when to give up"),
+    (
+        "*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction",
+        "when to give up",
+    ),
     ("algorithm.uncorrected_staleness", "what is accepted, not what is done"),
     (
-        "engine.placement engine.update engine.batch_size engine.kv_cache_mib engine.cuda_graphs engine.packed_weights"
-        " engine.steps_per_sync engine.sleep engine.update_timeout_s engine.verify_every engine.bucket_mib"
-        " engine.tensorrt_llm.* engine.vllm.* engine.speculation.* rollout.micro_batches",
+        (
+            "engine.placement engine.update engine.batch_size engine.kv_cache_mib"
+            " engine.cuda_graphs engine.packed_weights engine.steps_per_sync engine.sleep"
+            " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
+            " engine.vllm.* engine.speculation.* rollout.micro_batches"
+        ),
         "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
     ),
     (
-        "*.ports.* *.replicas reward.url reward.timeout_s reward.sources.*.url reward.sources.*.timeout_s"
-        " reward.function_timeout_s reward.sources.*.function_timeout_s data.function_timeout_s reward.judge_url"
-        " reward.judge_timeout_s reward.sources.*.judge_url reward.sources.*.judge_timeout_s",
+        (
+            "*.ports.* *.replicas reward.url reward.timeout_s reward.sources.*.url"
+            " reward.sources.*.timeout_s reward.function_timeout_s"
+            " reward.sources.*.function_timeout_s data.function_timeout_s reward.judge_url"
+            " reward.judge_timeout_s reward.sources.*.judge_url reward.sources.*.judge_timeout_s"
+        ),
         "addresses and deadlines",
     ),
     (
-        "*.judge_tries *.judge_concurrency *.judge_requests_per_minute *.judge_key_variable *.judge_input_price"
-        " *.judge_output_price *.judge_cache",
-        "how a judge is asked, not what; another judge_cache may lack answers that are then asked for again",
+        (
+            "*.judge_tries *.judge_concurrency *.judge_requests_per_minute *.judge_key_variable"
+            " *.judge_input_price *.judge_output_price *.judge_cache"
+        ),
+        (
+            "how a judge is asked, not what; another judge_cache may lack answers that are then"
+            " asked for again"
+        ),
     ),
     ("server.* cluster.*", "where and how the roles run"),
     ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),
 )
 """Keys that a resumed run may have otherwise than it was started with, as patterns, and why."""
 
-_OF_THE_MODEL = "model.source model.package model.config.* model.initializer_std dry_run.scale dry_run.models.*"
-"""What the run's models were made by. They are made once, so that another value would be accepted and not be heeded."""
+_OF_THE_MODEL = (
+    "model.source model.package model.config.* model.initializer_std dry_run.scale dry_run.models.*"
+)
+"""What the run's models were made by. They are made once, so that another value would be accepted
+and not be heeded."""
 _SHOWN = 30
 
 
 def resume_problems(config: Config) -> Iterator[str]:
-    """What is in the way of a start in the run directory, or of going on there, as `run.resume` says."""
+    """What is in the way of a start in the run directory, or of going on there, as `run.resume`
+    says."""
     paths, resume = run_paths(config), config.run.resume
     try:
         unused = is_unused(paths)
@@ -66,22 +94,33 @@ def resume_problems(config: Config) -> Iterator[str]:
         return
     if unused:
         if resume == "true":
-            yield f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave run.resume out to start one"
+            yield (
+                f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave"
+                " run.resume out to start one"
+            )
     elif not paths.config.is_file():
         not_one = "exists already, and has no config.yaml, so it is no run's directory"
         yield f"run.dir={paths.root}: {not_one}; give another run.dir or run.name"
     elif resume == "false":
-        how = "continue it with run.resume=true" if can_resume(config) else "start it again with run.resume=auto"
+        how = (
+            "continue it with run.resume=true"
+            if can_resume(config)
+            else "start it again with run.resume=auto"
+        )
         yield f"run.dir={paths.root}: exists already; {how}, or give another run.dir or run.name"
     elif resume == "true" and not can_resume(config):
         what = "complete checkpoint" if config.algorithm.learns else "steps"
-        yield f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from the beginning"
+        yield (
+            f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from"
+            " the beginning"
+        )
     else:
         yield from _changes(config, load_config(paths.config))
 
 
 def check_directory(config: Config) -> None:
-    """For whoever has the run directory for itself by now: others could still come to it when it was looked into before.
+    """For whoever has the run directory for itself by now: others could still come to it when it
+    was looked into before.
 
     Raises ConfigError with all that `resume_problems` finds.
     """
@@ -98,7 +137,8 @@ def settled(config: Config) -> Config:
 
 
 def dated(config: Config) -> Config:
-    """With the date that the run keeps for good: what is given, else that of the run that goes on, else the moment's.
+    """With the date that the run keeps for good: what is given, else that of the run that goes on,
+    else the moment's.
 
     A run of before there was such a key has none, and goes on without.
     """
@@ -113,7 +153,8 @@ def dated(config: Config) -> Config:
 
 
 def is_unused(paths: RunPaths) -> bool:
-    """Whether there is nothing in the run directory yet, if there is one; a lock and its records do not count."""
+    """Whether there is nothing in the run directory yet, if there is one; a lock and its records do
+    not count."""
     if not paths.root.is_dir():
         return not paths.root.exists()
     return all(file.name in (LOCK, RECORDS) for file in paths.root.iterdir())
@@ -121,7 +162,10 @@ def is_unused(paths: RunPaths) -> bool:
 
 def _changes(config: Config, started: Config) -> Iterator[str]:
     if unknown := [name for name in config.run.changes if not _is_key(name)]:
-        yield f"run.changes: no such key: {', '.join(unknown)}; keys are listed in docs/configuration.md"
+        yield (
+            f"run.changes: no such key: {', '.join(unknown)}; keys are listed in"
+            " docs/configuration.md"
+        )
     own, given = _flat(started), _flat(config)
     changed = [key for key in sorted(own.keys() | given.keys()) if own.get(key) != given.get(key)]
     fixed = [key for key in changed if _makes_the_model(key, started)]
@@ -133,12 +177,24 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     if not found:
         return
     more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    made = [f"  the model was made by {', '.join(fixed)}: these cannot change, whatever run.changes names"] if fixed else []
-    way = " name in run.changes=[KEY,...] what you mean to change," if len(found) > len(fixed) else ""
+    made = (
+        [
+            f"  the model was made by {', '.join(fixed)}: these cannot change, whatever run.changes"
+            " names"
+        ]
+        if fixed
+        else []
+    )
+    way = (
+        " name in run.changes=[KEY,...] what you mean to change," if len(found) > len(fixed) else ""
+    )
     where = run_paths(config).config
     yield "\n".join(
         [
-            f"run.resume={config.run.resume}: the run was started with other values ({where} -> this launch's):",
+            (
+                f"run.resume={config.run.resume}: the run was started with other values ({where} ->"
+                " this launch's):"
+            ),
             *found[:_SHOWN],
             *more,
             *made,
@@ -160,7 +216,9 @@ def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
         return True
     if key == "run.steps":
         return bool(given > own)
-    return any(fnmatchcase(key, pattern) for patterns, _ in MAY_CHANGE for pattern in patterns.split())
+    return any(
+        fnmatchcase(key, pattern) for patterns, _ in MAY_CHANGE for pattern in patterns.split()
+    )
 
 
 def _is_key(name: str) -> bool:

@@ -42,7 +42,8 @@ class Situation:
     shape: ModelShape
     """The policy's."""
     data: DataStatistics | None
-    """None where records cannot be read; what is wrong with them is told by those who learn from them."""
+    """None where records cannot be read; what is wrong with them is told by those who learn from
+    them."""
     machine: Machine
     given: frozenset[str] = frozenset()
     """Keys that have values of the user's."""
@@ -57,7 +58,11 @@ class Situation:
     def billions(self) -> str:
         """How many parameters, in words."""
         millions = self.parameters / 1e6
-        return f"{millions / 1e3:.1f} B parameters" if millions >= 1000 else f"{millions:.1f} M parameters"
+        return (
+            f"{millions / 1e3:.1f} B parameters"
+            if millions >= 1000
+            else f"{millions:.1f} M parameters"
+        )
 
 
 @dataclass(frozen=True)

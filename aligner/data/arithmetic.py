@@ -1,8 +1,10 @@
-"""Sums of two numbers below 100: a task that a tiny model learns in minutes, and whose answers can be checked.
+"""Sums of two numbers below 100: a task that a tiny model learns in minutes, and whose answers can
+be checked.
 
-Its demonstrations come from a teacher who often forgets to carry, as 7+5=2 or 38+24=52. A model that imitates the teacher is
-right where there is nothing to carry, and elsewhere as often as the teacher: an online algorithm can find and strengthen
-what is right, which is what `experiment=arithmetic` shows.
+Its demonstrations come from a teacher who often forgets to carry, as 7+5=2 or 38+24=52. A model
+that imitates the teacher is right where there is nothing to carry, and elsewhere as often as the
+teacher: an online algorithm can find and strengthen what is right, which is what
+`experiment=arithmetic` shows.
 """
 
 import random
@@ -40,7 +42,8 @@ def demonstrations() -> Iterator[dict[str, str]]:
 
 
 def preferences() -> Iterator[dict[str, str | float]]:
-    """The right answer to each sum of `prompts` that has something to carry, over the one that forgets it."""
+    """The right answer to each sum of `prompts` that has something to carry, over the one that
+    forgets it."""
     for one, other in _sums()[_HELD_OUT:]:
         if one + other != _without_carrying(one, other):
             answers = {"chosen": str(one + other), "rejected": str(_without_carrying(one, other))}
@@ -51,7 +54,11 @@ def labeled_answers() -> Iterator[dict[str, str | bool]]:
     """Both answers of each of the `preferences`, one by one: the right one is desirable."""
     for pair in preferences():
         for answer in ("chosen", "rejected"):
-            yield {"prompt": str(pair["prompt"]), "response": str(pair[answer]), "label": answer == "chosen"}
+            yield {
+                "prompt": str(pair["prompt"]),
+                "response": str(pair[answer]),
+                "label": answer == "chosen",
+            }
 
 
 def _sums() -> list[tuple[int, int]]:

@@ -1,13 +1,16 @@
-"""A conversation with a model as the tokens that it was given and drew: they only ever grow, none is made again from text.
+"""A conversation with a model as the tokens that it was given and drew: they only ever grow, none
+is made again from text.
 
-What is appended behind a turn that the model drew is tokenized alone, from the turn's end-of-turn token on. That is the same
-as wording and tokenizing the whole conversation where the chat template leaves all that came before as it was, the turn
-included, and where that token keeps what is before it from what is behind it. Both are looked at every time, in the very
-texts: no template and no tokenizer is trusted to do for one turn what it did for another. Where either fails there is a
+What is appended behind a turn that the model drew is tokenized alone, from the turn's end-of-turn
+token on. That is the same as wording and tokenizing the whole conversation where the chat template
+leaves all that came before as it was, the turn included, and where that token keeps what is before
+it from what is behind it. Both are looked at every time, in the very texts: no template and no
+tokenizer is trusted to do for one turn what it did for another. Where either fails there is a
 reason, and the whole conversation worded anew for a new branch to begin with.
 
-Of a turn with tool calls the template may word the calls otherwise than the model did, with other spaces for example: it is as
-it was where what the template wrote is read as the same calls. The model's own tokens stay in any case.
+Of a turn with tool calls the template may word the calls otherwise than the model did, with other
+spaces for example: it is as it was where what the template wrote is read as the same calls. The
+model's own tokens stay in any case.
 """
 
 import os
@@ -32,59 +35,73 @@ class Conversation:
     text: str
     """As the chat template words it, up to where the assistant is to answer."""
     tokens: Tensor
-    """int64 [T]: the text's, but for the turns that the model drew, which are as they were drawn."""
+    """int64 [T]: the text's, but for the turns that the model drew, which are as they were drawn.
+    """
 
 
 @dataclass(frozen=True)
 class Unsafe:
-    """Why nothing can be appended, and the whole conversation worded and tokenized anew, for a new branch."""
+    """Why nothing can be appended, and the whole conversation worded and tokenized anew, for a new
+    branch."""
 
     reason: str
     anew: Conversation
 
 
 class ChatTurns:
-    """Words a model's conversations turn by turn, by its chat template and with tool calls in its format."""
+    """Words a model's conversations turn by turn, by its chat template and with tool calls in its
+    format."""
 
     def __init__(self, tokenizer: Tokenizer, form: ToolFormat | None) -> None:
-        """`form` None: turns are text alone. Raises ConfigError for a model without a chat template."""
+        """`form` None: turns are text alone. Raises ConfigError for a model without a chat
+        template."""
         self._tokenizer, self._template, self._form = tokenizer, tokenizer.chat_template, form
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ChatTurns":
-        """With tool calls as the model's template writes them, if it does. Raises ConfigError as `ChatTurns`."""
+        """With tool calls as the model's template writes them, if it does. Raises ConfigError as
+        `ChatTurns`."""
         return cls(tokenizer, format_of(tokenizer))
 
     def begin(self, messages: Messages, tools: Tools | None = None) -> Conversation:
-        """A conversation that the assistant is to answer. Raises AlignerError where the template refuses the messages."""
+        """A conversation that the assistant is to answer. Raises AlignerError where the template
+        refuses the messages."""
         text = self._worded(messages, tools)
         return Conversation(tuple(messages), tools, text, self._tokenizer.encode(text))
 
     def said(self, conversation: Conversation, drawn: Tensor) -> AssistantTurn:
         """What a turn that was drawn, int64 [R] with its end-of-turn token last, says and calls.
 
-        Raises AlignerError for one without that token: it was cut by its length, and no conversation goes on behind it.
+        Raises AlignerError for one without that token: it was cut by its length, and no
+        conversation goes on behind it.
         """
         if not drawn.numel() or not bool(self._tokenizer.ends(drawn[-1:])):
             last = self._text(drawn[-1:])
             raise AlignerError(
-                f"an assistant's turn of {drawn.numel()} tokens ends with {last!r}, which is no end-of-turn token: a turn that"
-                " was cut by its length ends its episode"
+                f"an assistant's turn of {drawn.numel()} tokens ends with {last!r}, which is no"
+                " end-of-turn token: a turn that was cut by its length ends its episode"
             )
-        return self._parsed(text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation)
+        return self._parsed(
+            text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation
+        )
 
-    def go_on(self, conversation: Conversation, drawn: Tensor, new: Messages) -> Conversation | Unsafe:
-        """The conversation with a turn that was drawn, and the messages, one or more, that came behind it.
+    def go_on(
+        self, conversation: Conversation, drawn: Tensor, new: Messages
+    ) -> Conversation | Unsafe:
+        """The conversation with a turn that was drawn, and the messages, one or more, that came
+        behind it.
 
-        Its tokens are the conversation's, the turn's, and those of what the template adds. Raises AlignerError as `said`, and
-        where the template refuses the messages.
+        Its tokens are the conversation's, the turn's, and those of what the template adds. Raises
+        AlignerError as `said`, and where the template refuses the messages.
         """
         turn = self.said(conversation, drawn)
         refused: list[AlignerError] = []
         unsafe: list[Unsafe] = []
         for message in turn.messages:
             try:
-                found = self._with(conversation, turn, drawn, (*conversation.messages, message, *new))
+                found = self._with(
+                    conversation, turn, drawn, (*conversation.messages, message, *new)
+                )
             except AlignerError as error:
                 refused.append(error)
                 continue
@@ -96,35 +113,64 @@ class ChatTurns:
         return unsafe[0]
 
     def _with(
-        self, conversation: Conversation, turn: AssistantTurn, drawn: Tensor, messages: tuple[Mapping[str, Any], ...]
+        self,
+        conversation: Conversation,
+        turn: AssistantTurn,
+        drawn: Tensor,
+        messages: tuple[Mapping[str, Any], ...],
     ) -> Conversation | Unsafe:
         text = self._worded(messages, conversation.tools)
         added = self._added(conversation, turn, int(drawn[-1]), text)
         if isinstance(added, str):
-            return Unsafe(added, Conversation(messages, conversation.tools, text, self._tokenizer.encode(text)))
-        return Conversation(messages, conversation.tools, text, torch.cat([conversation.tokens, drawn, added]))
+            return Unsafe(
+                added,
+                Conversation(messages, conversation.tools, text, self._tokenizer.encode(text)),
+            )
+        return Conversation(
+            messages, conversation.tools, text, torch.cat([conversation.tokens, drawn, added])
+        )
 
-    def _added(self, conversation: Conversation, turn: AssistantTurn, end: int, text: str) -> Tensor | str:
-        """The tokens of what `text` has behind a turn and its end-of-turn token, int64 [A], or why they cannot be told."""
+    def _added(
+        self, conversation: Conversation, turn: AssistantTurn, end: int, text: str
+    ) -> Tensor | str:
+        """The tokens of what `text` has behind a turn and its end-of-turn token, int64 [A], or why
+        they cannot be told."""
         before = conversation.text
         if not text.startswith(before):
-            return f"the chat template words earlier turns differently once the conversation goes on: {_apart(before, text)}"
+            return (
+                "the chat template words earlier turns differently once the conversation goes on:"
+                f" {_apart(before, text)}"
+            )
         after, ending = text[len(before) :], self._text(torch.tensor([end]))
         if self._tokenizer.decode([end]) or not ending:
-            return f"the model ended its turn with {ending!r}, which is no special token: what follows could merge with it"
+            return (
+                f"the model ended its turn with {ending!r}, which is no special token: what follows"
+                " could merge with it"
+            )
         start = self._end_of(turn, after, ending, conversation)
         if start is None:
             if not after.startswith(turn.text):
-                return f"the chat template words the turn differently from what the model drew: {_apart(turn.text, after)}"
+                return (
+                    "the chat template words the turn differently from what the model drew:"
+                    f" {_apart(turn.text, after)}"
+                )
             follows = _begin(after[len(turn.text) :])
-            return f"the model ended its turn with {ending!r}, and the chat template goes on behind it with {follows}"
+            return (
+                f"the model ended its turn with {ending!r}, and the chat template goes on behind it"
+                f" with {follows}"
+            )
         tail, whole = self._tokenizer.encode(after[start:]), self._tokenizer.encode(after)
         if int(tail[0]) != end or not torch.equal(whole[-len(tail) :], tail):
-            return f"the tokens behind the end-of-turn token {ending!r} depend on the turn before it"
+            return (
+                f"the tokens behind the end-of-turn token {ending!r} depend on the turn before it"
+            )
         return tail[1:]
 
-    def _end_of(self, turn: AssistantTurn, after: str, ending: str, conversation: Conversation) -> int | None:
-        """Where the turn's end-of-turn token is in the text that begins with the turn; None where that is another turn."""
+    def _end_of(
+        self, turn: AssistantTurn, after: str, ending: str, conversation: Conversation
+    ) -> int | None:
+        """Where the turn's end-of-turn token is in the text that begins with the turn; None where
+        that is another turn."""
         if after.startswith(turn.text + ending):
             return len(turn.text)
         start = after.find(ending) if turn.calls else -1
@@ -148,10 +194,15 @@ class ChatTurns:
 
 def text_behind(tokenizer: Tokenizer, before: Tensor, drawn: Tensor) -> str:
     """The text of tokens, int64 [R], that stand behind others, int64 [T]; with special tokens."""
-    # Decoders that leave out the space before a text's first word do so before the first token that they are given.
+    # Decoders that leave out the space before a text's first word do so before the first token that
+    # they are given.
     last = tokenizer.decode(before[-1:], skip_special_tokens=False)
     whole = tokenizer.decode(torch.cat([before[-1:], drawn]), skip_special_tokens=False)
-    return whole[len(last) :] if whole.startswith(last) else tokenizer.decode(drawn, skip_special_tokens=False)
+    return (
+        whole[len(last) :]
+        if whole.startswith(last)
+        else tokenizer.decode(drawn, skip_special_tokens=False)
+    )
 
 
 def _apart(was: str, now: str) -> str:

@@ -1,9 +1,10 @@
 """A model's checkpoint on disk, whatever the layout that wrote it and the one that reads it.
 
-A directory holds `rank_<k>.safetensors`, each with the slices that rank k wrote, and `manifest.json`, which says what was
-trained, what the checkpoint holds, and which slice of which tensor lies where. Tensors go by their Hugging Face names and
-in their orientation: `NAME` is the weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and `NAME/exp_avg_sq`
-are Adam's moments, `NAME/momentum_buffer` is Muon's momentum.
+A directory holds `rank_<k>.safetensors`, each with the slices that rank k wrote, and
+`manifest.json`, which says what was trained, what the checkpoint holds, and which slice of which
+tensor lies where. Tensors go by their Hugging Face names and in their orientation: `NAME` is the
+weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and `NAME/exp_avg_sq` are Adam's
+moments, `NAME/momentum_buffer` is Muon's momentum.
 """
 
 import dataclasses
@@ -35,11 +36,17 @@ MANIFEST = CHECKPOINT_MANIFEST
 
 
 def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
-    """The config.json of what is built of a Hugging Face directory's model with a head and so many of its first layers."""
+    """The config.json of what is built of a Hugging Face directory's model with a head and so many
+    of its first layers."""
     config = json.loads((directory / "config.json").read_text())
     if head == "scalar":
-        config |= {"architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name], "num_labels": 1}
-        config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
+        config |= {
+            "architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name],
+            "num_labels": 1,
+        }
+        config = {
+            key: value for key, value in config.items() if key not in ("id2label", "label2id")
+        }
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
@@ -48,7 +55,8 @@ def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a slice of a tensor lies: the rank whose file has it, and the range `[start, stop)` of `axis` that it is."""
+    """Where a slice of a tensor lies: the rank whose file has it, and the range `[start, stop)` of
+    `axis` that it is."""
 
     rank: int
     axis: int | None
@@ -74,13 +82,15 @@ class Manifest:
     model: dict[str, Any]
     head: Head
     source: str
-    """Directory of the initial model: absolute, or relative to the checkpoint where it lies in the same run directory."""
+    """Directory of the initial model: absolute, or relative to the checkpoint where it lies in the
+    same run directory."""
     holds: dict[str, str]
     """What the checkpoint holds, and as what."""
     layout: dict[str, Any]
     optimizer: dict[str, Any]
     lora: dict[str, Any] | None
-    """The settings of the adapters, where there are any: NAME.lora_A.weight and NAME.lora_B.weight, beside the weights."""
+    """The settings of the adapters, where there are any: NAME.lora_A.weight and NAME.lora_B.weight,
+    beside the weights."""
     updates: int
     """Updates asked for; one whose gradients were not finite counts too."""
     adam_steps: int
@@ -96,10 +106,16 @@ class Manifest:
         content = asdict(self)
         lines = []
         for name, entry in content.pop("index").items():
-            told = [entry["shape"], entry["trained"], [list(piece.values()) for piece in entry["pieces"]]]
+            told = [
+                entry["shape"],
+                entry["trained"],
+                [list(piece.values()) for piece in entry["pieces"]],
+            ]
             lines.append(f"  {json.dumps(name)}: {json.dumps(told)}")
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
-        return sealed(head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n")
+        return sealed(
+            head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
+        )
 
     @property
     def optimizer_kind(self) -> str:
@@ -123,18 +139,23 @@ def tensor_key(name: str, kind: str) -> str:
 
 
 def read_manifest_file(file: Path) -> dict[str, Any]:
-    """What a model's or a run's checkpoint says of itself. Raises DamagedError, and AlignerError for another format's."""
+    """What a model's or a run's checkpoint says of itself. Raises DamagedError, and AlignerError
+    for another format's."""
     try:
         content = read_sealed(file)
     except DamagedError:
         # Before format 4 a manifest had no checksum, and began with its format.
-        older = re.match(rb'\{\s*"format": ([0-9]+),', file.read_bytes()) if file.is_file() else None
+        older = (
+            re.match(rb'\{\s*"format": ([0-9]+),', file.read_bytes()) if file.is_file() else None
+        )
         if older is None or int(older[1]) >= FORMAT:
             raise
         content = {"format": int(older[1])}
     found = content.get("format")
     if found != FORMAT:
-        raise AlignerError(f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}")
+        raise AlignerError(
+            f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}"
+        )
     content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
     return content
 
@@ -142,26 +163,44 @@ def read_manifest_file(file: Path) -> dict[str, Any]:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
-    Raises AlignerError for a directory that is none, of another format, or that lacks a file or a part of one, by name.
+    Raises AlignerError for a directory that is none, of another format, or that lacks a file or a
+    part of one, by name.
     """
     file = directory / MANIFEST
     if not file.is_file():
-        found = "the directory does not exist" if not directory.is_dir() else f"{MANIFEST} is missing, which is written last"
+        found = (
+            "the directory does not exist"
+            if not directory.is_dir()
+            else f"{MANIFEST} is missing, which is written last"
+        )
         raise AlignerError(f"{directory}: no complete checkpoint here: {found}")
     content = read_manifest_file(file)
     fields = {field.name for field in dataclasses.fields(Manifest)}
     if content.keys() != fields:
         difference = ", ".join(sorted(content.keys() ^ fields))
-        raise AlignerError(f"{file}: not a model's checkpoint; missing or unknown entries: {difference}")
+        raise AlignerError(
+            f"{file}: not a model's checkpoint; missing or unknown entries: {difference}"
+        )
     content["index"] = {
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
         for name, (shape, trained, pieces) in content["index"].items()
     }
     files = content["files"]
-    unknown = {rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces} - files.keys()
-    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else None for name in files}
-    problems = [f"{name}, which holds tensors, is not among its files" for name in sorted(unknown)] + [
-        f"{name} is missing" if sizes[name] is None else f"{name} has {sizes[name]} bytes of {record.size}"
+    unknown = {
+        rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces
+    } - files.keys()
+    sizes = {
+        name: (directory / name).stat().st_size if (directory / name).is_file() else None
+        for name in files
+    }
+    problems = [
+        f"{name}, which holds tensors, is not among its files" for name in sorted(unknown)
+    ] + [
+        (
+            f"{name} is missing"
+            if sizes[name] is None
+            else f"{name} has {sizes[name]} bytes of {record.size}"
+        )
         for name, record in files.items()
         if sizes[name] != record.size
     ]
@@ -171,26 +210,38 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def damaged_files(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with a checkpoint's files, by name. Collective: every rank reads its share, at one layout its own file."""
+    """What is wrong with a checkpoint's files, by name. Collective: every rank reads its share, at
+    one layout its own file."""
     found = gather_json(damage(directory, dict(dealt(list(files.items())))))
     return sorted(problem for problems in found for problem in problems)
 
 
 def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
     """How a checkpoint's model differs from another."""
-    pairs = ((field.name, getattr(saved, field.name), getattr(model, field.name)) for field in dataclasses.fields(saved))
-    return [f"{name} is {theirs}, the model's {ours}" for name, theirs, ours in pairs if theirs != ours]
+    pairs = (
+        (field.name, getattr(saved, field.name), getattr(model, field.name))
+        for field in dataclasses.fields(saved)
+    )
+    return [
+        f"{name} is {theirs}, the model's {ours}" for name, theirs, ours in pairs if theirs != ours
+    ]
 
 
 def portable_source(source: Path, directory: Path) -> str:
-    """The initial model's directory as a checkpoint at `directory` records it: run directories may be moved."""
+    """The initial model's directory as a checkpoint at `directory` records it: run directories may
+    be moved."""
     run = directory.absolute().parents[:3][-1]  # <run>/checkpoints/step_<N>/<part>
     absolute = source.absolute()
-    return os.path.relpath(absolute, directory.absolute()) if absolute.is_relative_to(run) else str(absolute)
+    return (
+        os.path.relpath(absolute, directory.absolute())
+        if absolute.is_relative_to(run)
+        else str(absolute)
+    )
 
 
 class CheckpointReader:
-    """Reads slices of a checkpoint's tensors; each file is mapped, and only what is asked for is read."""
+    """Reads slices of a checkpoint's tensors; each file is mapped, and only what is asked for is
+    read."""
 
     def __init__(self, directory: Path) -> None:
         """Raises AlignerError for what `read_manifest` refuses."""
@@ -207,11 +258,14 @@ class CheckpointReader:
         return self.read(WEIGHT, Slice(name, None, 0, 0))
 
     def read(self, kind: str, wanted: Slice) -> Tensor:
-        """A slice of a weight or of its optimizer's state; a tensor is cut along one axis at most, always the same one."""
+        """A slice of a weight or of its optimizer's state; a tensor is cut along one axis at most,
+        always the same one."""
         entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
         first = entry.pieces[0]
         if first.axis is None:
-            return self._slice(first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop))
+            return self._slice(
+                first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop)
+            )
         axis = first.axis
         start, stop = (0, entry.shape[axis]) if wanted.axis is None else (wanted.start, wanted.stop)
         parts = []
@@ -219,7 +273,11 @@ class CheckpointReader:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
                 held = cut_shape(entry.shape, axis, piece.start, piece.stop)
-                parts.append(self._slice(piece.rank, key, _ranges(held, axis, low - piece.start, high - piece.start)))
+                parts.append(
+                    self._slice(
+                        piece.rank, key, _ranges(held, axis, low - piece.start, high - piece.start)
+                    )
+                )
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
     def _slice(self, rank: int, key: str, ranges: tuple[slice, ...] | None = None) -> Any:
@@ -235,4 +293,6 @@ class CheckpointReader:
 
 
 def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) if at == axis else slice(0, size) for at, size in enumerate(shape))
+    return tuple(
+        slice(start, stop) if at == axis else slice(0, size) for at, size in enumerate(shape)
+    )

@@ -1,6 +1,8 @@
-"""Checksums of what a run goes on from: a byte that is not as it was written is found when it is read.
+"""Checksums of what a run goes on from: a byte that is not as it was written is found when it is
+read.
 
-They are xxHash's (XXH3, 64 bits), which costs little beside reading. They find accidents, not attackers.
+They are xxHash's (XXH3, 64 bits), which costs little beside reading. They find accidents, not
+attackers.
 """
 
 import json
@@ -50,7 +52,10 @@ def damage(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
             problems.append(f"{name} cannot be read: {error.strerror}")
             continue
         if found != wanted:
-            problems.append(f"{name} is damaged: {found.size} bytes of {wanted.size}, checksum {found[1]}, was {wanted[1]}")
+            problems.append(
+                f"{name} is damaged: {found.size} bytes of {wanted.size}, checksum {found[1]}, was"
+                f" {wanted[1]}"
+            )
     return problems
 
 
@@ -60,7 +65,8 @@ def sealed(text: str) -> str:
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not as it was sealed."""
+    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not
+    as it was sealed."""
     if text != sealed("{" + text[_SEALED_FROM:]):
         raise DamagedError("damaged: its content is not what its checksum was made of")
     content = json.loads(text)
@@ -69,7 +75,8 @@ def unsealed(text: str) -> dict[str, Any]:
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not as it was written."""
+    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not
+    as it was written."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +93,8 @@ def sealed_record(content: bytes) -> bytes:
 
 
 def read_sealed_record(file: Path) -> bytes:
-    """The bytes that a file is the `sealed_record` of. Raises OSError, and DamagedError where they are not those."""
+    """The bytes that a file is the `sealed_record` of. Raises OSError, and DamagedError where they
+    are not those."""
     content = file.read_bytes()
     if sealed_record(content[_RECORD_BYTES:]) != content:
         raise DamagedError(f"{file}: damaged: its content is not what its checksum was made of")

@@ -1,7 +1,9 @@
-"""Whose a run is: the trainer's that came last. One before it that was stopped, and goes on, writes nothing more into it.
+"""Whose a run is: the trainer's that came last. One before it that was stopped, and goes on, writes
+nothing more into it.
 
-The run directory's file `claim` counts who has taken the run, and says who did last. Who takes the run has the file locked
-alone, and who writes has it locked together with others: to look whose the run is, and to write, are one step.
+The run directory's file `claim` counts who has taken the run, and says who did last. Who takes the
+run has the file locked alone, and who writes has it locked together with others: to look whose the
+run is, and to write, are one step.
 """
 
 import fcntl
@@ -26,7 +28,8 @@ _own: tuple[Config, Mapping[str, Any]] | None = None
 
 
 def take_run(config: Config) -> dict[str, Any]:
-    """Take the run, once nobody writes into it: its `attempt`, how often it was taken before, and this process as `holder`.
+    """Take the run, once nobody writes into it: its `attempt`, how often it was taken before, and
+    this process as `holder`.
 
     Raises ConfigError where somebody is in the middle of writing, and stays so.
     """
@@ -37,15 +40,20 @@ def take_run(config: Config) -> dict[str, Any]:
         try:
             attempt = read_sealed(file)["attempt"] + 1 if os.fstat(stream.fileno()).st_size else 0
         except DamagedError as error:
-            raise AlignerError(f"{error}; it says whose the run is: once nothing works on that, remove it") from error
+            raise AlignerError(
+                f"{error}; it says whose the run is: once nothing works on that, remove it"
+            ) from error
         record = {"attempt": attempt, "holder": str(Holder.here())}
-        os.pwrite(stream.fileno(), sealed(json.dumps(record).ljust(_RECORD_BYTES) + "\n").encode(), 0)
+        os.pwrite(
+            stream.fileno(), sealed(json.dumps(record).ljust(_RECORD_BYTES) + "\n").encode(), 0
+        )
         os.fsync(stream.fileno())
     return record
 
 
 def write_as(config: Config, record: Mapping[str, Any]) -> None:
-    """Have this process write into the run while `claim` says so much of what `take_run` gave to whoever took it."""
+    """Have this process write into the run while `claim` says so much of what `take_run` gave to
+    whoever took it."""
     global _own
     _own = config, record
 
@@ -54,7 +62,8 @@ def write_as(config: Config, record: Mapping[str, Any]) -> None:
 def writing() -> Iterator[None]:
     """Around all that changes what a run goes on from: nobody takes the run meanwhile.
 
-    Raises AlignerError where somebody else has taken it before. A process that was never told `write_as` may write.
+    Raises AlignerError where somebody else has taken it before. A process that was never told
+    `write_as` may write.
     """
     if _own is None:
         yield
@@ -66,14 +75,19 @@ def writing() -> Iterator[None]:
         found = read_sealed(file)
         if found != {**found, **record}:
             ends = f"what works for attempt {record['attempt']} writes nothing more"
-            raise AlignerError(f"{file}: attempt {found['attempt']}, {found['holder']}, has taken the run since: {ends}")
+            raise AlignerError(
+                f"{file}: attempt {found['attempt']}, {found['holder']}, has taken the run since:"
+                f" {ends}"
+            )
         yield
 
 
 def _lock(config: Config, descriptor: int, kind: int) -> None:
-    """Wait for the lock; on a filesystem without any, of which the launch tells, what the file says has to do.
+    """Wait for the lock; on a filesystem without any, of which the launch tells, what the file says
+    has to do.
 
-    The wait covers `cluster.stop_timeout_s`, after which what a killed launcher has left on its machine is killed.
+    The wait covers `cluster.stop_timeout_s`, after which what a killed launcher has left on its
+    machine is killed.
     """
     begun, patience_s, tell_at = time.monotonic(), 2 * config.cluster.stop_timeout_s, _TELL_AFTER_S
     while True:
@@ -86,9 +100,14 @@ def _lock(config: Config, descriptor: int, kind: int) -> None:
                 raise
         if (waited := time.monotonic() - begun) > tell_at:
             found = read_sealed(run_paths(config).claim)
-            told = f"run.dir={config.run.dir}: attempt {found['attempt']}, {found['holder']}, is in the middle of writing"
+            told = (
+                f"run.dir={config.run.dir}: attempt {found['attempt']}, {found['holder']}, is in"
+                " the middle of writing"
+            )
             if waited > patience_s:
-                raise ConfigError(f"{told}, for {waited:.0f} s now, as one that is stopped may be; end it")
+                raise ConfigError(
+                    f"{told}, for {waited:.0f} s now, as one that is stopped may be; end it"
+                )
             _log.warning("%s; waiting %g s for it at most", told, patience_s)
             tell_at = patience_s
         time.sleep(_POLL_S)

@@ -34,7 +34,11 @@ def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = Non
     """The JSON value of the group's rank `source` on every rank. Collective."""
     if not is_distributed(group):
         return value
-    return json.loads(_broadcast_bytes(json.dumps(value).encode() if dist.get_rank(group) == source else b"", source, group))
+    return json.loads(
+        _broadcast_bytes(
+            json.dumps(value).encode() if dist.get_rank(group) == source else b"", source, group
+        )
+    )
 
 
 def _broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:
@@ -54,8 +58,12 @@ def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def _gathered_bytes(data: bytes, group: ProcessGroup | None = None) -> list[bytes]:
     lengths = [int(length) for length in _all_gathered(torch.tensor([len(data)]), group)]
-    buffers = _all_gathered(torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8), group)
-    return [buffer.numpy().tobytes()[:length] for buffer, length in zip(buffers, lengths, strict=True)]
+    buffers = _all_gathered(
+        torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8), group
+    )
+    return [
+        buffer.numpy().tobytes()[:length] for buffer, length in zip(buffers, lengths, strict=True)
+    ]
 
 
 def _all_gathered(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
@@ -75,8 +83,11 @@ def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sa
     return [sample for rank in sources for sample in samples_from_tensors(load(gathered[rank]))]
 
 
-def broadcast_samples(samples: Sequence[Sample] | None, group: ProcessGroup | None = None) -> list[Sample]:
-    """The samples of the group's rank 0 (None: the world's), without metadata, on every rank; the others give None.
+def broadcast_samples(
+    samples: Sequence[Sample] | None, group: ProcessGroup | None = None
+) -> list[Sample]:
+    """The samples of the group's rank 0 (None: the world's), without metadata, on every rank; the
+    others give None.
 
     Collective.
     """
@@ -87,17 +98,22 @@ def broadcast_samples(samples: Sequence[Sample] | None, group: ProcessGroup | No
 
 
 def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """What `samples_from_tensors` makes the same samples of, but for their metadata: tensors of all of them, end to end.
+    """What `samples_from_tensors` makes the same samples of, but for their metadata: tensors of all
+    of them, end to end.
 
-    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and tokens with routes. Branches
-    follow their samples, and are counted in `branches`, int64, one a sample, which is there where any has some.
+    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and
+    tokens with routes. Branches follow their samples, and are counted in `branches`, int64, one a
+    sample, which is there where any has some.
     """
     branches = [len(sample.branches) for sample in samples]
     samples = [each for sample in samples for each in (sample, *sample.branches)]
     heads = [
         (
             *(sample.prompt_id, sample.sample_index, sample.tokens.numel(), sample.prompt_length),
-            *(FINISH_REASONS.index(sample.finish_reason), 0 if sample.routes is None else len(sample.routes)),
+            *(
+                FINISH_REASONS.index(sample.finish_reason),
+                0 if sample.routes is None else len(sample.routes),
+            ),
         )
         for sample in samples
     ]
@@ -124,7 +140,11 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The samples that `samples_to_tensors` made these of, without metadata."""
     heads = tensors["heads"]
     lengths, responses = heads[:, 2].tolist(), (heads[:, 2] - heads[:, 3]).tolist()
-    parts = {name: tensors[name].split(responses) for name in ("versions", "logprobs", "drawn", "rewards") if name in tensors}
+    parts = {
+        name: tensors[name].split(responses)
+        for name in ("versions", "logprobs", "drawn", "rewards")
+        if name in tensors
+    }
     nothing = [None] * len(responses)
     tokens = tensors["tokens"].split(lengths)
     kept = routes = None
@@ -148,9 +168,14 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             drawn=parts.get("drawn", nothing)[row],
             rewards=parts.get("rewards", nothing)[row],
         )
-        for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(heads.tolist())
+        for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(
+            heads.tolist()
+        )
     ]
     if "branches" not in tensors:
         return samples
     rows = iter(samples)
-    return [replace(next(rows), branches=tuple(itertools.islice(rows, count))) for count in tensors["branches"].tolist()]
+    return [
+        replace(next(rows), branches=tuple(itertools.islice(rows, count)))
+        for count in tensors["branches"].tolist()
+    ]

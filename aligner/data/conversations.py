@@ -1,8 +1,10 @@
-"""What records ask and answer, as texts: plain ones, or chat messages as the model's chat template puts them into words.
+"""What records ask and answer, as texts: plain ones, or chat messages as the model's chat template
+puts them into words.
 
-Plain texts are taken as they are. Messages are a list of `{"role": …, "content": …}`, of which an assistant's may have
-`tool_calls` instead of a content; a record's `tools` go to the template with them. What a response is then, its end-of-turn
-marker included, is what the template adds to the prompt once it is answered.
+Plain texts are taken as they are. Messages are a list of `{"role": …, "content": …}`, of which an
+assistant's may have `tool_calls` instead of a content; a record's `tools` go to the template with
+them. What a response is then, its end-of-turn marker included, is what the template adds to the
+prompt once it is answered.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,8 @@ class PromptText:
 
     text: str
     is_worded: bool
-    """By a chat template, which puts the special tokens where they belong and would be broken by a cut."""
+    """By a chat template, which puts the special tokens where they belong and would be broken by a
+    cut."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,11 @@ class Segment:
 
 
 def prompt_text(record: Record, tokenizer: Tokenizer) -> PromptText:
-    """A record's `prompt`, a text or messages, or else its `messages`; an assistant's message at the end is left out.
+    """A record's `prompt`, a text or messages, or else its `messages`; an assistant's message at
+    the end is left out.
 
-    Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the model has no template.
+    Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the
+    model has no template.
     """
     name, messages = _asked(record)
     if messages is None:
@@ -47,7 +52,8 @@ def prompt_text(record: Record, tokenizer: Tokenizer) -> PromptText:
 
 
 def asked_messages(record: Record) -> dict[str, Any]:
-    """The `messages` that a record asks, and its `tools` if it has any; nothing of a plain text. Raises as `prompt_text`."""
+    """The `messages` that a record asks, and its `tools` if it has any; nothing of a plain text.
+    Raises as `prompt_text`."""
     _, messages = _asked(record)
     tools = {"tools": record.values["tools"]} if record.values.get("tools") is not None else {}
     return {} if messages is None else {"messages": messages, **tools}
@@ -65,11 +71,16 @@ def with_tools(record: Record, tools: Tools | None) -> Record:
             f"{record.origin}: a model is told of tools in a prompt of messages, such as"
             ' [{"role": "user", "content": …}], not in a plain text'
         )
-    return record if record.values.get("tools") is not None else replace(record, values={**record.values, "tools": tools})
+    return (
+        record
+        if record.values.get("tools") is not None
+        else replace(record, values={**record.values, "tools": tools})
+    )
 
 
 def _asked(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
-    """The field that asks, and its messages, without an assistant's at the end; None for a plain text."""
+    """The field that asks, and its messages, without an assistant's at the end; None for a plain
+    text."""
     name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
     if name == "prompt" and not isinstance(record.values.get(name), list):
         return name, None
@@ -80,8 +91,8 @@ def _asked(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
 def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, str]:
     """The prompt and the response's text; `answer` is the response's field.
 
-    The response is a text or one assistant's message to the `prompt`, or the end of a whole conversation, for which
-    `messages` is another name of `response`. Raises as `prompt_text` does.
+    The response is a text or one assistant's message to the `prompt`, or the end of a whole
+    conversation, for which `messages` is another name of `response`. Raises as `prompt_text` does.
     """
     name, said = _conversation(record, answer)
     if said is None:
@@ -90,12 +101,16 @@ def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptT
     return PromptText(asked, is_worded=True), answered[len(asked) :]
 
 
-def all_turns(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, list[Segment]]:
-    """The prompt, up to the first answer of the assistant's, and all that follows, each of its answers by itself.
+def all_turns(
+    record: Record, answer: str, tokenizer: Tokenizer
+) -> tuple[PromptText, list[Segment]]:
+    """The prompt, up to the first answer of the assistant's, and all that follows, each of its
+    answers by itself.
 
-    They are what `{% generation %}` marks in the template's text. Where the template marks nothing they are what each answer
-    adds to the prompt before it, and every such prompt must begin with all that came before, or it is a BadRecord. An answer
-    that nothing comes before is a part of the prompt. Otherwise as `exchange`.
+    They are what `{% generation %}` marks in the template's text. Where the template marks nothing
+    they are what each answer adds to the prompt before it, and every such prompt must begin with
+    all that came before, or it is a BadRecord. An answer that nothing comes before is a part of the
+    prompt. Otherwise as `exchange`.
     """
     name, said = _conversation(record, answer)
     if said is None:
@@ -105,7 +120,9 @@ def all_turns(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[Prompt
     if len(parts) == 1:
         parts = _turns_apart(record, name, said, tokenizer)
     first, *rest = parts
-    return PromptText(first, is_worded=True), [Segment(text, place % 2 == 0) for place, text in enumerate(rest)]
+    return PromptText(first, is_worded=True), [
+        Segment(text, place % 2 == 0) for place, text in enumerate(rest)
+    ]
 
 
 def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> list[str]:
@@ -115,15 +132,24 @@ def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer
         if message["role"] != _ASSISTANT:
             continue
         asked, answered = _turn(record, name, said[:place], tokenizer)
-        if not asked.startswith(before):  # some templates put an end-of-sequence token behind a conversation
-            ends = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.eos_token_ids]
-            shorter = [before.removesuffix(end) for end in ends if asked.startswith(before.removesuffix(end))]
+        # some templates put an end-of-sequence token behind a conversation
+        if not asked.startswith(before):
+            ends = [
+                tokenizer.decode([token], skip_special_tokens=False)
+                for token in tokenizer.eos_token_ids
+            ]
+            shorter = [
+                before.removesuffix(end)
+                for end in ends
+                if asked.startswith(before.removesuffix(end))
+            ]
             if shorter:
                 parts[-1], before = parts[-1][: len(shorter[0]) - len(before)], shorter[0]
         if not asked.startswith(before):
             raise BadRecord(
-                f"{record.origin}: {name}: the model's chat template words earlier turns differently once the conversation"
-                " goes on, as those do that leave out earlier reasoning, so that its answers cannot be told apart; give"
+                f"{record.origin}: {name}: the model's chat template words earlier turns"
+                " differently once the conversation goes on, as those do that leave out earlier"
+                " reasoning, so that its answers cannot be told apart; give"
                 " data.learned_turns=last, or a template that marks them with {% generation %}"
             )
         parts += [asked[len(before) :], answered[len(asked) :]]
@@ -132,16 +158,28 @@ def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer
 
 
 def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """The field that the response is in, and the whole conversation, which the assistant ends; None for plain texts."""
-    name = "messages" if answer == "response" and answer not in record.values and "messages" in record.values else answer
+    """The field that the response is in, and the whole conversation, which the assistant ends; None
+    for plain texts."""
+    name = (
+        "messages"
+        if answer == "response" and answer not in record.values and "messages" in record.values
+        else answer
+    )
     prompt, response = record.values.get("prompt"), record.values.get(name)
     if not isinstance(prompt, list) and not isinstance(response, list):
         return name, None
     asked_first = _messages(record, "prompt") if isinstance(prompt, list) else []
-    last = _messages(record, name) if isinstance(response, list) else [{"role": _ASSISTANT, "content": record.text(name)}]
+    last = (
+        _messages(record, name)
+        if isinstance(response, list)
+        else [{"role": _ASSISTANT, "content": record.text(name)}]
+    )
     said = [*asked_first, *last]
     if said[-1]["role"] != _ASSISTANT:
-        raise BadRecord(f"{record.origin}: {name}: the last message is of the {said[-1]['role']}, must be of the {_ASSISTANT}")
+        raise BadRecord(
+            f"{record.origin}: {name}: the last message is of the {said[-1]['role']}, must be of"
+            f" the {_ASSISTANT}"
+        )
     if not (said[-1].get("content") or "").strip() and not said[-1].get("tool_calls"):
         raise BadRecord(f"{record.origin}: the {answer} is empty")
     return name, said
@@ -153,22 +191,29 @@ def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tu
     answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
     if not answered.startswith(asked):
         raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template words the prompt differently once it is answered, so that no"
-            " response can be told from it; give plain text"
+            f"{record.origin}: {name}: the model's chat template words the prompt differently once"
+            " it is answered, so that no response can be told from it; give plain text"
         )
     names = [call.get("function", {}).get("name") for call in said[-1].get("tool_calls") or []]
     if lost := [tool for tool in names if str(tool) not in answered[len(asked) :]]:
-        raise BadRecord(f"{record.origin}: {name}: the model's chat template does not word tool calls, such as {lost[0]!r}")
+        raise BadRecord(
+            f"{record.origin}: {name}: the model's chat template does not word tool calls, such as"
+            f" {lost[0]!r}"
+        )
     return asked, answered
 
 
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
     messages = record.items(name)
     for index, message in enumerate(messages):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and _has_content(message)):
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and _has_content(message)
+        ):
             raise BadRecord(
-                f"{record.origin}: {name}[{index}]: a message needs a `role` and a `content`, both texts, or a `role` and"
-                " `tool_calls`, a list"
+                f"{record.origin}: {name}[{index}]: a message needs a `role` and a `content`, both"
+                " texts, or a `role` and `tool_calls`, a list"
             )
     return messages
 
@@ -180,22 +225,41 @@ def _has_content(message: dict[str, Any]) -> bool:
 
 def _prompt(record: Record, name: str, messages: Messages, tokenizer: Tokenizer) -> str:
     if not messages or messages[-1]["role"] == _ASSISTANT:
-        raise BadRecord(f"{record.origin}: {name}: the {_ASSISTANT}'s last message answers none of another role")
+        raise BadRecord(
+            f"{record.origin}: {name}: the {_ASSISTANT}'s last message answers none of another role"
+        )
     return _rendered(record, name, messages, tokenizer, add_generation_prompt=True)
 
 
-def _rendered(record: Record, name: str, messages: Messages, tokenizer: Tokenizer, *, add_generation_prompt: bool) -> str:
+def _rendered(
+    record: Record,
+    name: str,
+    messages: Messages,
+    tokenizer: Tokenizer,
+    *,
+    add_generation_prompt: bool,
+) -> str:
     def render(template: ChatTemplate, tools: Tools | None) -> str:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     return _worded(record, name, tokenizer, render)
 
 
-def _worded(record: Record, name: str, tokenizer: Tokenizer, render: Callable[[ChatTemplate, Tools | None], Worded]) -> Worded:
+def _worded(
+    record: Record,
+    name: str,
+    tokenizer: Tokenizer,
+    render: Callable[[ChatTemplate, Tools | None], Worded],
+) -> Worded:
     """What `render` makes of the model's template and the record's tools."""
     tools = record.values.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRecord(f"{record.origin}: `tools` must be a list of JSON objects, as the chat template takes them")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise BadRecord(
+            f"{record.origin}: `tools` must be a list of JSON objects, as the chat template takes"
+            " them"
+        )
     try:
         return render(tokenizer.chat_template, tools)
     except ConfigError:

@@ -1,4 +1,5 @@
-"""How long the records of a run are, told from some of them: the longest, and others evenly over all."""
+"""How long the records of a run are, told from some of them: the longest, and others evenly over
+all."""
 
 import contextlib
 import json
@@ -9,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.situation import DataStatistics
-from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, open_run_data
+from aligner.data.examples import (
+    Demonstration,
+    LabeledAnswer,
+    LabeledSteps,
+    Preference,
+    open_run_data,
+)
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
@@ -28,18 +35,29 @@ _NAMES = {
 
 
 def measure_data(config: Config, directory: Path) -> DataStatistics | None:
-    """What the records of a run look like to the tokenizer of a model's directory; None where they cannot be read so.
+    """What the records of a run look like to the tokenizer of a model's directory; None where they
+    cannot be read so.
 
-    Records that are not as they must be are not counted as looked at. Those who learn from them tell what is wrong.
+    Records that are not as they must be are not counted as looked at. Those who learn from them
+    tell what is wrong.
     """
     try:
         lines = _lines(config.data)
-        fields = {} if any(source.fields for source in data_sources(config.data)) else _names(lines, config)
+        fields = (
+            {}
+            if any(source.fields for source in data_sources(config.data))
+            else _names(lines, config)
+        )
         looked_at = _some(lines)
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "records.jsonl"
-            records = convert(looked_at, lambda record: dict(record.values), "data", skip=True, fields=fields)[0]
-            file.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
+            records = convert(
+                looked_at, lambda record: dict(record.values), "data", skip=True, fields=fields
+            )[0]
+            file.write_text(
+                "".join(json.dumps(record, default=str) + "\n" for record in records),
+                encoding="utf-8",
+            )
             tokenizer = Tokenizer(directory, config.run.date)
             pairs = list(_lengths(config, file, tokenizer))
     except (AlignerError, OSError):
@@ -48,15 +66,18 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
     whole = len(looked_at) == len(lines)
     return DataStatistics(
         records=len(lines),
-        looked_at=f"all {len(lines)} records"
-        if whole
-        else f"{len(looked_at)} of {len(lines)} records, the longest among them",
+        looked_at=(
+            f"all {len(lines)} records"
+            if whole
+            else f"{len(looked_at)} of {len(lines)} records, the longest among them"
+        ),
         is_whole=whole,
         longest_prompt=prompts[-1],
         most_prompts=prompts[(len(prompts) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in pairs),
         fields=fields,
-        bypasses_template=_has_template(tokenizer) and all(isinstance(record.get("prompt"), str) for record in records),
+        bypasses_template=_has_template(tokenizer)
+        and all(isinstance(record.get("prompt"), str) for record in records),
     )
 
 
@@ -75,27 +96,43 @@ def _lines(data: DataConfig) -> list[Line]:
     for source in sources:
         lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s)
         if source.fields:
-            values = convert(lines, lambda record: dict(record.values), source.given_as, skip=True, fields=source.fields)[0]
+            values = convert(
+                lines,
+                lambda record: dict(record.values),
+                source.given_as,
+                skip=True,
+                fields=source.fields,
+            )[0]
             lines = [Line(value, source.given_as) for value in values]
         found += lines
     return found
 
 
 def _names(lines: Sequence[Line], config: Config) -> dict[str, str]:
-    """Names of fields that the first record lacks, where it has one that is known to stand for it."""
+    """Names of fields that the first record lacks, where it has one that is known to stand for
+    it."""
     first: Mapping[str, Any] = convert(lines[:1], lambda record: dict(record.values), "data")[0][0]
     answered = config.algorithm.trainer in ("sft", "teacher_scores")
-    wanted = ["prompt"] if config.algorithm.generates else ["prompt", "response"] if answered else []
+    wanted = (
+        ["prompt"] if config.algorithm.generates else ["prompt", "response"] if answered else []
+    )
     if "messages" in first:
         return {}
-    found = ((ours, next((name for name in _NAMES[ours] if name in first), None)) for ours in wanted if ours not in first)
+    found = (
+        (ours, next((name for name in _NAMES[ours] if name in first), None))
+        for ours in wanted
+        if ours not in first
+    )
     return {ours: name for ours, name in found if name is not None}
 
 
 def _some(lines: Sequence[Line]) -> list[Line]:
     if len(lines) <= _LONGEST + _SPREAD:
         return list(lines)
-    sizes = [len(line.content) if isinstance(line.content, bytes) else len(str(line.content)) for line in lines]
+    sizes = [
+        len(line.content) if isinstance(line.content, bytes) else len(str(line.content))
+        for line in lines
+    ]
     longest = sorted(range(len(lines)), key=lambda index: sizes[index])[-_LONGEST:]
     spread = range(0, len(lines), len(lines) // _SPREAD)
     return [lines[index] for index in sorted({*longest, *spread})]
@@ -121,15 +158,22 @@ def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple
             said = (prompt.metadata.get(name) for name in ("answer", "response"))
             yield (
                 prompt.tokens.numel(),
-                max((tokenizer.encode(text).numel() for text in said if isinstance(text, str)), default=0),
+                max(
+                    (tokenizer.encode(text).numel() for text in said if isinstance(text, str)),
+                    default=0,
+                ),
             )
         return
-    examples = open_run_data(replace(config, data=data, teacher=TeacherConfig()), tokenizer).examples
+    examples = open_run_data(
+        replace(config, data=data, teacher=TeacherConfig()), tokenizer
+    ).examples
     for example in examples.take(0, len(examples)):
         yield from _sizes(example)
 
 
-def _sizes(example: Demonstration | Preference | LabeledAnswer | LabeledSteps) -> Iterator[tuple[int, int]]:
+def _sizes(
+    example: Demonstration | Preference | LabeledAnswer | LabeledSteps,
+) -> Iterator[tuple[int, int]]:
     if isinstance(example, LabeledAnswer):
         example = example.answer
     both = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)

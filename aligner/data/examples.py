@@ -1,4 +1,5 @@
-"""What the offline trainers learn from: streams of demonstrations, preferences, labeled answers and steps, as tokens."""
+"""What the offline trainers learn from: streams of demonstrations, preferences, labeled answers and
+steps, as tokens."""
 
 import math
 from collections.abc import Callable
@@ -27,8 +28,8 @@ Example = TypeVar("Example")
 class Demonstration:
     """A prompt and the response to imitate.
 
-    A response that was drawn is the tokens that it was drawn as. Any other ends with an end-of-sequence token unless
-    data.end_of_sequence=false.
+    A response that was drawn is the tokens that it was drawn as. Any other ends with an
+    end-of-sequence token unless data.end_of_sequence=false.
     """
 
     tokens: Tensor
@@ -79,7 +80,9 @@ class LabeledSteps:
 
     def __post_init__(self) -> None:
         if self.positions.shape != self.labels.shape or self.labels.dtype != torch.float32:
-            raise ValueError(f"labels {tuple(self.labels.shape)} must be float32 {tuple(self.positions.shape)}")
+            raise ValueError(
+                f"labels {tuple(self.labels.shape)} must be float32 {tuple(self.positions.shape)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class RunData:
 def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     """Read, check and tokenize all of it.
 
-    Raises ConfigError as `open_demonstrations` does, and where a source has no more rows than are to be held out.
+    Raises ConfigError as `open_demonstrations` does, and where a source has no more rows than are
+    to be held out.
     """
     data, trainer = config.data, config.algorithm.trainer
     examples: ExampleStream[Any]
@@ -111,14 +115,25 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         examples = open_labeled_answers(data, tokenizer, config.seed)
     else:
         preference = config.algorithm.preference
-        wanted_by = f"algorithm.preference.kind={preference.kind}" if trainer == "dpo" and preference.has_margin else None
+        wanted_by = (
+            f"algorithm.preference.kind={preference.kind}"
+            if trainer == "dpo" and preference.has_margin
+            else None
+        )
         examples = open_preferences(data, tokenizer, config.seed, margin_for=wanted_by)
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
-        raise ConfigError(f"data.normalization={data.normalization}: a step's reward is a logit, which is not normalized")
+        raise ConfigError(
+            f"data.normalization={data.normalization}: a step's reward is a logit, which is not"
+            " normalized"
+        )
     notices = examples.notices
     examples, held_out = examples.hold_out(data.held_out if config.algorithm.learns else 0)
     if held_out:
-        drawn = f"drawn by seed={config.seed}" if data.shuffle else "the last ones, as data.shuffle=false"
+        drawn = (
+            f"drawn by seed={config.seed}"
+            if data.shuffle
+            else "the last ones, as data.shuffle=false"
+        )
         notices = (*notices, f"data.held_out={data.held_out}: of each source's rows, {drawn}")
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
@@ -133,7 +148,8 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
 def open_scores(config: Config) -> TeacherScores | None:
     """What `teacher.scores` names, if it does.
 
-    Raises ConfigError where it cannot be read, or is of a teacher to whom the policy's tokens are others.
+    Raises ConfigError where it cannot be read, or is of a teacher to whom the policy's tokens are
+    others.
     """
     if config.teacher.scores is None:
         return None
@@ -142,8 +158,8 @@ def open_scores(config: Config) -> TeacherScores | None:
     known = directory_shape(policy, "model.path").vocab_size
     if scores.vocabulary > known:
         raise ConfigError(
-            f"teacher.scores={scores.directory}: it has ids up to {scores.vocabulary - 1}, and the policy knows {known}"
-            " tokens; give a teacher that knows no others"
+            f"teacher.scores={scores.directory}: it has ids up to {scores.vocabulary - 1}, and the"
+            f" policy knows {known} tokens; give a teacher that knows no others"
         )
     return scores
 
@@ -151,12 +167,15 @@ def open_scores(config: Config) -> TeacherScores | None:
 def open_demonstrations(
     data: DataConfig, tokenizer: Tokenizer, seed: int, scores: TeacherScores | None = None
 ) -> ExampleStream[Demonstration]:
-    """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last answer is the response.
+    """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last
+    answer is the response.
 
-    With `data.learned_turns` of all a conversation's response begins with its first answer, and only answers are learned from.
+    With `data.learned_turns` of all a conversation's response begins with its first answer, and
+    only answers are learned from.
 
-    All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be read, or, unless they are
-    to be skipped, a record that is not as it must be or too long, or, where `scores` are given, has none, with its place.
+    All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be
+    read, or, unless they are to be skipped, a record that is not as it must be or too long, or,
+    where `scores` are given, has none, with its place.
     """
     read = _conversation if data.learned_turns == "all" else _demonstration
 
@@ -170,56 +189,75 @@ def open_demonstrations(
 def open_preferences(
     data: DataConfig, tokenizer: Tokenizer, seed: int, margin_for: str | None = None
 ) -> ExampleStream[Preference]:
-    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their last answer, and `margin`,
-    which is not looked at where `data.margin` is false.
+    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their
+    last answer, and `margin`, which is not looked at where `data.margin` is false.
 
-    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be, nor is one without the
-    margin that `margin_for`, as a message calls it, asks for.
+    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be,
+    nor is one without the margin that `margin_for`, as a message calls it, asks for.
     """
 
     def parse(record: Record) -> Preference:
         pair = _preference(record, tokenizer, data)
         if margin_for is not None and pair.margin is None:
-            raise BadRecord(f"{record.origin}: it has no margin that is looked at, by which {margin_for} goes")
+            raise BadRecord(
+                f"{record.origin}: it has no margin that is looked at, by which {margin_for} goes"
+            )
         return pair
 
     return _open(data, seed, parse)
 
 
-def open_labeled_answers(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledAnswer]:
-    """Labeled answers: `prompt` and `response`, or the `messages` of a conversation, and `label`, true or false.
+def open_labeled_answers(
+    data: DataConfig, tokenizer: Tokenizer, seed: int
+) -> ExampleStream[LabeledAnswer]:
+    """Labeled answers: `prompt` and `response`, or the `messages` of a conversation, and `label`,
+    true or false.
 
     Raises as `open_demonstrations` does.
     """
     return _open(data, seed, lambda record: _labeled_answer(record, tokenizer, data))
 
 
-def open_labeled_steps(data: DataConfig, tokenizer: Tokenizer, seed: int) -> ExampleStream[LabeledSteps]:
-    """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and their `labels`, 0 or 1.
+def open_labeled_steps(
+    data: DataConfig, tokenizer: Tokenizer, seed: int
+) -> ExampleStream[LabeledSteps]:
+    """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and
+    their `labels`, 0 or 1.
 
     Raises as `open_demonstrations` does.
     """
     return _open(data, seed, lambda record: _labeled_steps(record, tokenizer, data))
 
 
-def _open(data: DataConfig, seed: int, parse: Callable[[Record], Example]) -> ExampleStream[Example]:
+def _open(
+    data: DataConfig, seed: int, parse: Callable[[Record], Example]
+) -> ExampleStream[Example]:
     sources, weights, notices = read_examples(data, parse)
     return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
 
 
-def _demonstration(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
+def _demonstration(
+    record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
+) -> Demonstration:
     limit, origin = data.max_response_tokens, record.origin
     allowed = f"data.max_response_tokens={limit}"
-    drawn, learned = drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None, None
+    drawn, learned = (
+        (drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None),
+        None,
+    )
     if drawn is not None:
         asked = _given_prompt(record, tokenizer, data)
         answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
         if answer == "response" and record.values.get("drawn") is not None:
-            learned = torch.cat([torch.zeros(asked.numel(), dtype=torch.bool), _drawn(record, answered)])
+            learned = torch.cat(
+                [torch.zeros(asked.numel(), dtype=torch.bool), _drawn(record, answered)]
+            )
     else:
         prompt, response = exchange(record, answer, tokenizer)
         _, asked = prompt_tokens(record, prompt, tokenizer, data)
-        answered = tokenize_text(response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence)
+        answered = tokenize_text(
+            response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence
+        )
     return Demonstration(torch.cat([asked, answered]), asked.numel(), learned)
 
 
@@ -227,31 +265,58 @@ def _taught(demonstration: Demonstration, scores: TeacherScores, origin: str) ->
     found = scores.find(demonstration.tokens, demonstration.is_learned)
     if found is None:
         raise BadRecord(
-            f"{origin}: teacher.scores={scores.directory} has nothing about it: it is of other data, or of data that"
-            " another tokenizer, chat template or limit (data.…) has made other tokens of"
+            f"{origin}: teacher.scores={scores.directory} has nothing about it: it is of other"
+            " data, or of data that another tokenizer, chat template or limit (data.…) has made"
+            " other tokens of"
         )
     return replace(demonstration, taught=found)
 
 
 def _drawn(record: Record, tokens: Tensor) -> Tensor:
-    """bool [R]: which tokens of an episode's response the policy drew. Raises BadRecord where they are not told so."""
+    """bool [R]: which tokens of an episode's response the policy drew. Raises BadRecord where they
+    are not told so."""
     drawn = record.values["drawn"]
-    if not isinstance(drawn, list) or len(drawn) != len(tokens) or not {*drawn} <= {0, 1} or not any(drawn):
-        raise BadRecord(f"{record.origin}: `drawn` must be a list of 0 and 1, one for each of the {len(tokens)} `tokens`")
+    if (
+        not isinstance(drawn, list)
+        or len(drawn) != len(tokens)
+        or not {*drawn} <= {0, 1}
+        or not any(drawn)
+    ):
+        raise BadRecord(
+            f"{record.origin}: `drawn` must be a list of 0 and 1, one for each of the {len(tokens)}"
+            " `tokens`"
+        )
     return torch.tensor(drawn, dtype=torch.bool)
 
 
 def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
-    """The prompt of a response that was drawn: the tokens that the record says it was given as, else as any other."""
-    given, limit = drawn_tokens(record.values, "prompt", record.origin, tokenizer), data.max_prompt_tokens
+    """The prompt of a response that was drawn: the tokens that the record says it was given as,
+    else as any other."""
+    given, limit = (
+        drawn_tokens(record.values, "prompt", record.origin, tokenizer),
+        data.max_prompt_tokens,
+    )
     if given is None:
         return prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]
-    return within(given, record.text("prompt"), "prompt", record.origin, limit, f"data.max_prompt_tokens={limit}")
+    return within(
+        given,
+        record.text("prompt"),
+        "prompt",
+        record.origin,
+        limit,
+        f"data.max_prompt_tokens={limit}",
+    )
 
 
-def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig) -> Demonstration:
-    """All of a conversation's answers, each with its end; a response that was drawn is learned from alone."""
-    if data.drawn_tokens and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None:
+def _conversation(
+    record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
+) -> Demonstration:
+    """All of a conversation's answers, each with its end; a response that was drawn is learned from
+    alone."""
+    if (
+        data.drawn_tokens
+        and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None
+    ):
         return _demonstration(record, answer, tokenizer, data)
     prompt, segments = all_turns(record, answer, tokenizer)
     _, asked = prompt_tokens(record, prompt, tokenizer, data)
@@ -260,7 +325,8 @@ def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataC
     for segment, part, mask in zip(segments, parts, learned, strict=True):
         mask[: tokenizer.end_of(part)] = segment.is_answer
     tokens, mask = torch.cat(parts), torch.cat(learned)
-    # A template may have an answer's end behind what it marks as the answer, or have only the next turn's beginning end it.
+    # A template may have an answer's end behind what it marks as the answer, or have only the next
+    # turn's beginning end it.
     ends = tokenizer.ends(tokens)
     mask[1:] |= ends[1:] & mask[:-1] & ~ends[:-1]
     if data.end_of_sequence:
@@ -277,7 +343,9 @@ def _conversation(record: Record, answer: str, tokenizer: Tokenizer, data: DataC
 def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
     chosen = _demonstration(record, "chosen", tokenizer, data)
     rejected = _demonstration(record, "rejected", tokenizer, data)
-    if not torch.equal(chosen.tokens[: chosen.prompt_length], rejected.tokens[: rejected.prompt_length]):
+    if not torch.equal(
+        chosen.tokens[: chosen.prompt_length], rejected.tokens[: rejected.prompt_length]
+    ):
         raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
     if torch.equal(chosen.tokens, rejected.tokens):
         raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")
@@ -288,8 +356,14 @@ def _margin(record: Record) -> float | None:
     margin = record.values.get("margin")
     if margin is None:
         return None
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
-        raise BadRecord(f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0")
+    if (
+        isinstance(margin, bool)
+        or not isinstance(margin, (int, float))
+        or not 0 <= margin < math.inf
+    ):
+        raise BadRecord(
+            f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0"
+        )
     return float(margin)
 
 
@@ -306,16 +380,23 @@ def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> La
         raise BadRecord(f"{record.origin}: {len(steps)} steps, but {len(labels)} labels")
     for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
         if not isinstance(step, str) or not step.strip():
-            raise BadRecord(f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one")
+            raise BadRecord(
+                f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one"
+            )
         if label not in (0, 1):
             raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
     tokens = [prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]]
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}, which all steps share"
     for index, step in enumerate(steps):
-        tokens.append(tokenize_text(step, f"steps[{index}]", record.origin, tokenizer, limit, allowed))
+        tokens.append(
+            tokenize_text(step, f"steps[{index}]", record.origin, tokenizer, limit, allowed)
+        )
         limit -= tokens[-1].numel()
     lengths = torch.tensor([part.numel() for part in tokens])
     return LabeledSteps(
-        torch.cat(tokens), int(lengths[0]), lengths.cumsum(0)[1:] - 1, torch.tensor(labels, dtype=torch.float32)
+        torch.cat(tokens),
+        int(lengths[0]),
+        lengths.cumsum(0)[1:] - 1,
+        torch.tensor(labels, dtype=torch.float32),
     )

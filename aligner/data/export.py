@@ -1,6 +1,8 @@
-"""Hugging Face directories out of checkpoints, or out of other Hugging Face directories: other shards, another dtype.
+"""Hugging Face directories out of checkpoints, or out of other Hugging Face directories: other
+shards, another dtype.
 
-One tensor at a time is in memory. A directory appears under its final name only when it is complete.
+One tensor at a time is in memory. A directory appears under its final name only when it is
+complete.
 """
 
 import json
@@ -16,7 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.data.checkpoint_files import MANIFEST, CheckpointReader, damaged_files, read_manifest, read_manifest_file
+from aligner.data.checkpoint_files import (
+    MANIFEST,
+    CheckpointReader,
+    damaged_files,
+    read_manifest,
+    read_manifest_file,
+)
 from aligner.data.checksums import FileRecord
 from aligner.data.weight_files import (
     DTYPES,
@@ -72,7 +80,8 @@ class Source:
     """Training steps behind a run's checkpoint."""
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of the model's weight table, by name: those that lie in one tensor of a file at a time."""
+        """The whole tensors of the model's weight table, by name: those that lie in one tensor of a
+        file at a time."""
         table = weight_table(read_config(self.config, "the model"), self.head)
         for name, specs in stored_tensors(table).items():
             stored = self.read(name)
@@ -83,13 +92,17 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB or 500MiB. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or (match[2] and match[2].upper() not in _UNITS) or float(match[1]) <= 0:
-        raise ConfigError(f"--max-shard-size {text}: expected a number and one of {', '.join(_UNITS)}, such as 5GB")
+        raise ConfigError(
+            f"--max-shard-size {text}: expected a number and one of {', '.join(_UNITS)}, such"
+            " as 5GB"
+        )
     return int(float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1))
 
 
 def find_source(path: Path, given_as: str = "SOURCE") -> Source:
-    """The model at a path: a run directory (the policy, or the reward model that it trains, of its last checkpoint), a
-    `checkpoints/step_<N>` directory, its `policy`, `reward_model` or `critic`, or a Hugging Face directory.
+    """The model at a path: a run directory (the policy, or the reward model that it trains, of its
+    last checkpoint), a `checkpoints/step_<N>` directory, its `policy`, `reward_model` or `critic`,
+    or a Hugging Face directory.
 
     Raises ConfigError for anything else, and for what is incomplete, naming what is wrong.
     """
@@ -105,9 +118,19 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
         parts = [path / part for part in ("policy", "reward_model") if (path / part).is_dir()]
         if parts:
             if not (path / MANIFEST).is_file():
-                raise ConfigError(f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written last")
+                raise ConfigError(
+                    f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written"
+                    " last"
+                )
             files = read_manifest_file(path / MANIFEST)["files"]
-            _check_files(path, {name: record for name, record in files.items() if name.startswith(f"{parts[0].name}/")})
+            _check_files(
+                path,
+                {
+                    name: record
+                    for name, record in files.items()
+                    if name.startswith(f"{parts[0].name}/")
+                },
+            )
             return _checkpoint_source(parts[0], given_as)
         if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
             _check_files(path, read_manifest(path).files)
@@ -118,8 +141,8 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
         raise ConfigError(str(error)) from error
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path}: neither a run directory (with checkpoints/), a checkpoint (with {MANIFEST}), nor a Hugging Face model"
-            " directory (with config.json)"
+            f"{path}: neither a run directory (with checkpoints/), a checkpoint (with {MANIFEST}),"
+            " nor a Hugging Face model directory (with config.json)"
         )
     return _directory_source(path, given_as)
 
@@ -148,7 +171,10 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
         weight = reader.whole(spec.name)
         if spec.name not in adapters:
             return weight
-        down, up = (reader.whole(factor.name).float() for factor in (adapters[spec.name].down, adapters[spec.name].up))
+        down, up = (
+            reader.whole(factor.name).float()
+            for factor in (adapters[spec.name].down, adapters[spec.name].up)
+        )
         product = lora.alpha / lora.rank * (up @ down)
         return (weight.float() + (product.T if spec.transposed else product)).to(weight.dtype)
 
@@ -159,7 +185,10 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
     step = re.fullmatch(r"step_(\d+)", directory.absolute().parent.name)
     return Source(
         manifest.model,
-        tuple(TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored.shape) for name, specs in by_name.items()),
+        tuple(
+            TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored.shape)
+            for name, specs in by_name.items()
+        ),
         read,
         Path(os.path.normpath(directory / manifest.source)),
         manifest.head,
@@ -173,7 +202,11 @@ def _directory_source(directory: Path, given_as: str) -> Source:
     """A Hugging Face directory, whose tensors are taken as they are."""
     config = directory_config(directory, given_as)
     shape = read_config(config, f"{given_as}={directory}")
-    head: Head = "scalar" if config["architectures"][0].endswith("ForSequenceClassification") else "vocabulary"
+    head: Head = (
+        "scalar"
+        if config["architectures"][0].endswith("ForSequenceClassification")
+        else "vocabulary"
+    )
     if problems := weight_problems(directory, weight_table(shape, head)):
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
@@ -189,7 +222,9 @@ def _directory_source(directory: Path, given_as: str) -> Source:
             return tensors.get_tensor(name)
 
     try:
-        return Source(config, tuple(entry(name) for name in files), read, directory, head, directory, given_as)
+        return Source(
+            config, tuple(entry(name) for name in files), read, directory, head, directory, given_as
+        )
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
 
@@ -202,23 +237,30 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Write a Hugging Face directory; returns what the user should know of it, such as a tokenizer that was not found.
+    """Write a Hugging Face directory; returns what the user should know of it, such as a tokenizer
+    that was not found.
 
-    `dtype` is one of EXPORT_DTYPES, as stored where None; integers stay what they are. `progress` is told the bytes
-    written, and those to write. Raises ConfigError where `output` exists or cannot be written.
+    `dtype` is one of EXPORT_DTYPES, as stored where None; integers stay what they are. `progress`
+    is told the bytes written, and those to write. Raises ConfigError where `output` exists or
+    cannot be written.
     """
     if output.exists():
         raise ConfigError(f"{output}: exists already; give a directory that does not")
     entries = list(source.entries)
     if dtype is not None:
         kind = EXPORT_DTYPES[dtype]
-        entries = [replace(entry, dtype=kind) if entry.dtype.is_floating_point else entry for entry in entries]
+        entries = [
+            replace(entry, dtype=kind) if entry.dtype.is_floating_point else entry
+            for entry in entries
+        ]
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     names = {value: key for key, value in EXPORT_DTYPES.items()}
     config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
     with asked_for(output), new_directory(output) as directory:
         _write_weights(entries, source.read, directory, max_shard_bytes, progress)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         if (source.directory / NORMALIZATION).is_file():
             shutil.copyfile(source.directory / NORMALIZATION, directory / NORMALIZATION)
         return _copy_companions(source.companions, directory)
@@ -244,7 +286,11 @@ def _write_weights(
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    types, total, done = {entry.name: entry.dtype for entry in entries}, sum(entry.size for entry in entries), 0
+    types, total, done = (
+        {entry.name: entry.dtype for entry in entries},
+        sum(entry.size for entry in entries),
+        0,
+    )
 
     def convert(name: str) -> Tensor:
         nonlocal done
@@ -256,7 +302,11 @@ def _write_weights(
     shards = list(_shards(entries, max_shard_bytes))
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        file = (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            if len(shards) > 1
+            else "model.safetensors"
+        )
         write_safetensors(directory / file, shard, convert)
         places |= dict.fromkeys((entry.name for entry in shard), file)
     if len(shards) > 1:
@@ -266,8 +316,14 @@ def _write_weights(
 
 def _copy_companions(source: Path, directory: Path) -> list[str]:
     if not source.is_dir():
-        return [f"no tokenizer was copied: the directory that training started from is gone: {source}"]
+        return [
+            f"no tokenizer was copied: the directory that training started from is gone: {source}"
+        ]
     found = [name for name in _COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, directory / name)
-    return [] if any(name.startswith("tokenizer") for name in found) else [f"no tokenizer was copied: {source} has none"]
+    return (
+        []
+        if any(name.startswith("tokenizer") for name in found)
+        else [f"no tokenizer was copied: {source} has none"]
+    )

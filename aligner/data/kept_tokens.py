@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What tokens were drawn among where sampling left some of the vocabulary out, as top-k and top-p do."""
+    """What tokens were drawn among where sampling left some of the vocabulary out, as top-k and
+    top-p do."""
 
     counts: Tensor
     """int64 [...]: to how many each one's choice was left; 0: to all"""
@@ -39,7 +40,8 @@ class KeptTokens:
         return replace(self, counts=self.counts[index], starts=self.starts[index])
 
     def in_rows(self) -> tuple[Tensor, Tensor]:
-        """Every id that these tokens kept, int64 [M], behind which token's it is, int64 [M], counted over their flat order."""
+        """Every id that these tokens kept, int64 [M], behind which token's it is, int64 [M],
+        counted over their flat order."""
         counts = self.counts.flatten()
         token = torch.repeat_interleave(counts)
         place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
@@ -58,4 +60,6 @@ class KeptTokens:
         """The same on a device, with no ids but these tokens'."""
         own = self.in_order(self.counts.flatten(), self.in_rows()[1].int())
         starts = own.starts.view(self.counts.shape)
-        return replace(self, counts=self.counts.to(device), starts=starts.to(device), ids=own.ids.to(device))
+        return replace(
+            self, counts=self.counts.to(device), starts=starts.to(device), ids=own.ids.to(device)
+        )

@@ -24,22 +24,28 @@ from aligner.paths import run_paths
 from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
-_PLAIN_CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+_PLAIN_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor"
+    " %}assistant: "
+)
 """Stands for the chat template of the model whose dry run it is."""
 
 
 def prepare_model(config: Config) -> Path:
-    """The model's directory, complete: made first where the source is not a directory and it does not exist yet.
+    """The model's directory, complete: made first where the source is not a directory and it does
+    not exist yet.
 
-    So are a dry run's reward models. Several processes may do so at once. Raises ConfigError where the directory lacks
-    anything that the roles will read.
+    So are a dry run's reward models. Several processes may do so at once. Raises ConfigError where
+    the directory lacks anything that the roles will read.
     """
     directory = model_directory(config)
     if config.model.source == "random":
         _create(directory, _write_random, config, config.model.config)
     elif config.model.source == "gguf" and not directory.exists():
         file = gguf_file(config.model)
-        _log.info("converting %s to safetensors, about half a minute, once: %s", file.name, directory)
+        _log.info(
+            "converting %s to safetensors, about half a minute, once: %s", file.name, directory
+        )
         _create(directory, _write_converted, file)
     check_model_directory(directory)
     for name, entries in config.dry_run.models.items():
@@ -48,26 +54,34 @@ def prepare_model(config: Config) -> Path:
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """The model's dimensions, from the directory's `config.json`; ConfigError where it has none that is supported."""
+    """The model's dimensions, from the directory's `config.json`; ConfigError where it has none
+    that is supported."""
     return directory_shape(directory, "model.path")
 
 
 def check_model_directory(directory: Path) -> ModelShape:
-    """Check that a directory has a supported configuration, a tokenizer that fits it, and every weight in its shape.
+    """Check that a directory has a supported configuration, a tokenizer that fits it, and every
+    weight in its shape.
 
-    Only file headers are read. Returns the model's shape; raises ConfigError that names all that is missing.
+    Only file headers are read. Returns the model's shape; raises ConfigError that names all that is
+    missing.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory")
     absent = [name for name in ("config.json", "tokenizer.json") if not (directory / name).exists()]
     absent += [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
     if absent:
-        raise ConfigError(f"{directory} is not a complete Hugging Face model directory; it lacks {', '.join(absent)}")
+        raise ConfigError(
+            f"{directory} is not a complete Hugging Face model directory; it lacks"
+            f" {', '.join(absent)}"
+        )
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
     tokens = read_tokenizer(directory).get_vocab_size()
     if tokens > shape.vocab_size:
-        problems.append(f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}")
+        problems.append(
+            f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}"
+        )
     if problems:
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     return shape
@@ -86,8 +100,11 @@ def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
     return read_shape(directory)
 
 
-def _write_random(directory: Path, config: Config, entries: dict[str, Any], head: Head = "vocabulary") -> None:
-    """A model as the entries of its config.json describe it, with weights from the seed and a tokenizer of characters."""
+def _write_random(
+    directory: Path, config: Config, entries: dict[str, Any], head: Head = "vocabulary"
+) -> None:
+    """A model as the entries of its config.json describe it, with weights from the seed and a
+    tokenizer of characters."""
     defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
     shape = _write_config(defaults | dict(entries), directory)
     tokenizer = character_tokenizer(shape)
@@ -101,12 +118,15 @@ def _write_random(directory: Path, config: Config, entries: dict[str, Any], head
 
 
 def _save(weights: Mapping[str, Tensor], directory: Path) -> None:
-    entries = [TensorEntry(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
+    entries = [
+        TensorEntry(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()
+    ]
     write_safetensors(directory / "model.safetensors", entries, weights.__getitem__)
 
 
 def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
-    """float32 N(0, std), ones for a norm's weight, zeros for a bias; depends on the seed and the tensor's name alone."""
+    """float32 N(0, std), ones for a norm's weight, zeros for a bias; depends on the seed and the
+    tensor's name alone."""
     if len(spec.shape) == 1:
         return torch.zeros(spec.shape) if spec.name.endswith("bias") else torch.ones(spec.shape)
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
@@ -122,15 +142,30 @@ def _write_converted(directory: Path, file: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     # Padding with the end-of-sequence token would hide where a response really ended.
-    pad = min((token for token in tokenizer.all_special_ids if token != tokenizer.eos_token_id), default=None)
+    pad = min(
+        (token for token in tokenizer.all_special_ids if token != tokenizer.eos_token_id),
+        default=None,
+    )
     if pad is None:
-        raise ConfigError(f"{file}: its tokenizer has no special token to pad with besides the end of sequence")
-    # The weights are float32 now: what is left of the GGUF's description must not be applied to them again.
+        raise ConfigError(
+            f"{file}: its tokenizer has no special token to pad with besides the end of sequence"
+        )
+    # The weights are float32 now: what is left of the GGUF's description must not be applied to
+    # them again.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
-    config |= {"architectures": [type(model).__name__], "eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad}
+    config |= {
+        "architectures": [type(model).__name__],
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": pad,
+    }
     shape = _write_config(config, directory)
-    weights = {spec.name: model.get_parameter(spec.name).detach().contiguous() for spec in weight_table(shape)}
+    weights = {
+        spec.name: model.get_parameter(spec.name).detach().contiguous()
+        for spec in weight_table(shape)
+    }
     _save(weights, directory)

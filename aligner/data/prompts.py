@@ -1,7 +1,8 @@
 """Prompts and responses of records as tokens, and prompts as an endless stream.
 
-A plain prompt begins with the special tokens that the model's tokenizer itself puts before a text, such as a
-beginning-of-sequence token; a chat template has them in its words. Nothing is put before a response.
+A plain prompt begins with the special tokens that the model's tokenizer itself puts before a text,
+such as a beginning-of-sequence token; a chat template has them in its words. Nothing is put before
+a response.
 """
 
 import functools
@@ -37,21 +38,28 @@ from aligner.schema.evaluation_suites import Suite
 
 
 class PromptStream(ExampleStream[Prompt]):
-    """An endless stream of prompts, as `ExampleStream` orders them, some of which a rule may pass over."""
+    """An endless stream of prompts, as `ExampleStream` orders them, some of which a rule may pass
+    over."""
 
     rule: DrawRule | None = None
     """None: every prompt is drawn."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """The `count` prompts at positions `start` and up; a prompt's id is its position."""
-        return [replace(prompt, id=start + index) for index, prompt in enumerate(super().take(start, count))]
+        return [
+            replace(prompt, id=start + index)
+            for index, prompt in enumerate(super().take(start, count))
+        ]
 
     def checksum(self) -> int:
         """Of the texts of all prompts, in the sources' own order."""
-        return functools.reduce(lambda sum, prompt: zlib.crc32(prompt.text.encode() + b"\0", sum), self.examples(), 0)
+        return functools.reduce(
+            lambda sum, prompt: zlib.crc32(prompt.text.encode() + b"\0", sum), self.examples(), 0
+        )
 
     def draw(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
-        """The first `count` prompts from a position on that are drawn at these pass rates, and the position behind them.
+        """The first `count` prompts from a position on that are drawn at these pass rates, and the
+        position behind them.
 
         Raises AlignerError where too few are left.
         """
@@ -70,14 +78,17 @@ def open_prompts(
     answers: bool = False,
     tools: Tools | None = None,
 ) -> PromptStream:
-    """The prompts of all sources, or those given in place, tokenized; what else a record has is a prompt's metadata.
+    """The prompts of all sources, or those given in place, tokenized; what else a record has is a
+    prompt's metadata.
 
-    With `messages` these are there too, where a prompt was made of them; with `answers` the record's `response`, or the last
-    answer of its conversation, as `response` and `response_tokens`. `tools` are what a prompt, which must be of messages,
-    tells the model of, unless its record has `tools` of its own.
+    With `messages` these are there too, where a prompt was made of them; with `answers` the
+    record's `response`, or the last answer of its conversation, as `response` and
+    `response_tokens`. `tools` are what a prompt, which must be of messages, tells the model of,
+    unless its record has `tools` of its own.
 
-    Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be skipped, a record without
-    a usable prompt of at most `data.max_prompt_tokens` tokens, with its place; of longer ones as `data.long_prompts` says.
+    Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be
+    skipped, a record without a usable prompt of at most `data.max_prompt_tokens` tokens, with its
+    place; of longer ones as `data.long_prompts` says.
     """
 
     told = _told_pass_rates(data)
@@ -85,11 +96,17 @@ def open_prompts(
     def parse(record: Record) -> Prompt:
         record = _with_pass_rate(record, data, tokenizer, told)
         prompt = _parsed(with_tools(record, tools), tokenizer, data, messages)
-        return replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer)}) if answers else prompt
+        return (
+            replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer)})
+            if answers
+            else prompt
+        )
 
     sources, weights, notices = read_examples(data, parse)
     if data.sort_by is not None:
-        sources = [sorted(source, key=functools.partial(_sort_key, data.sort_by)) for source in sources]
+        sources = [
+            sorted(source, key=functools.partial(_sort_key, data.sort_by)) for source in sources
+        ]
     stream = PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
     stream.rule = DrawRule(data.curriculum, seed) if data.curriculum.chooses else None
     return stream
@@ -103,9 +120,11 @@ def open_evaluation_prompts(
     messages: bool = False,
     tools: Tools | None = None,
 ) -> list[Prompt]:
-    """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their metadata is a text.
+    """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their
+    metadata is a text.
 
-    `data` says of them what it says of those that are learned from: where they begin and end, and how long they may be.
+    `data` says of them what it says of those that are learned from: where they begin and end, and
+    how long they may be.
 
     `messages` and `tools` as `open_prompts`, whose ConfigError it raises.
     """
@@ -115,20 +134,32 @@ def open_evaluation_prompts(
         if "reference" in record.values:
             record.text("reference")
         if not data.drawn_tokens:
-            values = {name: value for name, value in record.values.items() if name != "reference_tokens"}
+            values = {
+                name: value for name, value in record.values.items() if name != "reference_tokens"
+            }
             record = replace(record, values=values)
         drawn_tokens(record.values, "reference", record.origin, tokenizer)
         return _parsed(with_tools(record, tools), tokenizer, data, messages)
 
     if settings.questions and data.tasks:
-        each = [source_examples(source, parse)[0] for source in task_sources(data, settings.questions)]
+        each = [
+            source_examples(source, parse)[0] for source in task_sources(data, settings.questions)
+        ]
         prompts = [prompt for prompts in zip(*each, strict=False) for prompt in prompts]
     elif settings.path is None:
         prompts, _ = given_examples(settings.prompts, f"{suite.key}.prompts", parse)
     else:
-        source = DataSource(suite.key, Path(settings.path), fields=settings.fields, timeout_s=data.function_timeout_s)
+        source = DataSource(
+            suite.key,
+            Path(settings.path),
+            fields=settings.fields,
+            timeout_s=data.function_timeout_s,
+        )
         prompts, _ = source_examples(source, parse)
-    return [replace(prompt, id=suite.first_id + place) for place, prompt in enumerate(prompts[: settings.count])]
+    return [
+        replace(prompt, id=suite.first_id + place)
+        for place, prompt in enumerate(prompts[: settings.count])
+    ]
 
 
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
@@ -137,7 +168,8 @@ def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bo
 
 
 def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
-    """By a prompt's text the share of its samples that pass, of `data.pass_rate_samples`; None without them."""
+    """By a prompt's text the share of its samples that pass, of `data.pass_rate_samples`; None
+    without them."""
     if data.pass_rate_samples is None:
         return None
 
@@ -145,18 +177,26 @@ def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
         return record.text("prompt"), record.number("score")
 
     key, scores = "data.pass_rate_samples=", dict[str, list[float]]()
-    for text, score in convert(read_lines(Path(data.pass_rate_samples), key), sample, f"{key}{data.pass_rate_samples}")[0]:
+    for text, score in convert(
+        read_lines(Path(data.pass_rate_samples), key), sample, f"{key}{data.pass_rate_samples}"
+    )[0]:
         scores.setdefault(text, []).append(score)
     limit = data.pass_threshold
     return {text: float(passes(torch.tensor(each), limit).mean()) for text, each in scores.items()}
 
 
-def _with_pass_rate(record: Record, data: DataConfig, tokenizer: Tokenizer, told: Mapping[str, float] | None) -> Record:
-    """The record with the `pass_rate` that was told of its prompt. Raises LeftOut where that, or its own, is not wanted."""
+def _with_pass_rate(
+    record: Record, data: DataConfig, tokenizer: Tokenizer, told: Mapping[str, float] | None
+) -> Record:
+    """The record with the `pass_rate` that was told of its prompt. Raises LeftOut where that, or
+    its own, is not wanted."""
     if told is not None:
         text = prompt_text(record, tokenizer).text
         if text not in told:
-            raise BadRecord(f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of its prompt")
+            raise BadRecord(
+                f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
+                " its prompt"
+            )
         record = replace(record, values={**record.values, "pass_rate": told[text]})
     if data.sort_by is not None:
         record.number(data.sort_by.removeprefix("-"))
@@ -165,7 +205,10 @@ def _with_pass_rate(record: Record, data: DataConfig, tokenizer: Tokenizer, told
         if not 0 <= rate <= 1:
             raise BadRecord(f"{record.origin}: `pass_rate` is {rate:g}; it is a share, 0 to 1")
         if not low <= rate <= high:
-            raise LeftOut(f"{record.origin}: the pass_rate {rate:g} is outside data.pass_rate=[{low:g}, {high:g}]")
+            raise LeftOut(
+                f"{record.origin}: the pass_rate {rate:g} is outside data.pass_rate=[{low:g},"
+                f" {high:g}]"
+            )
     return record
 
 
@@ -175,34 +218,54 @@ def _sort_key(sort_by: str, prompt: Prompt) -> float:
 
 
 def _answer(record: Record, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a record answers, as the tokens that it was drawn as, else those of its text and an end. BadRecord for none."""
+    """What a record answers, as the tokens that it was drawn as, else those of its text and an end.
+    BadRecord for none."""
     tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
     if tokens is None:
-        tokens = tokenizer.ended(encoded(exchange(record, "response", tokenizer)[1], record.origin, tokenizer))
+        tokens = tokenizer.ended(
+            encoded(exchange(record, "response", tokenizer)[1], record.origin, tokenizer)
+        )
     return {"response": tokenizer.decode(tokens), "response_tokens": tokens.tolist()}
 
 
-def prompt_tokens(record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig) -> tuple[str, Tensor]:
+def prompt_tokens(
+    record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig
+) -> tuple[str, Tensor]:
     """What the model is given of a prompt, as text and as tokens, int64 [P].
 
-    Raises BadRecord for one that cannot be tokenized, or, unless it is to be cut, is longer than `data.max_prompt_tokens`.
+    Raises BadRecord for one that cannot be tokenized, or, unless it is to be cut, is longer than
+    `data.max_prompt_tokens`.
     """
-    text, limit, origin = _asked_part(prompt.text, data, record.origin), data.max_prompt_tokens, record.origin
+    text, limit, origin = (
+        _asked_part(prompt.text, data, record.origin),
+        data.max_prompt_tokens,
+        record.origin,
+    )
     tokens = encoded(text, origin, tokenizer, begins=not prompt.is_worded)
     if tokens.numel() > limit and data.long_prompts.startswith("cut") and not prompt.is_worded:
-        text, tokens = _cut(text, tokens, limit, tokenizer, keeps_end=data.long_prompts == "cut_start")
+        text, tokens = _cut(
+            text, tokens, limit, tokenizer, keeps_end=data.long_prompts == "cut_start"
+        )
     try:
-        return text, within(tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}")
+        return text, within(
+            tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}"
+        )
     except BadRecord as error:
         if data.long_prompts == "drop" and tokens.numel():
             raise LeftOut(str(error)) from error
         if data.long_prompts != "error" and prompt.is_worded:
-            raise BadRecord(f"{error}; data.long_prompts={data.long_prompts} would break the chat template's words") from error
+            raise BadRecord(
+                f"{error}; data.long_prompts={data.long_prompts} would break the chat template's"
+                " words"
+            ) from error
         raise
 
 
-def _cut(text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keeps_end: bool) -> tuple[str, Tensor]:
-    """The end, or the beginning, of a text with more tokens than `limit`, behind the special ones that it begins with."""
+def _cut(
+    text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keeps_end: bool
+) -> tuple[str, Tensor]:
+    """The end, or the beginning, of a text with more tokens than `limit`, behind the special ones
+    that it begins with."""
     before = tokens.numel() - tokenizer.encode(text).numel()
     room, own = limit - before, tokens[before:]
     if room < 1:
@@ -212,10 +275,11 @@ def _cut(text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keeps_e
 
 
 def _asked_part(text: str, data: DataConfig, origin: str) -> str:
-    """What of a prompt's text lies behind the first `data.prompt_after` and before the last `data.prompt_before` there.
+    """What of a prompt's text lies behind the first `data.prompt_after` and before the last
+    `data.prompt_before` there.
 
-    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord where either is missing, or
-    nothing lies between.
+    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord
+    where either is missing, or nothing lies between.
     """
     after, before = data.prompt_after, data.prompt_before
     if after is not None:
@@ -225,17 +289,26 @@ def _asked_part(text: str, data: DataConfig, origin: str) -> str:
     if before is not None:
         text, found, _ = text.rpartition(before)
         if not found:
-            raise BadRecord(f"{origin}: the prompt lacks data.prompt_before={before!r} behind where it begins")
+            raise BadRecord(
+                f"{origin}: the prompt lacks data.prompt_before={before!r} behind where it begins"
+            )
     if not text.strip():
-        raise BadRecord(f"{origin}: the prompt is empty between data.prompt_after={after!r} and prompt_before={before!r}")
+        raise BadRecord(
+            f"{origin}: the prompt is empty between data.prompt_after={after!r} and"
+            f" prompt_before={before!r}"
+        )
     return text
 
 
-def read_prompts(path: Path, key: str, kind: str | None = None, *, messages: bool = False) -> list[Record]:
-    """Records with a plain-text prompt of a file, or of standard input where the path is `-`, in their order.
+def read_prompts(
+    path: Path, key: str, kind: str | None = None, *, messages: bool = False
+) -> list[Record]:
+    """Records with a plain-text prompt of a file, or of standard input where the path is `-`, in
+    their order.
 
-    With `messages` a prompt may be chat messages too, which are looked at later. `kind` and `key` are those of `read_lines`.
-    Raises ConfigError for what cannot be read or is empty, with its place.
+    With `messages` a prompt may be chat messages too, which are looked at later. `kind` and `key`
+    are those of `read_lines`. Raises ConfigError for what cannot be read or is empty, with its
+    place.
     """
 
     def checked(record: Record) -> Record:
@@ -247,37 +320,62 @@ def read_prompts(path: Path, key: str, kind: str | None = None, *, messages: boo
     return convert(read_lines(path, key, kind), checked, f"{key}{path}")[0]
 
 
-def to_prompt(record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
-    """The prompt that a record's plain text is, with what else the record has as its metadata; raises as `within` does."""
+def to_prompt(
+    record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
+) -> Prompt:
+    """The prompt that a record's plain text is, with what else the record has as its metadata;
+    raises as `within` does."""
     return _prompt(record, PromptText(text, is_worded=False), tokenizer, limit, allowed, id)
 
 
-def to_chat_prompt(record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0) -> Prompt:
+def to_chat_prompt(
+    record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
+) -> Prompt:
     """As `to_prompt`, of a plain text or of messages, which are then in the metadata."""
     prompt = _prompt(record, prompt_text(record, tokenizer), tokenizer, limit, allowed, id)
     return replace(prompt, metadata={**prompt.metadata, **asked_messages(record)})
 
 
-def _prompt(record: Record, asked: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int) -> Prompt:
+def _prompt(
+    record: Record, asked: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int
+) -> Prompt:
     tokens = encoded(asked.text, record.origin, tokenizer, begins=not asked.is_worded)
-    return Prompt(id, asked.text, within(tokens, asked.text, "prompt", record.origin, limit, allowed), _metadata(record))
+    return Prompt(
+        id,
+        asked.text,
+        within(tokens, asked.text, "prompt", record.origin, limit, allowed),
+        _metadata(record),
+    )
 
 
 def _metadata(record: Record) -> dict[str, Any]:
-    """What goes to the scorer with a prompt's samples. BadRecord for what JSON or UTF-8 does not have, such as bytes."""
-    metadata = {name: value for name, value in record.values.items() if name not in ("prompt", "messages")}
+    """What goes to the scorer with a prompt's samples. BadRecord for what JSON or UTF-8 does not
+    have, such as bytes."""
+    metadata = {
+        name: value for name, value in record.values.items() if name not in ("prompt", "messages")
+    }
     for name, value in metadata.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
-            raise BadRecord(f"{record.origin}: `{name}` cannot go to a scorer with the prompt: {error}") from error
+            raise BadRecord(
+                f"{record.origin}: `{name}` cannot go to a scorer with the prompt: {error}"
+            ) from error
     return metadata
 
 
 def tokenize_text(
-    text: str, name: str, origin: str, tokenizer: Tokenizer, limit: int, allowed: str, *, ended: bool = False
+    text: str,
+    name: str,
+    origin: str,
+    tokenizer: Tokenizer,
+    limit: int,
+    allowed: str,
+    *,
+    ended: bool = False,
 ) -> Tensor:
-    """A response as tokens, int64 [R], with an end of sequence last if it is to be `ended`; raises as `within` does."""
+    """A response as tokens, int64 [R], with an end of sequence last if it is to be `ended`; raises
+    as `within` does."""
     tokens = encoded(text, origin, tokenizer)
     return within(tokenizer.ended(tokens) if ended else tokens, text, name, origin, limit, allowed)
 
@@ -291,19 +389,26 @@ def encoded(text: str, origin: str, tokenizer: Tokenizer, *, begins: bool = Fals
 
 
 def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowed: str) -> Tensor:
-    """The tokens of a record's field. Raises BadRecord for none, and for more than `limit`, which messages call `allowed`."""
+    """The tokens of a record's field. Raises BadRecord for none, and for more than `limit`, which
+    messages call `allowed`."""
     if not 1 <= tokens.numel() <= limit:
         shown = text if len(text) <= 80 else text[:77] + "..."
-        raise BadRecord(f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}")
+        raise BadRecord(
+            f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}"
+        )
     return tokens
 
 
-def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer) -> Tensor | None:
-    """int64 [R]: what a response was drawn as, its end included where it has one; None where only its text is known.
+def drawn_tokens(
+    values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer
+) -> Tensor | None:
+    """int64 [R]: what a response was drawn as, its end included where it has one; None where only
+    its text is known.
 
-    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as `aligner generate` has them; the
-    prompt's are those that it was given as, a chat template's special tokens and the tokenizer's own included. Raises
-    BadRecord where they are no tokens, or do not say what the text does.
+    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as
+    `aligner generate` has them; the prompt's are those that it was given as, a chat template's
+    special tokens and the tokenizer's own included. Raises BadRecord where they are no tokens, or
+    do not say what the text does.
     """
     field = f"{name}_tokens"
     if field not in values and name == "response" and "finish_reason" in values:
@@ -312,14 +417,20 @@ def drawn_tokens(values: Mapping[str, Any], name: str, origin: str, tokenizer: T
     if tokens is None:
         return None
     is_list = isinstance(tokens, list) and bool(tokens)
-    if not is_list or not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
-        raise BadRecord(f"{origin}: `{field}` must be a list of the model's tokens, 0 to {tokenizer.vocab_size - 1}")
+    if not is_list or not all(
+        type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens
+    ):
+        raise BadRecord(
+            f"{origin}: `{field}` must be a list of the model's tokens, 0 to"
+            f" {tokenizer.vocab_size - 1}"
+        )
     text = values.get(name)
     if name == "prompt" and isinstance(text, str):
         text = tokenizer.decode(encoded(text, origin, tokenizer))
     if (said := tokenizer.decode(tokens)) != text:
         raise BadRecord(
-            f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by which the tokens say {said!r};"
-            f" where another model drew them, give data.drawn_tokens=false, or leave them out"
+            f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by"
+            f" which the tokens say {said!r}; where another model drew them, give"
+            " data.drawn_tokens=false, or leave them out"
         )
     return torch.tensor(tokens, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Questions of reasoning_gym, and what an answer to one is worth: what runs in child processes, which alone import it.
+"""Questions of reasoning_gym, and what an answer to one is worth: what runs in child processes,
+which alone import it.
 
-A question is a pure function of its task, settings and seed: it is made with the global random state set for it, and
-`child_function` has all children hash texts alike.
+A question is a pure function of its task, settings and seed: it is made with the global random
+state set for it, and `child_function` has all children hash texts alike.
 """
 
 import json
@@ -38,17 +39,23 @@ def questions(
     messages: bool,
     held_out: bool,
 ) -> Iterator[dict[str, Any]]:
-    """So many records of a task, `held_out` or to learn from: by its text one question in eight is held out, of any seed.
+    """So many records of a task, `held_out` or to learn from: by its text one question in eight is
+    held out, of any seed.
 
-    A record has a `prompt`, the text `prompt` with the question for `{question}`, or that as `messages` of one turn; the
-    task's own `answer`, which some tasks do not have; `task`; and what `score` needs. Raises what the library does for wrong
-    settings, and ConfigError for a task with no question to hold out.
+    A record has a `prompt`, the text `prompt` with the question for `{question}`, or that as
+    `messages` of one turn; the task's own `answer`, which some tasks do not have; `task`; and what
+    `score` needs. Raises what the library does for wrong settings, and ConfigError for a task with
+    no question to hold out.
     """
     found = 0
     for index in range(questions * _MOST_TRIES):
         if found == questions:
             return
-        level = None if difficulty is None else difficulty[0] + (difficulty[1] + 1 - difficulty[0]) * found // questions
+        level = (
+            None
+            if difficulty is None
+            else difficulty[0] + (difficulty[1] + 1 - difficulty[0]) * found // questions
+        )
         made = json.dumps([name, seed * _SEEDS_APART + index, level, dict(config)])
         _, entry = _question(made)
         checksum = zlib.crc32(entry["question"].encode())
@@ -57,22 +64,31 @@ def questions(
         found += 1
         text = prompt.replace("{question}", entry["question"])
         asked = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
-        yield asked | {"answer": entry["answer"], "task": name, "question": {"made_of": made, "checksum": checksum}}
+        yield asked | {
+            "answer": entry["answer"],
+            "task": name,
+            "question": {"made_of": made, "checksum": checksum},
+        }
     if not found:
-        raise ConfigError(f"{name}: it has so few questions that none is {'held out' if held_out else 'left to learn from'}")
+        raise ConfigError(
+            f"{name}: it has so few questions that none is"
+            f" {'held out' if held_out else 'left to learn from'}"
+        )
 
 
 def score(response: str, question: Mapping[str, Any]) -> float:
-    """What the task's own `score_answer` says of a response: of what is in its last `<answer>` tags, or else of all of it.
+    """What the task's own `score_answer` says of a response: of what is in its last `<answer>`
+    tags, or else of all of it.
 
-    Where that raises, but not for the task's own answer, the response cannot be read: it is worth 0, and the error output
-    says so. Raises AlignerError where the question is not the one that was asked.
+    Where that raises, but not for the task's own answer, the response cannot be read: it is worth
+    0, and the error output says so. Raises AlignerError where the question is not the one that was
+    asked.
     """
     dataset, entry = _question(question["made_of"])
     if zlib.crc32(entry["question"].encode()) != question["checksum"]:
         raise AlignerError(
-            f"reasoning_gym makes another question of {question['made_of']} here than for the data; the same"
-            " versions of it and of Python are needed"
+            f"reasoning_gym makes another question of {question['made_of']} here than for the data;"
+            " the same versions of it and of Python are needed"
         )
     tagged = _ANSWER.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
@@ -81,14 +97,17 @@ def score(response: str, question: Mapping[str, Any]) -> float:
     except Exception as error:  # the library's tasks read answers each in its own way
         dataset.score_answer(entry["answer"], entry)
         shown = answer if len(answer) <= 80 else answer[:77] + "..."
-        print(f"{question['made_of']}: {shown!r} is worth 0: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"{question['made_of']}: {shown!r} is worth 0: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
         return 0.0
 
 
 @lru_cache(maxsize=512)
 def _question(task: str) -> tuple[Any, dict[str, Any]]:
-    """The data set that has a question, and that, with `question`, `answer` and `metadata`; of a task's name, seed, level and
-    config as JSON.
+    """The data set that has a question, and that, with `question`, `answer` and `metadata`; of a
+    task's name, seed, level and config as JSON.
     """
     name, seed, level, config = json.loads(task)
     first, place = seed - seed % _TOGETHER, seed % _TOGETHER

@@ -24,7 +24,8 @@ class BadRecord(ConfigError):
 
 
 class LeftOut(BadRecord):
-    """A prompt is not among those that are wanted, such as too long; its record is left out whatever becomes of bad ones."""
+    """A prompt is not among those that are wanted, such as too long; its record is left out
+    whatever becomes of bad ones."""
 
 
 @dataclass(frozen=True)
@@ -72,34 +73,47 @@ class Record:
             raise missing(self.origin, name, f" with {wanted}", self.values)
         value = self.values[name]
         if not isinstance(value, kind):
-            raise BadRecord(f"{self.origin}: needs a `{name}` key with {wanted}, not {type(value).__name__}")
+            raise BadRecord(
+                f"{self.origin}: needs a `{name}` key with {wanted}, not {type(value).__name__}"
+            )
         return value
 
 
 def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> BadRecord:
     """That a record has no field of a name."""
-    return BadRecord(f"{origin}: needs a `{name}` key{wanted}; it has {', '.join(values) or 'no keys'}")
+    return BadRecord(
+        f"{origin}: needs a `{name}` key{wanted}; it has {', '.join(values) or 'no keys'}"
+    )
 
 
-def read_examples(data: DataConfig, parse: Callable[[Record], Example]) -> tuple[list[list[Example]], list[float], list[str]]:
+def read_examples(
+    data: DataConfig, parse: Callable[[Record], Example]
+) -> tuple[list[list[Example]], list[float], list[str]]:
     """Each source's examples, the sources' weights, and notices for a person, a line each.
 
     `parse` raises BadRecord for a record that it cannot use: an error, or left out and noticed with
-    `data.skip_bad_records`. Raises ConfigError for a source that cannot be read or has nothing to use.
+    `data.skip_bad_records`. Raises ConfigError for a source that cannot be read or has nothing to
+    use.
     """
     sources, skip = data_sources(data), data.skip_bad_records
     loaded = [source_examples(source, parse, skip=skip) for source in sources]
     if not sources:
         loaded = [given_examples(data.prompts, "data.prompts", parse, skip=skip)]
     notices = [notice for _, noticed in loaded for notice in noticed]
-    return [examples for examples, _ in loaded], [source.weight for source in sources] or [1.0], notices
+    return (
+        [examples for examples, _ in loaded],
+        [source.weight for source in sources] or [1.0],
+        notices,
+    )
 
 
 def source_examples(
     source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
 ) -> tuple[list[Example], list[str]]:
     """One source's examples and notices, as `read_examples`."""
-    lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments)
+    lines = read_lines(
+        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
+    )
     return convert(lines, parse, source.given_as, skip=skip, fields=source.fields)
 
 
@@ -112,9 +126,12 @@ def given_examples(
 
 
 def has_steps(data: DataConfig) -> bool:
-    """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as `read_examples` does."""
+    """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as
+    `read_examples` does."""
     source = data_sources(data)[0]
-    for line in read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments):
+    for line in read_lines(
+        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
+    ):
         try:
             return "steps" in _record(line, source.fields).values
         except BadRecord:
@@ -131,10 +148,11 @@ def convert(
     skip: bool = False,
     fields: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], list[str]]:
-    """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields to the data's own.
+    """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields
+    to the data's own.
 
-    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one always is for LeftOut.
-    Raises ConfigError where all were; `what` is where the lines are from.
+    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one
+    always is for LeftOut. Raises ConfigError where all were; `what` is where the lines are from.
     """
     kept: list[Example] = []
     bad: list[BadRecord] = []
@@ -160,11 +178,12 @@ def read_lines(
     timeout_s: float | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> list[Line]:
-    """The lines of a file, of standard input where the path is `-`, or the records of a data set's directory or a function.
+    """The lines of a file, of standard input where the path is `-`, or the records of a data set's
+    directory or a function.
 
-    `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input. `key` is what the path was
-    given with, for messages; `timeout_s` is a function's deadline, `arguments` what it is called with. Raises ConfigError for
-    what cannot be read or is empty.
+    `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input.
+    `key` is what the path was given with, for messages; `timeout_s` is a function's deadline,
+    `arguments` what it is called with. Raises ConfigError for what cannot be read or is empty.
     """
     if str(path).startswith(FUNCTION):
         return list(_function_lines(path, key, timeout_s, arguments or {}))
@@ -177,16 +196,26 @@ def read_lines(
         raise ConfigError(f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {allowed}")
     try:
         content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
-        lines = content.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+        lines = (
+            content.removeprefix(codecs.BOM_UTF8)
+            .replace(b"\r\n", b"\n")
+            .removesuffix(b"\n")
+            .split(b"\n")
+        )
     except OSError as error:
         raise ConfigError(f"{key}{path} cannot be read: {error}") from error
     if lines == [b""]:
         raise ConfigError(f"{key}{path}: the file is empty")
     name = "standard input" if standard_input else str(path)
-    return [Line(line, f"{name}:{number}", is_json=kind == "jsonl") for number, line in enumerate(lines, start=1)]
+    return [
+        Line(line, f"{name}:{number}", is_json=kind == "jsonl")
+        for number, line in enumerate(lines, start=1)
+    ]
 
 
-def _function_lines(path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]) -> Iterator[Line]:
+def _function_lines(
+    path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
+) -> Iterator[Line]:
     module, _, name = str(path).removeprefix(FUNCTION).partition(":")
     function = ChildFunction(module, name, through=f"{__name__}:yielded", deadline_s=timeout_s)
     try:
@@ -203,24 +232,35 @@ def _function_lines(path: Path, key: str, timeout_s: float | None, arguments: Ma
         raise ConfigError(f"{key}{path}: it gives no record")
     for index, (values, kind) in enumerate(records):
         if values is None:
-            raise ConfigError(f"{key}{path}[{index}]: expected a mapping of a record's fields, got {kind}")
+            raise ConfigError(
+                f"{key}{path}[{index}]: expected a mapping of a record's fields, got {kind}"
+            )
         yield Line(values, f"{path}[{index}]")
 
 
-def yielded(function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]) -> list[tuple[dict[str, Any] | None, str]]:
-    """The records that a function yields, None for what is no mapping, and their types: how a child process calls one."""
-    return [(dict(values) if isinstance(values, Mapping) else None, type(values).__name__) for values in function(**arguments)]
+def yielded(
+    function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]
+) -> list[tuple[dict[str, Any] | None, str]]:
+    """The records that a function yields, None for what is no mapping, and their types: how a child
+    process calls one."""
+    return [
+        (dict(values) if isinstance(values, Mapping) else None, type(values).__name__)
+        for values in function(**arguments)
+    ]
 
 
 def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
     if not is_dataset(path):
-        raise ConfigError(f"{key}{path}: a directory, but not one data set, or split, that Hugging Face datasets saved")
+        raise ConfigError(
+            f"{key}{path}: a directory, but not one data set, or split, that Hugging Face datasets"
+            " saved"
+        )
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{key}{path}: reading it needs the datasets package; install the datasets extra, pip install 'aligner[datasets]':"
-            f" {error}"
+            f"{key}{path}: reading it needs the datasets package; install the datasets extra, pip"
+            f" install 'aligner[datasets]': {error}"
         ) from error
     try:
         dataset = datasets.load_from_disk(str(path))
@@ -230,7 +270,9 @@ def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
         raise ConfigError(f"{key}{path}: the data set is empty")
     for index, values in enumerate(dataset):
         # Every record of a data set has every field; those that one lacks are null.
-        yield Line({name: value for name, value in values.items() if value is not None}, f"{path}[{index}]")
+        yield Line(
+            {name: value for name, value in values.items() if value is not None}, f"{path}[{index}]"
+        )
 
 
 def _record(line: Line, names: Mapping[str, str]) -> Record:
@@ -245,8 +287,13 @@ def _record(line: Line, names: Mapping[str, str]) -> Record:
         for field in placed or (name,):
             if field not in theirs:
                 raise missing(line.origin, field, f" for `{ours}` (fields)", theirs)
-        values[ours] = filled(name, {field: _text(theirs[field]) for field in placed}) if placed else theirs[name]
-        if name != ours and ours in theirs:  # the tokens that the record has are those of the field in whose place it comes
+        values[ours] = (
+            filled(name, {field: _text(theirs[field]) for field in placed})
+            if placed
+            else theirs[name]
+        )
+        # the tokens that the record has are those of the field in whose place it comes
+        if name != ours and ours in theirs:
             for drawn in (f"{ours}_tokens", *(("tokens", "drawn") if ours == "response" else ())):
                 values.pop(drawn, None)
     return Record(values, line.origin)

@@ -18,7 +18,8 @@ _AT_ONCE = 1024
 
 
 class ExampleStream(Generic[Example]):
-    """Examples of one or more sources, each source one pass after another, in an order of its own when shuffled.
+    """Examples of one or more sources, each source one pass after another, in an order of its own
+    when shuffled.
 
     What it yields is a pure function of (examples, weights, seed, position).
     """
@@ -32,9 +33,11 @@ class ExampleStream(Generic[Example]):
         shuffle: bool,
         notices: Sequence[str] = (),
     ) -> None:
-        """`weights` are the sources' shares, above 0 and not necessarily of sum 1; equal ones where None.
+        """`weights` are the sources' shares, above 0 and not necessarily of sum 1; equal ones where
+        None.
 
-        `notices` are what a person should know about the examples, a line each. Raises ConfigError without an example.
+        `notices` are what a person should know about the examples, a line each. Raises ConfigError
+        without an example.
         """
         if not sources or not all(sources):
             raise ConfigError("there are no examples")
@@ -53,24 +56,34 @@ class ExampleStream(Generic[Example]):
         return itertools.chain.from_iterable(self._sources)
 
     def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
-        """A stream without `count` examples of each source, and those; ConfigError where a source has no more.
+        """A stream without `count` examples of each source, and those; ConfigError where a source
+        has no more.
 
-        They are a draw that depends on the seed and the source's size alone, those of a smaller count among those of a larger
-        one; without shuffling they are the last ones.
+        They are a draw that depends on the seed and the source's size alone, those of a smaller
+        count among those of a larger one; without shuffling they are the last ones.
         """
         if count == 0:
             return self, []
         for number, source in enumerate(self._sources, start=1):
             if len(source) <= count:
-                which = f"source {number} of {len(self._sources)} has" if len(self._sources) > 1 else "there are"
-                raise ConfigError(f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that some are left")
+                which = (
+                    f"source {number} of {len(self._sources)} has"
+                    if len(self._sources) > 1
+                    else "there are"
+                )
+                raise ConfigError(
+                    f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that"
+                    " some are left"
+                )
         kept, held_out = [], []
         for number, source in enumerate(self._sources):
             out = set(self._drawn(number)[:count])
             kept.append([example for place, example in enumerate(source) if place not in out])
             held_out += [source[place] for place in sorted(out)]
         weights = [float(weight) for weight in self._weights]
-        rest = ExampleStream(kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices)
+        rest = ExampleStream(
+            kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices
+        )
         return rest, held_out
 
     def _drawn(self, source: int) -> list[int]:
@@ -87,7 +100,8 @@ class ExampleStream(Generic[Example]):
         return [self._sources[source][place] for source, place, _ in self._taken(start, count)]
 
     def origin(self, position: int) -> tuple[int, int]:
-        """Which example is at a position, counted over all sources in their order, and in which pass over its own, from 0."""
+        """Which example is at a position, counted over all sources in their order, and in which
+        pass over its own, from 0."""
         [(source, place, number)] = self._taken(position, 1)
         return sum(map(len, self._sources[:source])) + place, number
 
@@ -102,7 +116,9 @@ class ExampleStream(Generic[Example]):
         firsts = [0, *itertools.accumulate(map(len, self._sources))]
         for position in itertools.count(start, _AT_ONCE):
             taken = enumerate(self._taken(position, _AT_ONCE), start=position)
-            yield from ((at, firsts[source] + place, number) for at, (source, place, number) in taken)
+            yield from (
+                (at, firsts[source] + place, number) for at, (source, place, number) in taken
+            )
 
     def _pass_order(self, source: int, number: int) -> np.ndarray:
         """int64 [N]: which of a source's examples comes when in a pass."""
@@ -114,20 +130,24 @@ class ExampleStream(Generic[Example]):
 
 
 def _places(weights: Sequence[Fraction], start: int, count: int) -> Iterator[tuple[int, int]]:
-    """(source, how many of it came before) at positions `start` to `start + count` of an endless interleaving.
+    """(source, how many of it came before) at positions `start` to `start + count` of an endless
+    interleaving.
 
-    Sainte-Laguë's divisor method: item k of a source is due at (k + 1/2) / share, and items come in the order in which
-    they are due. Shares are met exactly in the long run and about as nearly as whole numbers can in every stretch, so
-    that small steps are mixed alike; a draw at each position would scatter them.
+    Sainte-Laguë's divisor method: item k of a source is due at (k + 1/2) / share, and items come in
+    the order in which they are due. Shares are met exactly in the long run and about as nearly as
+    whole numbers can in every stretch, so that small steps are mixed alike; a draw at each position
+    would scatter them.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    # Before time t, ceil(share * t - 1/2) items of a source are due: fewer than t + len(shares) / 2 of all sources, and
-    # no less than t - len(shares) / 2. Starting so early skips at most one item a source.
+    # Before time t, ceil(share * t - 1/2) items of a source are due: fewer than t + len(shares) / 2
+    # of all sources, and no less than t - len(shares) / 2. Starting so early skips at most one item
+    # a source.
     time = max(Fraction(0), start - Fraction(len(shares), 2))
     counts = [max(0, math.ceil(share * time - Fraction(1, 2))) for share in shares]
     due = [
-        ((taken + Fraction(1, 2)) / share, source) for source, (taken, share) in enumerate(zip(counts, shares, strict=True))
+        ((taken + Fraction(1, 2)) / share, source)
+        for source, (taken, share) in enumerate(zip(counts, shares, strict=True))
     ]
     heapq.heapify(due)
     for position in range(sum(counts), start + count):

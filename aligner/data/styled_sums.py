@@ -1,7 +1,8 @@
 """Sums whose answers have attributes that can be checked: what `experiment=steerlm` is steered by.
 
-A writer is lazy half of the time and answers with the first number, and begins answers with up to two zeros too many. An
-answer's attributes are two digits: 1 for a right one, else 0, and how many zeros too many it has.
+A writer is lazy half of the time and answers with the first number, and begins answers with up to
+two zeros too many. An answer's attributes are two digits: 1 for a right one, else 0, and how many
+zeros too many it has.
 """
 
 import random
@@ -20,25 +21,39 @@ def labeled() -> Iterator[dict[str, str]]:
 
 
 def unlabeled() -> Iterator[dict[str, str]]:
-    """Others, of which nobody has told anything; `attributes` are there to measure those that a model tells."""
+    """Others, of which nobody has told anything; `attributes` are there to measure those that a
+    model tells."""
     return _answers(1, _PASSES)
 
 
 def wished() -> Iterator[dict[str, str]]:
     """The sums, each with the attributes of a right answer, and that answer."""
     draw = random.Random(5)
-    return (wish(record["prompt"], record["answer"], f"1{draw.randrange(_ZEROS)}") for record in arithmetic.prompts())
+    return (
+        wish(record["prompt"], record["answer"], f"1{draw.randrange(_ZEROS)}")
+        for record in arithmetic.prompts()
+    )
 
 
 def held_out() -> Iterator[dict[str, str]]:
     """Held-out sums with every wish."""
     wishes = [f"{right}{zeros}" for right in (0, 1) for zeros in range(_ZEROS)]
-    return (wish(each["prompt"], each["answer"], attributes) for each in arithmetic.held_out() for attributes in wishes)
+    return (
+        wish(each["prompt"], each["answer"], attributes)
+        for each in arithmetic.held_out()
+        for attributes in wishes
+    )
 
 
 def wish(question: str, total: str, attributes: str) -> dict[str, str]:
-    """A sum and the attributes that its answer is to have; `answer` is the right one with so many zeros."""
-    return {"question": question, "total": total, "attributes": attributes, "answer": "0" * int(attributes[1]) + total}
+    """A sum and the attributes that its answer is to have; `answer` is the right one with so many
+    zeros."""
+    return {
+        "question": question,
+        "total": total,
+        "attributes": attributes,
+        "answer": "0" * int(attributes[1]) + total,
+    }
 
 
 def attributes_of(solution: str, total: str) -> str | None:
@@ -56,4 +71,8 @@ def _answers(first: int, last: int) -> Iterator[dict[str, str]]:
             total, is_right, zeros = record["answer"], draw.random() < 0.5, draw.randrange(_ZEROS)
             given = total if is_right else record["prompt"].partition("+")[0]
             solution = "0" * zeros + given
-            yield {"question": record["prompt"], "solution": solution, "answer": f"{int(given == total)}{zeros}"}
+            yield {
+                "question": record["prompt"],
+                "solution": solution,
+                "answer": f"{int(given == total)}{zeros}",
+            }

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaughtTokens:
-    """A teacher's distribution at each place of some rows, by its k most probable tokens; zeros where it was not asked."""
+    """A teacher's distribution at each place of some rows, by its k most probable tokens; zeros
+    where it was not asked."""
 
     logprobs: Tensor
     """float32 [B, S-1]: of the token that follows"""

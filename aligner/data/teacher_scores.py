@@ -1,11 +1,15 @@
-"""What a teacher has said of demonstrations, once for all who learn from it: a directory of safetensors files.
+"""What a teacher has said of demonstrations, once for all who learn from it: a directory of
+safetensors files.
 
-Each file holds some rows end to end: `tokens` int32 [T] of `lengths` int32 [B], which of them are learned from (`learned`,
-bool [T]), and of those M, in their order, what `TaughtTokens` has: `logprobs` float32 [M], `ids` int32 [M, k] and `outcomes`
-float32 [M, k+1]. Beside them are the teacher's `tokenizer.json`, by which ids are the same tokens to the one who learns, and
-`index.json`, written last: `top_k`, `vocabulary` (all ids are below it), and the size and the checksum of each file.
+Each file holds some rows end to end: `tokens` int32 [T] of `lengths` int32 [B], which of them are
+learned from (`learned`, bool [T]), and of those M, in their order, what `TaughtTokens` has:
+`logprobs` float32 [M], `ids` int32 [M, k] and `outcomes` float32 [M, k+1]. Beside them are the
+teacher's `tokenizer.json`, by which ids are the same tokens to the one who learns, and
+`index.json`, written last: `top_k`, `vocabulary` (all ids are below it), and the size and the
+checksum of each file.
 
-A row is found by its tokens and by what is learned of it, wherever it is in the data of the one who learns.
+A row is found by its tokens and by what is learned of it, wherever it is in the data of the one who
+learns.
 """
 
 import json
@@ -23,7 +27,14 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from aligner.data.checksums import DamagedError, FileRecord, damage, file_record, read_sealed, sealed
+from aligner.data.checksums import (
+    DamagedError,
+    FileRecord,
+    damage,
+    file_record,
+    read_sealed,
+    sealed,
+)
 from aligner.data.taught_tokens import TaughtTokens
 from aligner.data.types import Rows
 from aligner.errors import ConfigError
@@ -43,9 +54,14 @@ class TaughtRow:
     """Of the file's learned tokens."""
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`logprobs` float32 [R], `ids` int32 [R, k] and `outcomes` float32 [R, k+1] of the row's learned tokens."""
+        """`logprobs` float32 [R], `ids` int32 [R, k] and `outcomes` float32 [R, k+1] of the row's
+        learned tokens."""
         stored, span = _opened(self.file), slice(self.first, self.first + self.count)
-        return stored.get_slice("logprobs")[span], stored.get_slice("ids")[span], stored.get_slice("outcomes")[span]
+        return (
+            stored.get_slice("logprobs")[span],
+            stored.get_slice("ids")[span],
+            stored.get_slice("outcomes")[span],
+        )
 
 
 class TeacherScores:
@@ -67,10 +83,13 @@ class TeacherScores:
     def require_undamaged(self) -> None:
         """Raise ConfigError for a file that is not as it was written. Reads all of them."""
         if problems := damage(self.directory, self._files):
-            raise ConfigError("\n".join(f"teacher.scores={self.directory}: {problem}" for problem in problems))
+            raise ConfigError(
+                "\n".join(f"teacher.scores={self.directory}: {problem}" for problem in problems)
+            )
 
     def find(self, tokens: Tensor, learned: Tensor) -> TaughtRow | None:
-        """The row of these tokens int64 [T], learned from where `learned` bool [T] says; None where there is no such row."""
+        """The row of these tokens int64 [T], learned from where `learned` bool [T] says; None where
+        there is no such row."""
         return self._rows.get(_key(tokens, learned))
 
 
@@ -106,7 +125,8 @@ def write_part(file: Path, rows: Rows, taught: TaughtTokens) -> None:
 
 
 def complete(directory: Path, parts: int, top_k: int, vocabulary: int, tokenizer: Path) -> None:
-    """Write what makes the directory of so many parts one to read; `tokenizer` is the teacher's file."""
+    """Write what makes the directory of so many parts one to read; `tokenizer` is the teacher's
+    file."""
     shutil.copyfile(tokenizer, directory / _TOKENIZER)
     names = [part_name(number, parts) for number in range(1, parts + 1)]
     files = {name: file_record(directory / name) for name in names}
@@ -118,7 +138,11 @@ def _rows_of(file: Path) -> list[tuple[bytes, TaughtRow]]:
     """The keys and places of a file's rows."""
     stored = _opened(file)
     lengths = stored.get_tensor("lengths").tolist()
-    parts = zip(stored.get_tensor("tokens").split(lengths), stored.get_tensor("learned").split(lengths), strict=True)
+    parts = zip(
+        stored.get_tensor("tokens").split(lengths),
+        stored.get_tensor("learned").split(lengths),
+        strict=True,
+    )
     found, first = [], 0
     for tokens, learned in parts:
         count = int(learned.sum())

@@ -21,20 +21,32 @@ def transcript(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
 def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
     """What was said in each of its branches, behind all that it read."""
     return [
-        {"prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]), "response": tokenizer.decode(branch.response)}
+        {
+            "prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]),
+            "response": tokenizer.decode(branch.response),
+        }
         for branch in sample.branches
     ]
 
 
-def spoken_messages(sample: Sample, prompt: Prompt, form: ToolFormat | None, tokenizer: Tokenizer) -> list[Mapping[str, Any]]:
-    """The prompt's messages and what its tokens say of the episode: the policy's turns with the tool calls in them, as `form`
-    has these; and of the environment's the text that the policy was given, a chat template's words included.
+def spoken_messages(
+    sample: Sample, prompt: Prompt, form: ToolFormat | None, tokenizer: Tokenizer
+) -> list[Mapping[str, Any]]:
+    """The prompt's messages and what its tokens say of the episode: the policy's turns with the
+    tool calls in them, as `form` has these; and of the environment's the text that the policy was
+    given, a chat template's words included.
     """
-    said: list[Mapping[str, Any]] = [*prompt.metadata.get("messages", [{"role": "user", "content": prompt.text}])]
+    said: list[Mapping[str, Any]] = [
+        *prompt.metadata.get("messages", [{"role": "user", "content": prompt.text}])
+    ]
     for at, turn in enumerate(sample.turns()):
         if at % 2 == 0 and len(turn):
             own = turn[:-1] if bool(tokenizer.ends(turn[-1:])) else turn
-            said.append(parse_turn(tokenizer.decode(own, skip_special_tokens=False), form, len(said)).messages[0])
+            said.append(
+                parse_turn(
+                    tokenizer.decode(own, skip_special_tokens=False), form, len(said)
+                ).messages[0]
+            )
         elif len(turn):
             said.append({"role": "environment", "content": tokenizer.decode(turn)})
     return said
@@ -47,24 +59,38 @@ def conversation(
     tokenizer: Tokenizer,
     chat: Callable[[], ChatTurns],
 ) -> dict[str, Any]:
-    """The `messages` of an episode, and the prompt's `tools` where it has any, as demonstrations are given.
+    """The `messages` of an episode, and the prompt's `tools` where it has any, as demonstrations
+    are given.
 
-    `answers` are what the environment said, before the first turn and after each. Where they are messages, so is the prompt,
-    and a turn's tool calls are told apart by the model's `chat`; where they are texts the environment is the user, as who
-    wrote the prompt is. What was said in branches comes in its place.
+    `answers` are what the environment said, before the first turn and after each. Where they are
+    messages, so is the prompt, and a turn's tool calls are told apart by the model's `chat`; where
+    they are texts the environment is the user, as who wrote the prompt is. What was said in
+    branches comes in its place.
     """
     if any(isinstance(answer, list) and answer for answer in answers):
-        return _of_chat(sample, prompt.metadata, [answer for answer in answers if isinstance(answer, list)], tokenizer, chat())
+        return _of_chat(
+            sample,
+            prompt.metadata,
+            [answer for answer in answers if isinstance(answer, list)],
+            tokenizer,
+            chat(),
+        )
     said = [("user", prompt.text)]
     for turn in transcript(sample, tokenizer):
         [(who, text)] = turn.items()
         role = {"policy": "assistant", "environment": "user"}[who]
-        said[-1:] = [(role, said[-1][1] + text)] if said[-1][0] == role else [said[-1], (role, text)]
+        said[-1:] = (
+            [(role, said[-1][1] + text)] if said[-1][0] == role else [said[-1], (role, text)]
+        )
     return {"messages": [{"role": role, "content": text} for role, text in said]}
 
 
 def _of_chat(
-    sample: Sample, asked: Mapping[str, Any], answers: Sequence[Messages], tokenizer: Tokenizer, chat: ChatTurns
+    sample: Sample,
+    asked: Mapping[str, Any],
+    answers: Sequence[Messages],
+    tokenizer: Tokenizer,
+    chat: ChatTurns,
 ) -> dict[str, Any]:
     said, tools = [*asked["messages"]], asked.get("tools")
     turns = [turn for sequence in sample.sequences for turn in sequence.turns()[::2] if len(turn)]
@@ -75,7 +101,9 @@ def _of_chat(
     return {"messages": said} | ({} if tools is None else {"tools": tools})
 
 
-def _said(chat: ChatTurns, before: Messages, tools: Any, turn: Tensor, tokenizer: Tokenizer) -> Mapping[str, Any]:
+def _said(
+    chat: ChatTurns, before: Messages, tools: Any, turn: Tensor, tokenizer: Tokenizer
+) -> Mapping[str, Any]:
     try:
         return chat.said(chat.begin(before, tools), turn).messages[0]
     except AlignerError:  # it was cut

@@ -19,7 +19,8 @@ Stats = dict[str, Tensor]
 """Statistics by name, one number each."""
 
 FinishReason = Literal["stop", "length", "unfinished"]
-"""Why a response ended; an unfinished one is under way, and can go on from the tokens that it has."""
+"""Why a response ended; an unfinished one is under way, and can go on from the tokens that it has.
+"""
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 
@@ -28,7 +29,8 @@ class Prompt:
     """A tokenized prompt."""
 
     id: int
-    """Its place in the run's endless stream: with the seed and the sample index it names a sample's random stream."""
+    """Its place in the run's endless stream: with the seed and the sample index it names a sample's
+    random stream."""
     text: str
     tokens: Tensor
     """int64 [P]"""
@@ -39,7 +41,8 @@ class Prompt:
 class Sample:
     """One generated response with its prompt. It has a token at least, unless it is unfinished.
 
-    What follows the prompt of an episode of several turns is drawn and given by turns: what the model says, what it is told.
+    What follows the prompt of an episode of several turns is drawn and given by turns: what the
+    model says, what it is told.
     """
 
     prompt_id: int
@@ -48,24 +51,29 @@ class Sample:
     """int64 [T]: prompt and response, the end-of-sequence token included where there is one."""
     prompt_length: int
     engine_logprobs: Tensor
-    """float32 [R]: log-probability of each response token at the sampling temperature by the engine; 0 of given ones."""
+    """float32 [R]: log-probability of each response token at the sampling temperature by the
+    engine; 0 of given ones."""
     weight_versions: Tensor
     """int64 [R]: version of the weights that drew each response token; 0 of given ones."""
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(default_factory=dict)
     kept: KeptTokens | None = None
-    """[R]: what each response token was drawn among, where log-probs are of these alone; None: everywhere all"""
+    """[R]: what each response token was drawn among, where log-probs are of these alone; None:
+    everywhere all"""
     routes: Tensor | None = None
-    """uint8 or int16 [T-1, L, K]: the experts that the engine chose for each token but the last, in each of L layers; those of
-    the weights that drew the token after it. None where the engine does not tell."""
+    """uint8 or int16 [T-1, L, K]: the experts that the engine chose for each token but the last, in
+    each of L layers; those of the weights that drew the token after it. None where the engine does
+    not tell."""
     drawn: Tensor | None = None
     """bool [R]: which response tokens the model drew, the others were given to it; None: all"""
     rewards: Tensor | None = None
-    """float32 [R]: what an environment gave for each response token, 0 for most; None without one"""
+    """float32 [R]: what an environment gave for each response token, 0 for most; None without one
+    """
     branches: tuple[Sample, ...] = ()
-    """What else the model drew in the same episode, where its tokens are not all one sequence: each with all that it read as
-    its prompt, and no branches of its own. They are learned from with the episode's score. In an environment's episode they
-    came before the sample, in this order; the first one begins with the prompt of the data."""
+    """What else the model drew in the same episode, where its tokens are not all one sequence: each
+    with all that it read as its prompt, and no branches of its own. They are learned from with the
+    episode's score. In an environment's episode they came before the sample, in this order; the
+    first one begins with the prompt of the data."""
 
     @property
     def response(self) -> Tensor:
@@ -95,7 +103,8 @@ class Sample:
         return len(self.response) if self.drawn is None else int(self.drawn.sum())
 
     def turns(self) -> list[Tensor]:
-        """The response in parts, int64 each, of which every second, from the second on, was given."""
+        """The response in parts, int64 each, of which every second, from the second on, was
+        given."""
         if self.drawn is None:
             return [self.response]
         borders = (self.drawn[1:] != self.drawn[:-1]).nonzero()[:, 0] + 1
@@ -134,15 +143,20 @@ class Sample:
             "rewards": self.rewards,
         }
         if wrong := [
-            f"{tuple(part.shape)} {name}" for name, part in parts.items() if part is not None and part.shape != (response,)
+            f"{tuple(part.shape)} {name}"
+            for name, part in parts.items()
+            if part is not None and part.shape != (response,)
         ]:
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but {' and '.join(wrong)}"
+                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but"
+                f" {' and '.join(wrong)}"
             )
-        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1):
+        if self.routes is not None and (
+            self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1
+        ):
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: routes are {tuple(self.routes.shape)}, must be of"
-                f" {self.tokens.numel() - 1} tokens"
+                f"sample {self.prompt_id}/{self.sample_index}: routes are"
+                f" {tuple(self.routes.shape)}, must be of {self.tokens.numel() - 1} tokens"
             )
 
 
@@ -150,7 +164,16 @@ def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
     """Each prompt's samples in a row, unfinished and without a token."""
     none = torch.empty(0)
     return [
-        Sample(prompt.id, index, prompt.tokens, prompt.tokens.numel(), none, none.long(), "unfinished", prompt.metadata)
+        Sample(
+            prompt.id,
+            index,
+            prompt.tokens,
+            prompt.tokens.numel(),
+            none,
+            none.long(),
+            "unfinished",
+            prompt.metadata,
+        )
         for prompt in prompts
         for index in range(samples_per_prompt)
     ]
@@ -160,7 +183,8 @@ def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
 class Rows:
     """Sequences to learn from, right-padded.
 
-    Subclasses add tensors [B], or [B, S-1, ...] with entry t for token t+1, kept tokens [B, S-1], or None.
+    Subclasses add tensors [B], or [B, S-1, ...] with entry t for token t+1, kept tokens [B, S-1],
+    or None.
     """
 
     tokens: Tensor
@@ -170,20 +194,26 @@ class Rows:
     mask: Tensor
     """bool [B, S-1]: true where token t+1 is learned from"""
     kept: KeptTokens | None = field(default=None, kw_only=True)
-    """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None: everywhere all"""
+    """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None:
+    everywhere all"""
     routes: Tensor | None = field(default=None, kw_only=True)
-    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0 behind the last that it ran"""
+    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0
+    behind the last that it ran"""
     candidates: Tensor | None = field(default=None, kw_only=True)
-    """int32 [B, S-1, k]: tokens whose log-probs the loss sees beside the row's own, such as a teacher's most probable ones"""
+    """int32 [B, S-1, k]: tokens whose log-probs the loss sees beside the row's own, such as a
+    teacher's most probable ones"""
     candidate_logprobs: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1, k+1]: the policy's of these, and of all other tokens together; differentiable, None but in a loss"""
+    """float32 [B, S-1, k+1]: the policy's of these, and of all other tokens together;
+    differentiable, None but in a loss"""
     candidate_targets: Tensor | None = field(default=None, kw_only=True)
     """float32 [B, S-1, k+1]: a teacher's of the same"""
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape
         if self.lengths.shape != (batch,):
-            raise ValueError(f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}")
+            raise ValueError(
+                f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}"
+            )
         for name, member in self._members().items():
             shape = member.shape if isinstance(member, Tensor) else member.counts.shape
             allowed = (batch,) if len(shape) == 1 else (batch, length - 1)
@@ -197,13 +227,21 @@ class Rows:
         def picked(name: str, member: Any) -> Any:
             if isinstance(member, KeptTokens):
                 return member.at((rows, slice(length - 1)))
-            return member[rows] if member.ndim == 1 else member[rows, : length if name == "tokens" else length - 1]
+            return (
+                member[rows]
+                if member.ndim == 1
+                else member[rows, : length if name == "tokens" else length - 1]
+            )
 
-        return replace(self, **{name: picked(name, member) for name, member in self._members().items()})
+        return replace(
+            self, **{name: picked(name, member) for name, member in self._members().items()}
+        )
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
-        return replace(self, **{name: member.to(device) for name, member in self._members().items()})
+        return replace(
+            self, **{name: member.to(device) for name, member in self._members().items()}
+        )
 
     def _members(self) -> dict[str, Any]:
         members = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -228,28 +266,38 @@ class SampleBatch(Rows):
     groups: Tensor
     """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: what environments, and rewards of steps, gave, 0 outside the mask; None without any"""
+    """float32 [B, S-1]: what environments, and rewards of steps, gave, 0 outside the mask; None
+    without any"""
     step_ends: Tensor | None = field(default=None, kw_only=True)
-    """bool [B, S-1]: the tokens that end steps which the reward speaks of; None where it speaks of whole responses"""
+    """bool [B, S-1]: the tokens that end steps which the reward speaks of; None where it speaks of
+    whole responses"""
     episodes: Tensor | None = field(default=None, kw_only=True)
-    """int64 [B]: which rows are of one episode, the first of these its sample's, the others its branches'; None: each alone"""
+    """int64 [B]: which rows are of one episode, the first of these its sample's, the others its
+    branches'; None: each alone"""
     row_ids: Tensor | None = field(default=None, kw_only=True)
-    """int64 [B]: which of a step's rows each is, whatever was selected since; None where nobody asks"""
+    """int64 [B]: which of a step's rows each is, whatever was selected since; None where nobody
+    asks"""
 
     @property
     def last_turns(self) -> Tensor:
-        """int64 [B]: where what the model said last begins; of a response that is one turn its first token."""
+        """int64 [B]: where what the model said last begins; of a response that is one turn its
+        first token."""
         given = response_mask(self.lengths, self.prompt_lengths, self.tokens.shape[1]) & ~self.mask
-        behind = torch.arange(2, self.tokens.shape[1] + 1) * given  # of each given token the place behind it
+        # of each given token the place behind it
+        behind = torch.arange(2, self.tokens.shape[1] + 1) * given
         return torch.maximum(behind.amax(1), self.prompt_lengths)
 
     @property
     def samples_per_prompt(self) -> int:
-        """Samples of each prompt, branches not counted. Raises ValueError where prompts have different numbers of them."""
+        """Samples of each prompt, branches not counted. Raises ValueError where prompts have
+        different numbers of them."""
         groups = self.groups if self.episodes is None else self.groups[~self.is_branch]
         counts = groups.unique_consecutive(return_counts=True)[1].unique().tolist()
         if len(counts) > 1:
-            raise ValueError(f"prompts have {' or '.join(map(str, counts))} samples each, must have the same number")
+            raise ValueError(
+                f"prompts have {' or '.join(map(str, counts))} samples each, must have the same"
+                " number"
+            )
         return counts[0] if counts else 1
 
     @property
@@ -258,7 +306,10 @@ class SampleBatch(Rows):
         if self.episodes is None:
             return torch.arange(len(self.tokens))
         places: dict[int, int] = {}
-        return torch.tensor([places.setdefault(episode, len(places)) for episode in self.episodes.tolist()], dtype=torch.int64)
+        return torch.tensor(
+            [places.setdefault(episode, len(places)) for episode in self.episodes.tolist()],
+            dtype=torch.int64,
+        )
 
     @property
     def is_branch(self) -> Tensor:
@@ -268,17 +319,23 @@ class SampleBatch(Rows):
         return places <= newest
 
     def with_step_rewards(self, rewards: Tensor) -> Self:
-        """With what the steps of samples got, float32 [N, S-1], not a number where none ends, of the first N rows.
+        """With what the steps of samples got, float32 [N, S-1], not a number where none ends, of
+        the first N rows.
 
         The others are branches.
         """
         ends, given = torch.zeros_like(self.mask), torch.zeros(self.mask.shape)
         ends[: len(rewards)] = self.mask[: len(rewards)] & ~rewards.isnan()
         given[ends] = rewards[ends[: len(rewards)]]
-        return replace(self, turn_rewards=given if self.turn_rewards is None else self.turn_rewards + given, step_ends=ends)
+        return replace(
+            self,
+            turn_rewards=given if self.turn_rewards is None else self.turn_rewards + given,
+            step_ends=ends,
+        )
 
     def with_branches(self, samples: Tensor) -> Tensor:
-        """The rows of some episodes, and behind them their branches', int64 [N]; all branches are behind all samples."""
+        """The rows of some episodes, and behind them their branches', int64 [N]; all branches are
+        behind all samples."""
         if self.episodes is None:
             return samples
         branches = self.is_branch & torch.isin(self.episodes, self.episodes[samples])
@@ -287,21 +344,24 @@ class SampleBatch(Rows):
 
 @dataclass(frozen=True)
 class ScoredSamples(SampleBatch):
-    """A step's samples with what is known of them before anything is learned: what an advantage estimator sees."""
+    """A step's samples with what is known of them before anything is learned: what an advantage
+    estimator sees."""
 
     scores: Tensor
     """float32 [B], after penalties"""
     rewards: Tensor
-    """float32 [B, S-1]: the score on the last response token, less a KL penalty in the reward; 0 outside the mask"""
+    """float32 [B, S-1]: the score on the last response token, less a KL penalty in the reward; 0
+    outside the mask"""
     values: Tensor | None
     """float32 [B, S-1]; None without a critic"""
     old_logprobs: Tensor
-    """float32 [B, S-1]: the trainer's, before the step's first update; NaN until then where nothing else asks for them"""
+    """float32 [B, S-1]: the trainer's, before the step's first update; NaN until then where nothing
+    else asks for them"""
     reference_logprobs: Tensor
     """float32 [B, S-1]: the initial model's"""
     cut_values: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B]: the critic's value behind the last token of a response that generation cut, 0 for one that has ended;
-    None unless `algorithm.bootstrap_cut` asks for it"""
+    """float32 [B]: the critic's value behind the last token of a response that generation cut, 0
+    for one that has ended; None unless `algorithm.bootstrap_cut` asks for it"""
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
     """float32 [B, S-1]: the teacher's, 0 past a row's end; None without one"""
 
@@ -315,11 +375,13 @@ class Experience(ScoredSamples):
     returns: Tensor | None
     """float32 [B, S-1]: what the values should have been; None without a critic"""
     entropies: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: the policy's, as each row's first update found it, NaN without one; None where nobody asks"""
+    """float32 [B, S-1]: the policy's, as each row's first update found it, NaN without one; None
+    where nobody asks"""
 
 
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, RowsT, float], tuple[Tensor, Stats]]
-"""`loss(logprobs, entropy, rows, denominator)` and statistics of some rows, as sums over what speaks of the whole minibatch.
+"""`loss(logprobs, entropy, rows, denominator)` and statistics of some rows, as sums over what
+speaks of the whole minibatch.
 
 The first two [N, L-1] are zero outside the rows' mask; both are differentiable.
 """
@@ -332,31 +394,42 @@ def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor
 
 
 def kept_by(samples: Sequence[Sample]) -> KeptTokens | None:
-    """What the response tokens of these samples were drawn among, one after another; None where no sample tells."""
+    """What the response tokens of these samples were drawn among, one after another; None where no
+    sample tells."""
     if all(sample.kept is None for sample in samples):
         return None
     kept = [sample.kept or KeptTokens.of_all(len(sample.response)) for sample in samples]
     return KeptTokens.in_order(
-        torch.cat([each.counts for each in kept]), torch.cat([each.in_rows()[1] for each in kept]).int()
+        torch.cat([each.counts for each in kept]),
+        torch.cat([each.in_rows()[1] for each in kept]).int(),
     )
 
 
 def of_responses(samples: Sequence[Sample], name: Literal["drawn", "rewards"]) -> Tensor | None:
-    """`drawn` or `rewards` of all response tokens, one after another; None where no sample tells."""
+    """`drawn` or `rewards` of all response tokens, one after another; None where no sample
+    tells."""
     told = [getattr(sample, name) for sample in samples]
     if all(part is None for part in told):
         return None
     usual = torch.ones if name == "drawn" else torch.zeros
     dtype = torch.bool if name == "drawn" else torch.float32
     parts = zip(told, samples, strict=True)
-    return torch.cat([usual(len(sample.response), dtype=dtype) if part is None else part for part, sample in parts])
+    return torch.cat(
+        [
+            usual(len(sample.response), dtype=dtype) if part is None else part
+            for part, sample in parts
+        ]
+    )
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
-    """Pad samples to the longest one, on the right; there are routes where every sample tells its own."""
+    """Pad samples to the longest one, on the right; there are routes where every sample tells its
+    own."""
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
     prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
-    tokens = pad_sequence([sample.tokens for sample in samples], batch_first=True, padding_value=pad_token_id)
+    tokens = pad_sequence(
+        [sample.tokens for sample in samples], batch_first=True, padding_value=pad_token_id
+    )
     mask = response_mask(lengths, prompt_lengths, tokens.shape[1])
     logprobs, versions = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.int64)
     logprobs[mask] = torch.cat([sample.engine_logprobs for sample in samples])
@@ -365,10 +438,15 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
     if (turns := of_responses(samples, "rewards")) is not None:
         rewards = torch.zeros(mask.shape).masked_scatter_(mask, turns)
     reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
-    groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(return_inverse=True)[1]
+    groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(
+        return_inverse=True
+    )[1]
     kept, routes = kept_by(samples), None
     if kept is not None:
-        counts, starts = torch.zeros(mask.shape, dtype=torch.int64), torch.zeros(mask.shape, dtype=torch.int64)
+        counts, starts = (
+            torch.zeros(mask.shape, dtype=torch.int64),
+            torch.zeros(mask.shape, dtype=torch.int64),
+        )
         counts[mask], starts[mask] = kept.counts, kept.starts
         kept = KeptTokens(counts, starts, kept.ids)
     if (drawn := of_responses(samples, "drawn")) is not None:
@@ -385,6 +463,8 @@ def collate_episodes(samples: Sequence[Sample], pad_token_id: int) -> SampleBatc
     of = [place for place, sample in enumerate(samples) for _ in sample.branches]
     if not of:
         return collate(samples, pad_token_id)
-    batch = collate([*samples, *(branch for sample in samples for branch in sample.branches)], pad_token_id)
+    batch = collate(
+        [*samples, *(branch for sample in samples for branch in sample.branches)], pad_token_id
+    )
     episodes = torch.tensor([*range(len(samples)), *of])
     return replace(batch, episodes=episodes, groups=batch.groups[episodes])

@@ -1,6 +1,8 @@
-"""Safetensors files: a Hugging Face directory's slices that are asked for, read; tensors, written one at a time.
+"""Safetensors files: a Hugging Face directory's slices that are asked for, read; tensors, written
+one at a time.
 
-The format: eight bytes of header length, a JSON header that says where each tensor lies, and the tensors' bytes.
+The format: eight bytes of header length, a JSON header that says where each tensor lies, and the
+tensors' bytes.
 """
 
 import contextlib
@@ -42,12 +44,18 @@ _UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFE
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor, one file or sharded. Raises ConfigError where there is neither."""
+    """The file that holds each tensor, one file or sharded. Raises ConfigError where there is
+    neither."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {
+            name: directory / file
+            for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
     if not single.is_file():
-        raise ConfigError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
+        raise ConfigError(
+            f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"
+        )
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
 
@@ -67,35 +75,54 @@ def _stored_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in dict.fromkeys(files.values()):
         with _opened(file) as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in files if files[name] == file}
+            shapes |= {
+                name: tuple(tensors.get_slice(name).get_shape())
+                for name in files
+                if files[name] == file
+            }
     return shapes
 
 
 def file_name(name: str, files: Container[str]) -> str:
-    """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in front."""
+    """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in
+    front."""
     bare = name.partition(".")[2]
     return bare if name not in files and bare in files else name
 
 
 def weight_problems(
-    directory: Path, table: Sequence[TensorSpec], *, optional: Collection[str] = (), partial: bool = False
+    directory: Path,
+    table: Sequence[TensorSpec],
+    *,
+    optional: Collection[str] = (),
+    partial: bool = False,
 ) -> list[str]:
-    """What keeps a directory's files from being the table's weights: missing, misshapen and unknown tensors, by name.
+    """What keeps a directory's files from being the table's weights: missing, misshapen and unknown
+    tensors, by name.
 
-    Only headers are read. `optional` tensors may be absent; `partial` lets the files hold more than the table. A head that
-    the model does not use, and the buffers that older releases saved, may always be there.
+    Only headers are read. `optional` tensors may be absent; `partial` lets the files hold more than
+    the table. A head that the model does not use, and the buffers that older releases saved, may
+    always be there.
     """
     files = tensor_files(directory)
     shapes = _stored_shapes(files)
     wanted = {spec.stored.name: spec.stored.shape for spec in table}
     named = {file_name(name, files): shape for name, shape in wanted.items()}
     missing = [
-        f"{name} {wanted[name]} is missing" for name in wanted if file_name(name, files) not in files and name not in optional
+        f"{name} {wanted[name]} is missing"
+        for name in wanted
+        if file_name(name, files) not in files and name not in optional
     ]
     misshapen = [
-        f"{name} is {shapes[name]}, must be {shape}" for name, shape in named.items() if shapes.get(name, shape) != shape
+        f"{name} is {shapes[name]}, must be {shape}"
+        for name, shape in named.items()
+        if shapes.get(name, shape) != shape
     ]
-    unknown = [f"{name} {shapes[name]} is unknown" for name in files if name not in named and not name.endswith(_UNUSED)]
+    unknown = [
+        f"{name} {shapes[name]} is unknown"
+        for name in files
+        if name not in named and not name.endswith(_UNUSED)
+    ]
     return missing + misshapen + ([] if partial else unknown)
 
 
@@ -107,10 +134,11 @@ def read_slices(
     optional: Collection[str] = (),
     partial: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each named slice of the table's tensors; nothing else is read from the disk, one tensor at a time.
+    """Each named slice of the table's tensors; nothing else is read from the disk, one tensor at a
+    time.
 
-    `optional` tensors that the files lack are left out. Raises ConfigError, before anything is given, for what
-    `weight_problems` finds.
+    `optional` tensors that the files lack are left out. Raises ConfigError, before anything is
+    given, for what `weight_problems` finds.
     """
     if problems := weight_problems(directory, table, optional=optional, partial=partial):
         raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
@@ -137,8 +165,11 @@ def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
     return tuple(ranges)
 
 
-def assemble(table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, by name and one at a time, out of the table's, which `read` gives whole."""
+def assemble(
+    table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, by name and one at a time, out of the table's, which `read` gives
+    whole."""
     for name, specs in stored_tensors(table).items():
         parts = [read(spec) for spec in specs]
         axis = specs[0].stored.axis
@@ -159,18 +190,25 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]) -> FileRecord:
-    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns size and checksum.
+def write_safetensors(
+    file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]
+) -> FileRecord:
+    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns
+    size and checksum.
 
-    The widest types come first, each in the order of `entries`, so that all lie aligned. Raises ValueError where `read`
-    gives another shape or type than the entry's.
+    The widest types come first, each in the order of `entries`, so that all lie aligned. Raises
+    ValueError where `read` gives another shape or type than the entry's.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in ordered:
         start, end = end, end + entry.size
-        header[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        header[entry.name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -181,8 +219,8 @@ def write_safetensors(file: Path, entries: Sequence[TensorEntry], read: Callable
             tensor = read(entry.name).detach()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise ValueError(
-                    f"{file}: {entry.name} was announced as {entry.dtype} {entry.shape}, but is {tensor.dtype}"
-                    f" {tuple(tensor.shape)}"
+                    f"{file}: {entry.name} was announced as {entry.dtype} {entry.shape}, but is"
+                    f" {tensor.dtype} {tuple(tensor.shape)}"
                 )
             content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             digest.update(content)

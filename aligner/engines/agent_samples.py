@@ -1,4 +1,5 @@
-"""The turns of an agent's episode as samples: each token that was drawn is in one of them, as drawn."""
+"""The turns of an agent's episode as samples: each token that was drawn is in one of them, as
+drawn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,17 +13,23 @@ from aligner.engines.partial_response import PartialResponse
 from aligner.environments.agent_session import AgentTurn
 
 
-def episode_sample(request: GenerationRequest, turns: Sequence[AgentTurn], reward: float, *, is_cut: bool) -> Sample | None:
-    """An episode's sample, with what does not belong to its main sequence as branches; None where there were no turns.
+def episode_sample(
+    request: GenerationRequest, turns: Sequence[AgentTurn], reward: float, *, is_cut: bool
+) -> Sample | None:
+    """An episode's sample, with what does not belong to its main sequence as branches; None where
+    there were no turns.
 
-    A turn goes on from the one whose tokens, read and drawn, are the longest that it begins with. Of several that go on
-    from one turn the one with the most turns behind it stays in its sequence; what the others have read is their prompt.
-    The main sequence is the one with the most turns, and of these the longest. So nothing hangs on the order of the turns.
-    The reward is given for the main sequence's last token.
+    A turn goes on from the one whose tokens, read and drawn, are the longest that it begins with.
+    Of several that go on from one turn the one with the most turns behind it stays in its sequence;
+    what the others have read is their prompt. The main sequence is the one with the most turns, and
+    of these the longest. So nothing hangs on the order of the turns. The reward is given for the
+    main sequence's last token.
     """
     if not turns:
         return None
-    sequences = sorted(_sequences(turns), key=lambda each: (-len(each), -len(_end(each[-1])), _end(each[-1])))
+    sequences = sorted(
+        _sequences(turns), key=lambda each: (-len(each), -len(_end(each[-1])), _end(each[-1]))
+    )
     main, *others = [_sample(request, each) for each in sequences]
     rewards = torch.zeros(len(main.response))
     rewards[-1] = reward
@@ -40,7 +47,9 @@ def _sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
         behind = sorted(following.pop(place, []), key=len)
         longest = behind.pop() if behind else []
         read = turn.read.numpy().tobytes()
-        before = next((at for at in range(place + 1, len(ordered)) if read.startswith(ends[at])), -1)
+        before = next(
+            (at for at in range(place + 1, len(ordered)) if read.startswith(ends[at])), -1
+        )
         following.setdefault(before, []).append([turn, *longest])
         following.setdefault(-1, []).extend(behind)
     return following[-1]

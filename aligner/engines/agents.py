@@ -1,4 +1,5 @@
-"""Episodes of agents that have an OpenAI client of their own: what they ask for is drawn, and becomes samples."""
+"""Episodes of agents that have an OpenAI client of their own: what they ask for is drawn, and
+becomes samples."""
 
 import contextlib
 import logging
@@ -15,7 +16,12 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agent_journal import AgentJournal
 from aligner.engines.agent_samples import episode_sample
-from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
+from aligner.engines.engine_protocol import (
+    BeginsTurns,
+    GenerationRequest,
+    SamplingOptions,
+    TurnGeneration,
+)
 from aligner.engines.episodes import lost_sample, task_of
 from aligner.environments.agent_server import AgentServer
 from aligner.environments.agent_session import AgentSession, Ask, SessionMeans
@@ -28,12 +34,14 @@ from aligner.schema.environment import EnvironmentConfig
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
-"""Where all episodes wait for their agents a step ends after so long, for who waits for it to see life, or has new weights."""
+"""Where all episodes wait for their agents a step ends after so long, for who waits for it to see
+life, or has new weights."""
 
 
 @dataclass(frozen=True)
 class AgentEngine:
-    """An engine whose responses are episodes of agents, which run in processes of `agents` and ask `server`."""
+    """An engine whose responses are episodes of agents, which run in processes of `agents` and ask
+    `server`."""
 
     engine: BeginsTurns
     agents: EnvironmentPool
@@ -55,7 +63,8 @@ class AgentEngine:
         context: int,
         journal: EpisodeJournal | None = None,
     ) -> "AgentEngine":
-        """With an endpoint and processes of its own. Raises ConfigError where there is no such agent, and AlignerError."""
+        """With an endpoint and processes of its own. Raises ConfigError where there is no such
+        agent, and AlignerError."""
         server = AgentServer(settings.endpoint_host, settings.most_characters)
         server.start()
         try:
@@ -72,15 +81,29 @@ class AgentEngine:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
         return ChatTurns.of(self.tokenizer)
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "AgentGeneration":
-        """Begin one episode a request; as `GenerationEngine.start`. What is read is the agents', not the requests' prompts."""
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> "AgentGeneration":
+        """Begin one episode a request; as `GenerationEngine.start`. What is read is the agents',
+        not the requests' prompts."""
         options = replace(options, max_new_tokens=self.context - 1)
-        # Nothing is drawn for these: they have the engine make room for sequences of the whole context.
+        # Nothing is drawn for these: they have the engine make room for sequences of the whole
+        # context.
         rooms = [
-            replace(each, prompt=replace(each.prompt, tokens=each.prompt.tokens[:1]), max_new_tokens=None, waits=True)
+            replace(
+                each,
+                prompt=replace(each.prompt, tokens=each.prompt.tokens[:1]),
+                max_new_tokens=None,
+                waits=True,
+            )
             for each in requests
         ]
-        by = [self.engine.version, asdict(options), self.settings.agent, self.settings.agent_command]
+        by = [
+            self.engine.version,
+            asdict(options),
+            self.settings.agent,
+            self.settings.agent_command,
+        ]
         return AgentGeneration(self, requests, self.engine.start(rooms, options), by)
 
     def forget(self, first: int) -> None:
@@ -105,20 +128,28 @@ class _Episode:
     by: Sequence[Any]
     """What it is drawn by, JSON."""
     ends: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    """Sequences that can go on, as bytes of their tokens: their places in the generation, and a turn's most tokens."""
+    """Sequences that can go on, as bytes of their tokens: their places in the generation, and a
+    turn's most tokens."""
 
 
 class AgentGeneration:
-    """A `Generation` of agents' episodes: what the endpoint is asked for is drawn, until every agent has come to its end.
+    """A `Generation` of agents' episodes: what the endpoint is asked for is drawn, until every
+    agent has come to its end.
 
-    An episode is cut where it reaches `environment.max_turns`, or where what it reads leaves no room. One whose agent
-    fails for good, or never asks, comes with a reward that is not a number, which no score is made of.
+    An episode is cut where it reaches `environment.max_turns`, or where what it reads leaves no
+    room. One whose agent fails for good, or never asks, comes with a reward that is not a number,
+    which no score is made of.
     """
 
     def __init__(
-        self, means: AgentEngine, requests: Sequence[GenerationRequest], generation: TurnGeneration, by: Sequence[Any]
+        self,
+        means: AgentEngine,
+        requests: Sequence[GenerationRequest],
+        generation: TurnGeneration,
+        by: Sequence[Any],
     ) -> None:
-        """`by` is what all episodes are drawn by, JSON: one that the journal has of the same is told from there."""
+        """`by` is what all episodes are drawn by, JSON: one that the journal has of the same is
+        told from there."""
         self._means, self._generation, self._by = means, generation, by
         self._events = queue.SimpleQueue[Callable[[], None]]()
         """What other threads want done here."""
@@ -137,7 +168,8 @@ class AgentGeneration:
         return not (self._open or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """Go on with what agents have asked for, a step of the engine's; waits for an agent where nothing is to be drawn."""
+        """Go on with what agents have asked for, a step of the engine's; waits for an agent where
+        nothing is to be drawn."""
         if self._generation.done and not self._complete:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=_WAIT_S)()
@@ -155,7 +187,10 @@ class AgentGeneration:
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: an agent cannot be handed over."""
-        raise AlignerError("environment.agent: episodes under way cannot be handed over; give rollout.spare_prompts=0")
+        raise AlignerError(
+            "environment.agent: episodes under way cannot be handed over; give"
+            " rollout.spare_prompts=0"
+        )
 
     def cancel(self) -> None:
         """Drop what is not complete."""
@@ -176,19 +211,27 @@ class AgentGeneration:
         def submit(ask: Ask) -> None:
             self._events.put(partial(self._ask, place, ask))
 
-        session = AgentSession(name, sessions, submit, lambda: self._events.put(partial(self._end, place)))
+        session = AgentSession(
+            name, sessions, submit, lambda: self._events.put(partial(self._end, place))
+        )
         self._open[place] = _Episode(request, session, by)
         means.server.open(session)
         told = {"task": task, "url": means.server.url(session), "key": session.key}
         ended = means.agents.reset(name, told, seed)
-        ended.add_done_callback(lambda future: self._events.put(partial(self._ended, place, future)))
+        ended.add_done_callback(
+            lambda future: self._events.put(partial(self._ended, place, future))
+        )
 
     def _ask(self, place: int, ask: Ask) -> None:
         """Draw a response, behind the sequence that it goes on from where there is one."""
         if (episode := self._open.get(place)) is None:
             return
         read, request = ask.read.numpy().tobytes(), episode.request
-        goes_on = [end for end, (_, most) in episode.ends.items() if read.startswith(end) and most == ask.most_tokens]
+        goes_on = [
+            end
+            for end, (_, most) in episode.ends.items()
+            if read.startswith(end) and most == ask.most_tokens
+        ]
         if goes_on and not ask.asked_before:
             before = max(goes_on, key=len)
             at, _ = episode.ends.pop(before)
@@ -198,7 +241,11 @@ class AgentGeneration:
             room = self._means.context - len(ask.read)
             at = self._generation.add(
                 GenerationRequest(
-                    prompt, request.sample_index, room, turn_tokens=ask.most_tokens, asked_before=ask.asked_before
+                    prompt,
+                    request.sample_index,
+                    room,
+                    turn_tokens=ask.most_tokens,
+                    asked_before=ask.asked_before,
                 )
             )
         self._drawing[at] = place, ask
@@ -225,9 +272,13 @@ class AgentGeneration:
         session, sample = episode.session, None
         self._branches += session.branches
         if error is None or session.is_cut:
-            sample = episode_sample(episode.request, session.turns, session.reward, is_cut=session.is_cut)
+            sample = episode_sample(
+                episode.request, session.turns, session.reward, is_cut=session.is_cut
+            )
         if sample is None:
-            _log.warning("%s", error or f"episode {session.name} is lost: its agent has asked for nothing")
+            _log.warning(
+                "%s", error or f"episode {session.name} is lost: its agent has asked for nothing"
+            )
             sample = lost_sample(episode.request, self._means.tokenizer.pad_token_id)
         if (journal := self._means.journal) is not None:
             journal.record(episode.request, episode.by, sample)

@@ -11,7 +11,12 @@ from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SpanListener
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    DrawsEpisodes,
+    GenerationEngine,
+    SpanListener,
+)
 from aligner.engines.episodes import EpisodeEngine
 from aligner.engines.led_engine import LedEngine
 from aligner.environments.environment_pool import EnvironmentPool
@@ -42,22 +47,27 @@ def build_engine(
 ) -> GenerationEngine:
     """Rank `rank` of an engine of `settings.kind`, still without weights.
 
-    `directory` is a Hugging Face directory of the model, of which only the configuration is read; `group` holds the ranks
-    of this rank's replica, in order (None when it is the only one). `shared` are the trainer's parameters that the embedded
-    engine may use as its own; `context` is the longest sequence that TensorRT-LLM or vLLM is to be ready for, the model's if
-    None. The embedded engine tells `listener` of every pass that runs prompts, as "prefill".
-    Raises ConfigError when the engine can not run this model, here.
+    `directory` is a Hugging Face directory of the model, of which only the configuration is read;
+    `group` holds the ranks of this rank's replica, in order (None when it is the only one).
+    `shared` are the trainer's parameters that the embedded engine may use as its own; `context` is
+    the longest sequence that TensorRT-LLM or vLLM is to be ready for, the model's if None. The
+    embedded engine tells `listener` of every pass that runs prompts, as "prefill". Raises
+    ConfigError when the engine can not run this model, here.
     """
     if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
         raise ConfigError("\n".join(problems))
     if settings.kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
-        return TensorRTLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
+        return TensorRTLLMEngine(
+            directory, shape, settings, rank, seed, group, device=device, context=context
+        )
     if settings.kind == "vllm":
         from aligner.engines.vllm.vllm_engine import VLLMEngine
 
-        return VLLMEngine(directory, shape, settings, rank, seed, group, device=device, context=context)
+        return VLLMEngine(
+            directory, shape, settings, rank, seed, group, device=device, context=context
+        )
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)
@@ -73,10 +83,12 @@ def build_episodes(
     listener: SpanListener | None = None,
     tools: Sequence[ListedTool] | None = None,
 ) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
-    """What draws episodes on this rank of the engine's, and of each replica's first rank what is the caller's to close.
+    """What draws episodes on this rank of the engine's, and of each replica's first rank what is
+    the caller's to close.
 
-    Arguments as for `build_engine`; `tools` are the environment's, None where nobody has listed them yet; the listener is told
-    when environments were asked. Raises ConfigError where these, or agents, cannot be made.
+    Arguments as for `build_engine`; `tools` are the environment's, None where nobody has listed
+    them yet; the listener is told when environments were asked. Raises ConfigError where these, or
+    agents, cannot be made.
     """
     if group is not None and rank % config.engine.parallel.tensor:
         return LedEngine(engine, group, None), None
@@ -99,11 +111,18 @@ def _environments(
     tools: Sequence[ListedTool] | None,
 ) -> EpisodeEngine:
     tools = list_tools(config.environment) if tools is None else tools
-    environments = EnvironmentPool.of(with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process))
+    environments = EnvironmentPool.of(
+        with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
+    )
     environments.listener = listener
     environments.start()
     return EpisodeEngine(
-        engine, environments, tokenizer, config.environment, config.seed, by_steps=config.rollout.spare_prompts > 0
+        engine,
+        environments,
+        tokenizer,
+        config.environment,
+        config.seed,
+        by_steps=config.rollout.spare_prompts > 0,
     )
 
 
@@ -113,9 +132,13 @@ def _journal(config: Config, process: str) -> EpisodeJournal | None:
     return EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
 
 
-def _agents(config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str) -> "AgentEngine":
+def _agents(
+    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
+) -> "AgentEngine":
     # What the agents extra brings, which `aligner.checks.environment` asks for.
     from aligner.engines.agents import AgentEngine
 
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return AgentEngine.begin(engine, tokenizer, config.environment, config.seed, context, _journal(config, process))
+    return AgentEngine.begin(
+        engine, tokenizer, config.environment, config.seed, context, _journal(config, process)
+    )

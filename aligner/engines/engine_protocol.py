@@ -1,4 +1,5 @@
-"""What is asked of a generation engine: requests and how they are drawn, the weights it takes, and the protocol."""
+"""What is asked of a generation engine: requests and how they are drawn, the weights it takes, and
+the protocol."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -20,7 +21,8 @@ SpanListener = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn. Log-probs are those of the whole distribution at `temperature`, but with `renormalize`."""
+    """How responses are drawn. Log-probs are those of the whole distribution at `temperature`, but
+    with `renormalize`."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -29,9 +31,11 @@ class SamplingOptions:
     top_p: float = 1.0
     """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Draw among tokens whose probability at `temperature` is at least this share of the greatest one's."""
+    """Draw among tokens whose probability at `temperature` is at least this share of the greatest
+    one's."""
     renormalize: bool = False
-    """Where tokens are left out, log-probs are those of the distribution over the others, and samples tell which these are."""
+    """Where tokens are left out, log-probs are those of the distribution over the others, and
+    samples tell which these are."""
     min_new_tokens: int = 0
     """No stop token is drawn before so many tokens."""
     greedy: bool = False
@@ -39,21 +43,43 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these, which it includes."""
     routes: bool = False
-    """Tell the experts that were chosen for each token: of mixtures of experts alone, by an engine that can."""
+    """Tell the experts that were chosen for each token: of mixtures of experts alone, by an engine
+    that can."""
 
     def __post_init__(self) -> None:
         wrong = [
             text
             for good, text in (
-                (self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1"),
+                (
+                    self.max_new_tokens >= 1,
+                    f"max_new_tokens={self.max_new_tokens}: must be at least 1",
+                ),
                 (
                     0 <= self.min_new_tokens <= self.max_new_tokens,
-                    f"min_new_tokens={self.min_new_tokens}: must be within 0 and max_new_tokens={self.max_new_tokens}",
+                    (
+                        f"min_new_tokens={self.min_new_tokens}: must be within 0 and"
+                        f" max_new_tokens={self.max_new_tokens}"
+                    ),
                 ),
-                (self.temperature > 0, f"temperature={self.temperature}: must be above 0; for the likeliest token: greedy"),
-                (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0, which keeps all tokens"),
+                (
+                    self.temperature > 0,
+                    (
+                        f"temperature={self.temperature}: must be above 0; for the likeliest token:"
+                        " greedy"
+                    ),
+                ),
+                (
+                    self.top_k >= 0,
+                    f"top_k={self.top_k}: must be at least 0, which keeps all tokens",
+                ),
                 (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
-                (0 <= self.min_p <= 1, f"min_p={self.min_p}: must be at least 0, which keeps all tokens, and at most 1"),
+                (
+                    0 <= self.min_p <= 1,
+                    (
+                        f"min_p={self.min_p}: must be at least 0, which keeps all tokens, and at"
+                        " most 1"
+                    ),
+                ),
             )
             if not good
         ]
@@ -80,15 +106,18 @@ class GenerationRequest:
     max_new_tokens: int | None = None
     """A limit of this response's own, below the options'."""
     begun: Sample | None = None
-    """This sample, unfinished: its response goes on, with the random numbers that would have come next."""
+    """This sample, unfinished: its response goes on, with the random numbers that would have come
+    next."""
     turn_tokens: int | None = None
-    """Most tokens of a turn of a response of several, which `TurnGeneration.go_on` tells what comes after each."""
+    """Most tokens of a turn of a response of several, which `TurnGeneration.go_on` tells what comes
+    after each."""
     waits: bool = False
     """Whether the first turn waits for `go_on` too."""
     asked_before: int | None = None
-    """For an agent's turns and for branches: how often the episode has asked for a response to the same tokens before, or so
-    many that none has the same number. Their random numbers follow from the tokens that each turn reads, the first one's from
-    this too, not from its place in the response. None: it is neither.
+    """For an agent's turns and for branches: how often the episode has asked for a response to the
+    same tokens before, or so many that none has the same number. Their random numbers follow from
+    the tokens that each turn reads, the first one's from this too, not from its place in the
+    response. None: it is neither.
     """
 
     def limit(self, options: SamplingOptions) -> int:
@@ -97,8 +126,11 @@ class GenerationRequest:
         return most if self.max_new_tokens is None else min(self.max_new_tokens, most)
 
 
-def request_problems(requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape) -> list[str]:
-    """One line for each thing that is wrong, each naming its prompt; the samples of a prompt share their lines."""
+def request_problems(
+    requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape
+) -> list[str]:
+    """One line for each thing that is wrong, each naming its prompt; the samples of a prompt share
+    their lines."""
     problems = [problem for request in requests for problem in _problems(request, options, shape)]
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
         problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
@@ -113,26 +145,29 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
         return [f"prompt {prompt.id} is empty; it needs at least one token"]
     problems = []
     if request.sample_index < 0:
-        problems.append(f"prompt {prompt.id}: sample_index={request.sample_index} must be at least 0")
+        problems.append(
+            f"prompt {prompt.id}: sample_index={request.sample_index} must be at least 0"
+        )
     if limit < max(1, options.min_new_tokens):
         problems.append(
-            f"prompt {prompt.id} asks for max_new_tokens={limit}; at least {max(1, options.min_new_tokens)} are needed"
+            f"prompt {prompt.id} asks for max_new_tokens={limit}; at least"
+            f" {max(1, options.min_new_tokens)} are needed"
         )
     if request.begun is not None and len(request.begun.response) >= limit and not request.waits:
         problems.append(
-            f"prompt {prompt.id}: sample {request.sample_index} goes on from {len(request.begun.response)} tokens, but"
-            f" max_new_tokens={limit} allows it no more"
+            f"prompt {prompt.id}: sample {request.sample_index} goes on from"
+            f" {len(request.begun.response)} tokens, but max_new_tokens={limit} allows it no more"
         )
     if len(tokens) + limit > shape.max_positions:
         problems.append(
-            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds the model's"
-            f" {shape.max_positions} positions: shorten the prompt or the response"
+            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds"
+            f" the model's {shape.max_positions} positions: shorten the prompt or the response"
         )
     low, high = (int(token) for token in tokens.aminmax())
     if low < 0 or high >= shape.vocab_size:
         problems.append(
-            f"prompt {prompt.id} has token ids from {low} to {high}; the vocabulary is [0, {shape.vocab_size}):"
-            " was it tokenized with this model's tokenizer?"
+            f"prompt {prompt.id} has token ids from {low} to {high}; the vocabulary is [0,"
+            f" {shape.vocab_size}): was it tokenized with this model's tokenizer?"
         )
     return problems
 
@@ -144,14 +179,25 @@ _VLLM_VOCABULARY = 64
 def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
     """What the engine of these settings, on such devices, will say."""
     layout = settings.parallel
-    if settings.kind == "tensorrt_llm":  # it takes whole tensors on every GPU, and cuts its share out of them
-        return WeightFormat(EngineParallelConfig(tensor=1, data=layout.ranks), torch.bfloat16, settings.bucket_mib << 20)
+    # it takes whole tensors on every GPU, and cuts its share out of them
+    if settings.kind == "tensorrt_llm":
+        return WeightFormat(
+            EngineParallelConfig(tensor=1, data=layout.ranks),
+            torch.bfloat16,
+            settings.bucket_mib << 20,
+        )
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    if settings.kind == "vllm":  # a bucket is of whole tensors, of which each worker takes its slices alone
-        return WeightFormat(layout, dtype, settings.bucket_mib * layout.tensor << 20, vocabulary_multiple=_VLLM_VOCABULARY)
+    # a bucket is of whole tensors, of which each worker takes its slices alone
+    if settings.kind == "vllm":
+        return WeightFormat(
+            layout,
+            dtype,
+            settings.bucket_mib * layout.tensor << 20,
+            vocabulary_multiple=_VLLM_VOCABULARY,
+        )
     return WeightFormat(layout, dtype, None)
 
 
@@ -163,13 +209,15 @@ class Generation(Protocol):
         """Whether every response is complete."""
 
     def step(self) -> list[tuple[int, Sample]]:
-        """Go on; returns the responses that are complete now, each with its place among the requests.
+        """Go on; returns the responses that are complete now, each with its place among the
+        requests.
 
         May return none. Raises AlignerError when the engine has no weights, or sleeps.
         """
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """The responses that are not complete as they are now, each with its place among the requests.
+        """The responses that are not complete as they are now, each with its place among the
+        requests.
 
         Raises AlignerError where the engine cannot tell.
         """
@@ -182,16 +230,18 @@ class TurnGeneration(Generation, Protocol):
     """Responses of an engine's, which may be told to go on."""
 
     def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn, after tokens that it is given. It is of the request at that place.
+        """Have a complete response take a further turn, after tokens that it is given. It is of the
+        request at that place.
 
         Raises AlignerError where no room is left for a token to be drawn.
         """
 
     def add(self, request: GenerationRequest) -> int:
-        """Begin another response, at once; its place is the next number after those of the requests and of what was added.
+        """Begin another response, at once; its place is the next number after those of the requests
+        and of what was added.
 
-        Raises AlignerError for one that needs more room than any of those that the generation was started with, and where
-        the engine cannot.
+        Raises AlignerError for one that needs more room than any of those that the generation was
+        started with, and where the engine cannot.
         """
 
     def leave(self, place: int) -> None:
@@ -212,7 +262,9 @@ class BeginsTurns(Protocol):
     def version(self) -> int | None:
         """As `GenerationEngine.version`."""
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> TurnGeneration:
         """As `GenerationEngine.start`."""
 
 
@@ -220,10 +272,12 @@ class DrawsEpisodes(BeginsGenerations, Protocol):
     """What has an engine draw episodes."""
 
     def forget(self, first: int) -> None:
-        """Drop what was said in the episodes of prompts before the `first` of the stream. Raises OSError."""
+        """Drop what was said in the episodes of prompts before the `first` of the stream. Raises
+        OSError."""
 
     def take_waits(self) -> float | None:
-        """Seconds that an episode waited for its environment, in the mean of those begun since the call before.
+        """Seconds that an episode waited for its environment, in the mean of those begun since the
+        call before.
 
         None without any, and where it is not known.
         """
@@ -233,7 +287,8 @@ class DrawsEpisodes(BeginsGenerations, Protocol):
 
 
 def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:
-    """Take `steps`, or all that there are; the responses that they completed, by their places among the requests."""
+    """Take `steps`, or all that there are; the responses that they completed, by their places among
+    the requests."""
     samples: dict[int, Sample] = {}
     for _ in itertools.count() if steps is None else range(steps):
         if generation.done:
@@ -243,13 +298,16 @@ def advance(generation: Generation, steps: int | None = None) -> dict[int, Sampl
 
 
 class GenerationEngine(ABC):
-    """A generator of samples, one object per engine rank: what each offers, and refuses in the same words.
+    """A generator of samples, one object per engine rank: what each offers, and refuses in the same
+    words.
 
-    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a replica make the same
-    calls in the same order and return the same samples.
+    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a
+    replica make the same calls in the same order and return the same samples.
     """
 
-    def __init__(self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat) -> None:
+    def __init__(
+        self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat
+    ) -> None:
         self._shape, self._settings = shape, settings
         self.weight_format = weight_format
         """How it takes new weights."""
@@ -262,29 +320,35 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the weights that serve; None before the first update, while they are overwritten, after that failed,
-        and after a sleep that dropped them."""
+        """Version of the weights that serve; None before the first update, while they are
+        overwritten, after that failed, and after a sleep that dropped them."""
 
     @abstractmethod
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
-        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the weights alone.
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> TurnGeneration:
+        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the
+        weights alone.
 
-        Raises AlignerError, before anything is generated, naming every request that can not be served; or while an
-        earlier generation is neither done nor cancelled.
+        Raises AlignerError, before anything is generated, naming every request that can not be
+        served; or while an earlier generation is neither done nor cancelled.
         """
 
     def take_guesses(self) -> tuple[int, int]:
-        """Tokens that were guessed since the call before (`engine.speculation`), and how many of them were drawn."""
+        """Tokens that were guessed since the call before (`engine.speculation`), and how many of
+        them were drawn."""
         return 0, 0
 
     @abstractmethod
     def begin_update(self, version: int) -> WeightUpdate:
-        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit` on.
+        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit`
+        on.
 
-        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine that overwrites its
-        weights has none from the first one on until a commit. Responses that it finds half-way are finished under the old
-        weights, or go on under the new ones, as `engine.in_flight` says. Raises AlignerError when another update is open or
-        the engine sleeps.
+        Until then, and after an `abort`, the engine keeps its version if it holds both; an engine
+        that overwrites its weights has none from the first one on until a commit. Responses that it
+        finds half-way are finished under the old weights, or go on under the new ones, as
+        `engine.in_flight` says. Raises AlignerError when another update is open or the engine
+        sleeps.
         """
 
     @abstractmethod
@@ -314,17 +378,24 @@ class GenerationEngine(ABC):
         self._check_awake("generate")
         self._check_weights()
         if self._generation is not None and not self._generation.done:
-            raise AlignerError("the engine is generating already: finish or cancel the earlier generation first")
+            raise AlignerError(
+                "the engine is generating already: finish or cancel the earlier generation first"
+            )
 
     def _check_may_update(self, version: int) -> None:
         self._check_awake("take new weights")
         if self._incoming is not None:
             raise AlignerError(
-                f"an update to version {version} can not begin: the one to version {self._incoming} is still open"
+                f"an update to version {version} can not begin: the one to version {self._incoming}"
+                " is still open"
             )
 
     def _check_may_sleep(self) -> None:
         if self._incoming is not None:
-            raise AlignerError(f"the engine can not sleep: the update to version {self._incoming} is open")
+            raise AlignerError(
+                f"the engine can not sleep: the update to version {self._incoming} is open"
+            )
         if self._generation is not None and not self._generation.done:
-            raise AlignerError("the engine can not sleep: responses are under way; finish or cancel them first")
+            raise AlignerError(
+                "the engine can not sleep: responses are under way; finish or cancel them first"
+            )

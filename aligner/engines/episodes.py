@@ -13,7 +13,12 @@ import torch
 from aligner.data.chat_turns import ChatTurns, Unsafe
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
-from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, TurnGeneration
+from aligner.engines.engine_protocol import (
+    BeginsTurns,
+    GenerationRequest,
+    SamplingOptions,
+    TurnGeneration,
+)
 from aligner.engines.open_episode import OpenEpisode, branch_request, turns_request
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_environment import EpisodeLost, Observation, Outcome
@@ -23,12 +28,14 @@ from aligner.schema.environment import EnvironmentConfig
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
-"""Where all episodes wait for their environments a step ends after so long, for who waits for it to see life."""
+"""Where all episodes wait for their environments a step ends after so long, for who waits for it to
+see life."""
 _STEPS_AN_ANSWER = 4
 
 
 def episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
-    """What environments know an episode by; `number` tells those of one sample apart, 1 the first."""
+    """What environments know an episode by; `number` tells those of one sample apart, 1 the
+    first."""
     return f"{prompt_id}/{sample_index}" if number == 1 else f"{prompt_id}/{sample_index}/{number}"
 
 
@@ -42,8 +49,9 @@ class EpisodeEngine:
     settings: EnvironmentConfig
     seed: int
     by_steps: bool = False
-    """Whether an answer is heard so many of the engine's steps after it was asked for, and waited for then: so that which
-    episodes are complete after how many steps does not hang on how fast environments are."""
+    """Whether an answer is heard so many of the engine's steps after it was asked for, and waited
+    for then: so that which episodes are complete after how many steps does not hang on how fast
+    environments are."""
     told: set[str] = field(default_factory=set)
     """What the log has said once, and need not say again."""
 
@@ -64,26 +72,34 @@ class EpisodeEngine:
         """End the environments."""
         self.environments.close()
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> "EpisodeGeneration":
-        """Begin one episode a request, or go on with the one that it has begun; as `GenerationEngine.start`."""
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> "EpisodeGeneration":
+        """Begin one episode a request, or go on with the one that it has begun; as
+        `GenerationEngine.start`."""
         turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
         ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
         options = replace(options, stop_token_ids=ends)
-        turns = [turns_request(each, options, ends, self.settings.max_turn_tokens) for each in requests]
+        turns = [
+            turns_request(each, options, ends, self.settings.max_turn_tokens) for each in requests
+        ]
         waits = [each.waits for each in turns]
         return EpisodeGeneration(self, requests, self.engine.start(turns, options), waits, options)
 
 
 class EpisodeGeneration:
-    """A `Generation` of episodes: while environments answer some of them, the engine draws turns of the others.
+    """A `Generation` of episodes: while environments answer some of them, the engine draws turns of
+    the others.
 
-    An episode ends where its environment says so; it is cut where a turn, the response or the number of turns reaches its
-    limit. Where messages cannot be appended safely to what the policy has said, the whole conversation is worded anew and a
-    new branch goes on from that; where it does not fit, the episode is cut. One whose environment fails for good comes with a
-    reward that is not a number, which no score is made of.
+    An episode ends where its environment says so; it is cut where a turn, the response or the
+    number of turns reaches its limit. Where messages cannot be appended safely to what the policy
+    has said, the whole conversation is worded anew and a new branch goes on from that; where it
+    does not fit, the episode is cut. One whose environment fails for good comes with a reward that
+    is not a number, which no score is made of.
 
-    One that was begun elsewhere goes on here, with an environment that is asked all that the other one was asked, and has to
-    answer what the sample says; else the episode is lost. Meanwhile the engine goes on with its last turn.
+    One that was begun elsewhere goes on here, with an environment that is asked all that the other
+    one was asked, and has to answer what the sample says; else the episode is lost. Meanwhile the
+    engine goes on with its last turn.
     """
 
     def __init__(
@@ -94,7 +110,8 @@ class EpisodeGeneration:
         waits: Sequence[bool],
         options: SamplingOptions,
     ) -> None:
-        """`generation` has a response for each request, which `waits` or is drawn; turns end with `options.stop_token_ids`."""
+        """`generation` has a response for each request, which `waits` or is drawn; turns end with
+        `options.stop_token_ids`."""
         self._means, self._generation, self._options = means, generation, options
         self._ends = frozenset(options.stop_token_ids)
         self._open: dict[int, OpenEpisode] = {}
@@ -111,8 +128,12 @@ class EpisodeGeneration:
             sample = (prompt.id, request.sample_index)
             begun[sample] += 1
             name = episode_name(*sample, begun[sample])
-            self._open[place] = OpenEpisode(name, request, place, request.begun, is_drawn=not waits[place])
-            self._expect(place, means.environments.reset(name, *task_of(prompt, means.tokenizer, means.seed)))
+            self._open[place] = OpenEpisode(
+                name, request, place, request.begun, is_drawn=not waits[place]
+            )
+            self._expect(
+                place, means.environments.reset(name, *task_of(prompt, means.tokenizer, means.seed))
+            )
 
     @property
     def done(self) -> bool:
@@ -120,22 +141,28 @@ class EpisodeGeneration:
         return not (self._open or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """Go on with what environments have answered, a step of the engine's; waits for an answer where all wait for one."""
+        """Go on with what environments have answered, a step of the engine's; waits for an answer
+        where all wait for one."""
         for future in self._heard():
             self._hear(self._asked.pop(future), future)
         if not self._generation.done:
             self._steps += 1
             for at, sample in self._generation.step():
                 self._end_turn(at, sample)
-        if not (self._open or self._generation.done):  # what is left there is of episodes that are lost
+        # what is left there is of episodes that are lost
+        if not (self._open or self._generation.done):
             self._generation.cancel()
         complete, self._complete = self._complete, []
         return complete
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """The episodes that are not complete as they are now, each with its place among the requests."""
+        """The episodes that are not complete as they are now, each with its place among the
+        requests."""
         drawn = dict(self._generation.unfinished())
-        return [(place, episode.handed_over(drawn.get(episode.at))) for place, episode in self._open.items()]
+        return [
+            (place, episode.handed_over(drawn.get(episode.at)))
+            for place, episode in self._open.items()
+        ]
 
     def cancel(self) -> None:
         """Drop what is not complete."""
@@ -150,7 +177,9 @@ class EpisodeGeneration:
     def _expect(self, place: int, answer: Future[Outcome]) -> None:
         self._asked[answer] = place
         if self._means.by_steps:
-            self._due[answer] = self._steps + (0 if self._open[place].is_replayed else _STEPS_AN_ANSWER)
+            self._due[answer] = self._steps + (
+                0 if self._open[place].is_replayed else _STEPS_AN_ANSWER
+            )
 
     def _heard(self) -> list[Future[Outcome]]:
         """The answers that are heard now, in the order of their places."""
@@ -235,16 +264,21 @@ class EpisodeGeneration:
         """
         episode, told = self._open[place], self._means.told
         request = replace(episode.request, turn_tokens=self._means.settings.max_turn_tokens)
-        request = branch_request(request, found.anew.tokens, len(episode.branches) + 1, self._options)
+        request = branch_request(
+            request, found.anew.tokens, len(episode.branches) + 1, self._options
+        )
         at = self._generation.add(request)
         self._generation.leave(episode.at)
         self._places[at], episode.at = place, at
         if "branch" not in told:
             told.add("branch")
-            _log.info("episode %s begins a new branch, as others may: %s", episode.name, found.reason)
+            _log.info(
+                "episode %s begins a new branch, as others may: %s", episode.name, found.reason
+            )
 
     def _hear_again(self, place: int, outcome: Outcome) -> None:
-        """The environment has answered what an earlier one did; then it is told the next turn, if that is complete.
+        """The environment has answered what an earlier one did; then it is told the next turn, if
+        that is complete.
 
         Raises EpisodeLost where the sample says something else.
         """
@@ -252,11 +286,14 @@ class EpisodeGeneration:
         try:
             found = self._told(episode, outcome.observation)
         except AlignerError as error:
-            raise EpisodeLost(f"episode {episode.name} cannot be taken up again: {error}") from error
+            raise EpisodeLost(
+                f"episode {episode.name} cannot be taken up again: {error}"
+            ) from error
         if self._is_over(episode, outcome) or not episode.repeats(found):
             raise EpisodeLost(
-                f"episode {episode.name} cannot be taken up again: after {episode.turns} turns its environment answered"
-                f" {outcome}, other than the first time; answers must follow from task, seed and actions alone"
+                f"episode {episode.name} cannot be taken up again: after {episode.turns} turns its"
+                f" environment answered {outcome}, other than the first time; answers must follow"
+                " from task, seed and actions alone"
             )
         episode.hear(found)
         turn = episode.next_turn(self._ends)
@@ -269,16 +306,21 @@ class EpisodeGeneration:
 
     def _is_over(self, episode: OpenEpisode, outcome: Outcome) -> bool:
         """Whether no turn follows an answer."""
-        return episode.turn is not None and (outcome.done or episode.turns == self._means.settings.max_turns)
+        return episode.turn is not None and (
+            outcome.done or episode.turns == self._means.settings.max_turns
+        )
 
     def _told(self, episode: OpenEpisode, observation: Observation) -> list[int] | Unsafe:
-        """What the policy is told, or why messages cannot be appended to what it has said. Raises AlignerError."""
+        """What the policy is told, or why messages cannot be appended to what it has said. Raises
+        AlignerError."""
         if isinstance(observation, str):
             return self._means.tokenizer.encode(observation).tolist()
         if episode.turn is not None:
             return episode.worded(observation, self._means.chat)
         if observation:
-            raise AlignerError("messages go on from a turn of the policy's; what it is asked first are the data's")
+            raise AlignerError(
+                "messages go on from a turn of the policy's; what it is asked first are the data's"
+            )
         return []
 
     def _end(self, place: int, reason: FinishReason) -> None:
@@ -290,19 +332,26 @@ class EpisodeGeneration:
     def _lose(self, place: int) -> None:
         """An episode cannot be drawn."""
         episode = self._open.pop(place)
-        self._complete.append((place, lost_sample(episode.request, self._means.tokenizer.pad_token_id)))
+        self._complete.append(
+            (place, lost_sample(episode.request, self._means.tokenizer.pad_token_id))
+        )
         self._means.environments.finish(episode.name)
         if not episode.is_drawn:
             self._generation.leave(episode.at)
 
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
-    """What an episode is about, JSON, and its seed in a run of this one; a prompt's samples have both alike."""
-    return {**prompt.metadata, "prompt": tokenizer.decode(prompt.tokens)}, seed * 1_000_003 + prompt.id
+    """What an episode is about, JSON, and its seed in a run of this one; a prompt's samples have
+    both alike."""
+    return {
+        **prompt.metadata,
+        "prompt": tokenizer.decode(prompt.tokens),
+    }, seed * 1_000_003 + prompt.id
 
 
 def lost_sample(request: GenerationRequest, filler: int) -> Sample:
-    """A sample of one token, `filler`, that stands for an episode that was lost: its reward is not a number."""
+    """A sample of one token, `filler`, that stands for an episode that was lost: its reward is not
+    a number."""
     prompt = request.prompt
     return Sample(
         prompt_id=prompt.id,

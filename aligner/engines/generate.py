@@ -21,7 +21,12 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.transcripts import conversation, transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import BeginsGenerations, GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    GenerationEngine,
+    GenerationRequest,
+    SamplingOptions,
+)
 from aligner.engines.episodes import EpisodeEngine, episode_name
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
@@ -46,7 +51,8 @@ class Progress:
     seconds: float
     """Since generation began."""
     rewards: tuple[float, ...] = ()
-    """What environments gave for each of the complete episodes; not a number for one that was lost."""
+    """What environments gave for each of the complete episodes; not a number for one that was lost.
+    """
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,7 +87,11 @@ class Job:
     @property
     def requests(self) -> list[GenerationRequest]:
         """In the order of the output: each prompt's samples in a row."""
-        return [GenerationRequest(prompt, index) for prompt in self.prompts for index in range(self.samples)]
+        return [
+            GenerationRequest(prompt, index)
+            for prompt in self.prompts
+            for index in range(self.samples)
+        ]
 
 
 def plan_job(
@@ -95,12 +105,14 @@ def plan_job(
     environment: EnvironmentConfig | None = None,
     **sampling: Any,
 ) -> Job:
-    """The job of drawing so many responses to each prompt; `sampling` is what else SamplingOptions takes.
+    """The job of drawing so many responses to each prompt; `sampling` is what else SamplingOptions
+    takes.
 
     With an environment they are episodes, and a prompt may be chat messages.
 
-    A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model that generates no text
-    or has no tokenizer, sampling options that do not fit, and a prompt that leaves no room for the response, by its place.
+    A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model
+    that generates no text or has no tokenizer, sampling options that do not fit, and a prompt that
+    leaves no room for the response, by its place.
     """
     shape = require_generating(source)
     stops = shape.eos_token_ids if stop_at_eos else ()
@@ -109,32 +121,47 @@ def plan_job(
     except AlignerError as error:
         raise ConfigError(str(error)) from error
     if options.greedy and samples > 1:
-        raise ConfigError(f"{samples} samples a prompt, all greedy, would be the same; draw one, or do not be greedy")
+        raise ConfigError(
+            f"{samples} samples a prompt, all greedy, would be the same; draw one, or do not be"
+            " greedy"
+        )
     longest = shape.max_positions - max_new_tokens
     if longest < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions, prompt included")
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions,"
+            " prompt included"
+        )
     tokenizer = Tokenizer(source.companions)
-    allowed = f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new tokens"
+    allowed = (
+        f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new"
+        " tokens"
+    )
     listed = [] if environment is None else list_tools(environment)
     tools = tool_schemas(listed)
     tokenized = [
-        to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place)
-        if environment is None
-        else to_chat_prompt(with_tools(record, tools), tokenizer, longest, allowed, id=place)
+        (
+            to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place)
+            if environment is None
+            else to_chat_prompt(with_tools(record, tools), tokenizer, longest, allowed, id=place)
+        )
         for place, record in enumerate(prompts)
     ]
     return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, listed)
 
 
 def require_generating(source: Source) -> ModelShape:
-    """The shape of a stored model. Raises ConfigError for one that generates no text, or has no tokenizer."""
+    """The shape of a stored model. Raises ConfigError for one that generates no text, or has no
+    tokenizer."""
     shape = read_config(source.config, "the model's config.json")
     if source.head != "vocabulary":
         raise ConfigError(
-            f"{source.given_as} is a value or reward model, which generates no text; give a policy or a language model"
+            f"{source.given_as} is a value or reward model, which generates no text; give a policy"
+            " or a language model"
         )
     if not (source.companions / "tokenizer.json").is_file():
-        raise ConfigError(f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}")
+        raise ConfigError(
+            f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}"
+        )
     return shape
 
 
@@ -148,13 +175,15 @@ def generate(
     as_messages: bool = False,
     progress: Callable[[Progress], None],
 ) -> Progress:
-    """Do the job with an engine of this one process, and write a JSON object a sample; returns the totals.
+    """Do the job with an engine of this one process, and write a JSON object a sample; returns the
+    totals.
 
-    Of episodes those of less than `min_score`, and those that were lost, are not written; with `as_messages` the others'
-    conversations are. The lines are in the order of the job's requests; an episode with branches has one for each of these
-    too, before its last. The file takes its name when it is complete, and nothing is left of it when this fails. `progress` is
-    told after every step of the engine. Raises ConfigError where `output` can not be written, or exists and is not to be
-    overwritten, and where the engine can not run here.
+    Of episodes those of less than `min_score`, and those that were lost, are not written; with
+    `as_messages` the others' conversations are. The lines are in the order of the job's requests;
+    an episode with branches has one for each of these too, before its last. The file takes its name
+    when it is complete, and nothing is left of it when this fails. `progress` is told after every
+    step of the engine. Raises ConfigError where `output` can not be written, or exists and is not
+    to be overwritten, and where the engine can not run here.
     """
     done = Progress(0, 0, 0.0)
 
@@ -168,7 +197,9 @@ def generate(
             score = None if job.environment is None else episode_score(sample)
             if score is not None and not score >= (-math.inf if min_score is None else min_score):
                 continue
-            for record in [conversation_record(job, sample)] if as_messages else sequence_records(job, sample):
+            for record in (
+                [conversation_record(job, sample)] if as_messages else sequence_records(job, sample)
+            ):
                 file.write(json_line(record))
     return done
 
@@ -178,18 +209,26 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
-def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None]) -> Iterator[Sample]:
-    """The job's samples, in the order of its requests, by an engine of this one process; its end shuts the engine down.
+def draw(
+    job: Job, settings: EngineConfig, progress: Callable[[Progress], None]
+) -> Iterator[Sample]:
+    """The job's samples, in the order of its requests, by an engine of this one process; its end
+    shuts the engine down.
 
-    `progress` is told after every step of the engine. Raises ConfigError where the engine can not run here.
+    `progress` is told after every step of the engine. Raises ConfigError where the engine can not
+    run here.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
-    engine = build_engine(job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest)
+    engine = build_engine(
+        job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest
+    )
     pool = (
         None
         if job.environment is None
-        else EnvironmentPool.of(with_tool_arguments(job.environment, job.tools, job.tokenizer), job.journal)
+        else EnvironmentPool.of(
+            with_tool_arguments(job.environment, job.tools, job.tokenizer), job.journal
+        )
     )
     try:
         draws: BeginsGenerations = engine
@@ -210,9 +249,15 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
             while given in waiting:
                 yield waiting.pop(given)
                 given += 1
-            tokens = done.tokens + sum(each.drawn_count for _, sample in complete for each in sample.sequences)
-            rewards = done.rewards + tuple(episode_score(sample) for _, sample in complete if sample.rewards is not None)
-            done = Progress(done.samples + len(complete), tokens, time.monotonic() - started, rewards)
+            tokens = done.tokens + sum(
+                each.drawn_count for _, sample in complete for each in sample.sequences
+            )
+            rewards = done.rewards + tuple(
+                episode_score(sample) for _, sample in complete if sample.rewards is not None
+            )
+            done = Progress(
+                done.samples + len(complete), tokens, time.monotonic() - started, rewards
+            )
             progress(done)
     finally:
         if pool is not None:
@@ -221,7 +266,8 @@ def draw(job: Job, settings: EngineConfig, progress: Callable[[Progress], None])
 
 
 def load(engine: GenerationEngine, source: Source) -> None:
-    """Put a stored model's weights into an engine of one rank; their version is the training step, 0 without one."""
+    """Put a stored model's weights into an engine of one rank; their version is the training step,
+    0 without one."""
     update = engine.begin_update(source.step)
     try:
         for tensors in source.weights():
@@ -242,7 +288,11 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
     Raises ConfigError where `output` can not be written, or exists and is not to be overwritten.
     """
     if output.is_dir() or (output.exists() and not overwrite):
-        advice = "is a directory; give a file" if output.is_dir() else "exists already; overwrite it, or give another file"
+        advice = (
+            "is a directory; give a file"
+            if output.is_dir()
+            else "exists already; overwrite it, or give another file"
+        )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:
         with asked_for(output):
@@ -251,12 +301,16 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
-    """All that was drawn for a sample of the job, each with what it read as its prompt, and with the episode's score."""
+    """All that was drawn for a sample of the job, each with what it read as its prompt, and with
+    the episode's score."""
     if not sample.branches:
         return [sample_record(job, sample)]
     return [
         sample_record(job, replace(each, branches=()))
-        | {"prompt": job.tokenizer.decode(asked, skip_special_tokens=False), "prompt_tokens": asked.tolist()}
+        | {
+            "prompt": job.tokenizer.decode(asked, skip_special_tokens=False),
+            "prompt_tokens": asked.tolist(),
+        }
         | {"score": episode_score(sample)}
         for each in sample.sequences
         for asked in [each.tokens[: each.prompt_length]]
@@ -292,9 +346,16 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
 def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
     """An episode of the job as chat messages."""
     prompt = job.prompts[sample.prompt_id]
-    answers = [outcome.observation for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))]
+    answers = [
+        outcome.observation
+        for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))
+    ]
     said = conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
-    return said | {"score": episode_score(sample), "prompt_index": prompt.id, "sample_index": sample.sample_index}
+    return said | {
+        "score": episode_score(sample),
+        "prompt_index": prompt.id,
+        "sample_index": sample.sample_index,
+    }
 
 
 def episode_score(sample: Sample) -> float:

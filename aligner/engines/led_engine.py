@@ -1,4 +1,5 @@
-"""A replica's ranks that are led: what is asked of their engine follows from what the first of them alone knows, and when."""
+"""A replica's ranks that are led: what is asked of their engine follows from what the first of them
+alone knows, and when."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,9 +27,11 @@ _OWN = {each.name for each in fields(GenerationRequest)} - {"prompt", "sample_in
 
 @dataclass(frozen=True)
 class LedEngine:
-    """What draws on every rank of a replica as its first rank does: all are asked the same, and give the same samples.
+    """What draws on every rank of a replica as its first rank does: all are asked the same, and
+    give the same samples.
 
-    Every call to the first rank's engine is told to the others before it is made, and they make it too.
+    Every call to the first rank's engine is told to the others before it is made, and they make it
+    too.
     """
 
     engine: GenerationEngine
@@ -39,7 +42,8 @@ class LedEngine:
     """The first rank's: what draws there, of the engine that it is to use. None on the others."""
 
     def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
-        """As `GenerationEngine.start`; the first rank's requests count. Raises on every rank what is raised there."""
+        """As `GenerationEngine.start`; the first rank's requests count. Raises on every rank what
+        is raised there."""
         if self.leads is None:
             return _Following(self.engine, self.group)
         return _Leading(self._drawing, self.group, requests, options)
@@ -62,7 +66,9 @@ class _ToldEngine:
     def version(self) -> int | None:
         return self.engine.version
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> TurnGeneration:
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> TurnGeneration:
         _tell(self.group, {"do": "start", "options": asdict(options)}, requests)
         return _Told(self.engine.start(requests, options), self.group)
 
@@ -143,13 +149,23 @@ class _Leading:
         assert self._generation is not None
         return self._generation
 
-    def _tell_outcome(self, act: Callable[[], list[tuple[int, Sample]]]) -> list[tuple[int, Sample]]:
+    def _tell_outcome(
+        self, act: Callable[[], list[tuple[int, Sample]]]
+    ) -> list[tuple[int, Sample]]:
         try:
             samples = act()
         except AlignerError as error:
             _tell(self._group, {"do": "end", "error": str(error), "done": self.done, "places": []})
             raise
-        _tell(self._group, {"do": "end", "error": None, "done": self.done, "places": [place for place, _ in samples]})
+        _tell(
+            self._group,
+            {
+                "do": "end",
+                "error": None,
+                "done": self.done,
+                "places": [place for place, _ in samples],
+            },
+        )
         if samples:
             broadcast_samples([sample for _, sample in samples], self._group)
         return samples
@@ -178,29 +194,44 @@ class _Following:
         self._follow()
 
     def _follow(self) -> list[tuple[int, Sample]]:
-        """Do what the first rank does, up to the end of its call; what that gives. Raises what it raises there, or here."""
+        """Do what the first rank does, up to the end of its call; what that gives. Raises what it
+        raises there, or here."""
         failed: AlignerError | None = None
         while (told := broadcast_json(None, group=self._group))["do"] != "end":
             try:
                 self._do(told)
-            except AlignerError as error:  # the first rank has had it too, and says what comes of it
+            # the first rank has had it too, and says what comes of it
+            except AlignerError as error:
                 failed = failed if told["do"] in ("go_on", "add") else error
         self._is_done = told["done"]
         if told["error"] is not None:
             raise AlignerError(told["error"])
         if failed is not None:
             raise failed
-        return [*zip(told["places"], broadcast_samples(None, self._group), strict=True)] if told["places"] else []
+        return (
+            [*zip(told["places"], broadcast_samples(None, self._group), strict=True)]
+            if told["places"]
+            else []
+        )
 
     def _do(self, told: Mapping[str, Any]) -> None:
         if told["do"] == "start":
-            options = {**told["options"], "stop_token_ids": tuple(told["options"]["stop_token_ids"])}
-            self._generation = self._engine.start(_told_requests(told, self._group), SamplingOptions(**options))
+            options = {
+                **told["options"],
+                "stop_token_ids": tuple(told["options"]["stop_token_ids"]),
+            }
+            self._generation = self._engine.start(
+                _told_requests(told, self._group), SamplingOptions(**options)
+            )
             return
-        getattr(self._generation, told["do"])(*_told_requests(told, self._group), *told.get("with", ()))
+        getattr(self._generation, told["do"])(
+            *_told_requests(told, self._group), *told.get("with", ())
+        )
 
 
-def _tell(group: ProcessGroup, what: Mapping[str, Any], requests: Sequence[GenerationRequest] = ()) -> None:
+def _tell(
+    group: ProcessGroup, what: Mapping[str, Any], requests: Sequence[GenerationRequest] = ()
+) -> None:
     """Have the other ranks hear what the first one is about to do, with these requests."""
     own = [{name: getattr(each, name) for name in _OWN} for each in requests]
     broadcast_json({**what, "requests": own}, group=group)
@@ -224,4 +255,6 @@ def _told_requests(told: Mapping[str, Any], group: ProcessGroup) -> list[Generat
 
 def _as_sample(request: GenerationRequest) -> Sample:
     """What it goes on from, a sample without a token where that is nothing."""
-    return request.begun or replace(unbegun([request.prompt], 1)[0], sample_index=request.sample_index)
+    return request.begun or replace(
+        unbegun([request.prompt], 1)[0], sample_index=request.sample_index
+    )

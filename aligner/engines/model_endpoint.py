@@ -51,12 +51,13 @@ class _Ask:
 class ModelEndpoint(OpenAIServer):
     """Serves `/v1/chat/completions` and `/v1/models`, one batch of answers after another.
 
-    A batch is all that waits when the one before is done, and is drawn alike. Messages are worded by the model's chat
-    template; a model without one reads their texts, a blank line between them.
+    A batch is all that waits when the one before is done, and is drawn alike. Messages are worded
+    by the model's chat template; a model without one reads their texts, a blank line between them.
     """
 
     def __init__(self, source: Source, settings: EngineConfig, host: str, port: int) -> None:
-        """Reads the weights. Raises ConfigError for a model that generates no text or has no tokenizer."""
+        """Reads the weights. Raises ConfigError for a model that generates no text or has no
+        tokenizer."""
         shape = require_generating(source)
         self._tokenizer, self._positions = Tokenizer(source.companions), shape.max_positions
         self._name, self._stops = source.directory.name, shape.eos_token_ids
@@ -67,7 +68,9 @@ class ModelEndpoint(OpenAIServer):
             self._chat = ChatTurns(self._tokenizer, None)
         except ConfigError as error:
             self.notice = f"{error}; it is asked with the messages' texts alone"
-        self._engine = EmbeddedEngine(shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+        self._engine = EmbeddedEngine(
+            shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu"
+        )
         load(self._engine, source)
         self._waiting = queue.SimpleQueue[_Ask]()
         self._ids = itertools.count()
@@ -98,7 +101,11 @@ class ModelEndpoint(OpenAIServer):
         room = self._positions - len(read)
         if room < 1:
             most = self._positions - 1
-            raise Refused(400, f"messages: {len(read)} tokens; at most {most} leave room", "context_length_exceeded")
+            raise Refused(
+                400,
+                f"messages: {len(read)} tokens; at most {most} leave room",
+                "context_length_exceeded",
+            )
         loop = asyncio.get_running_loop()
         most = min(body.limit or _MOST_TOKENS, room)
         asks = [_Ask(body, read, most, loop.create_future()) for _ in range(body.n)]
@@ -112,7 +119,9 @@ class ModelEndpoint(OpenAIServer):
         try:
             if self._chat is not None:
                 return self._chat.begin(messages).tokens
-            return self._tokenizer.encode("\n\n".join(message["content"] for message in messages), begins=True)
+            return self._tokenizer.encode(
+                "\n\n".join(message["content"] for message in messages), begins=True
+            )
         except AlignerError as error:
             raise Refused(400, str(error)) from error
 
@@ -138,12 +147,16 @@ class ModelEndpoint(OpenAIServer):
             greedy=body.temperature == 0,
             stop_token_ids=self._stops,
         )
-        requests = [GenerationRequest(Prompt(next(self._ids), "", ask.read), 0, ask.most) for ask in asks]
+        requests = [
+            GenerationRequest(Prompt(next(self._ids), "", ask.read), 0, ask.most) for ask in asks
+        ]
         generation = self._engine.start(requests, options)
         try:
             while not generation.done:
                 for place, sample in generation.step():
-                    drawn = list(zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True))
+                    drawn = list(
+                        zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True)
+                    )
                     self._give(asks[place], [self._token(*each) for each in drawn], sample.response)
         finally:
             generation.cancel()
@@ -179,7 +192,9 @@ async def _all_given(asks: Sequence[_Ask]) -> list[Answer]:
             ask.given.cancel()
 
 
-def _unless_done(future: "asyncio.Future[Answer]", then: Callable[..., None]) -> Callable[..., None]:
+def _unless_done(
+    future: "asyncio.Future[Answer]", then: Callable[..., None]
+) -> Callable[..., None]:
     def give(value: object) -> None:
         if not future.done():  # its client has gone
             then(value)

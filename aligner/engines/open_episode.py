@@ -1,4 +1,5 @@
-"""An episode under way: what the policy has drawn and read in it, and whether another environment repeats what it was told."""
+"""An episode under way: what the policy has drawn and read in it, and whether another environment
+repeats what it was told."""
 
 import itertools
 from collections.abc import Collection
@@ -16,7 +17,8 @@ from aligner.errors import AlignerError
 
 @dataclass
 class OpenEpisode:
-    """An episode that is not over: one sequence after another, of which the last one still grows."""
+    """An episode that is not over: one sequence after another, of which the last one still
+    grows."""
 
     name: str
     request: GenerationRequest
@@ -40,25 +42,32 @@ class OpenEpisode:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """In this sequence, by the response token that each was given for, a turn's last one."""
     drawn: Sample | None = None
-    """The turn that the engine has gone on with, where it ends before the environment has gone through those before it."""
+    """The turn that the engine has gone on with, where it ends before the environment has gone
+    through those before it."""
 
     @property
     def is_replayed(self) -> bool:
         """Whether the sample that it goes on from has what the environment is about to say."""
         begun = self.begun
-        return begun is not None and (len(self.branches) < len(begun.branches) or self.told < len(begun.response))
+        return begun is not None and (
+            len(self.branches) < len(begun.branches) or self.told < len(begun.response)
+        )
 
     def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | Unsafe:
-        """The tokens of messages that came behind the last turn, or why they cannot be appended to it.
+        """The tokens of messages that came behind the last turn, or why they cannot be appended to
+        it.
 
-        Raises AlignerError where the prompt is none of messages, and where no message can stand behind the turn.
+        Raises AlignerError where the prompt is none of messages, and where no message can stand
+        behind the turn.
         """
         assert self.turn is not None
         if self.conversation is None:
             asked = self.request.prompt.metadata
             self.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
-                raise AlignerError("messages go on from a prompt of messages; the data has a plain text")
+                raise AlignerError(
+                    "messages go on from a prompt of messages; the data has a plain text"
+                )
         begun = len(self.conversation.tokens) + len(self.turn)
         found = chat.go_on(self.conversation, self.turn, messages)
         if isinstance(found, Unsafe):
@@ -86,14 +95,16 @@ class OpenEpisode:
         return self._told(replace(self.sample, finish_reason=reason), branches)
 
     def handed_over(self, drawn: Sample | None) -> Sample:
-        """The episode as it is; `drawn` is what the engine has of the sequence, where that is at work on it."""
+        """The episode as it is; `drawn` is what the engine has of the sequence, where that is at
+        work on it."""
         if self.begun is not None:
             return self.begun
         none = replace(unbegun([self.request.prompt], 1)[0], sample_index=self.request.sample_index)
         return self._told(replace(drawn or self.sample or none, finish_reason="unfinished"), None)
 
     def repeats(self, found: list[int] | Unsafe) -> bool:
-        """Whether the sample that it goes on from has the same there, and the same rewards before."""
+        """Whether the sample that it goes on from has the same there, and the same rewards
+        before."""
         assert self.begun is not None
         begun, *following = self.begun.sequences[len(self.branches) :]
         had = torch.zeros(len(begun.response)) if begun.rewards is None else begun.rewards
@@ -102,12 +113,21 @@ class OpenEpisode:
         is_at_end = self.told == len(begun.response)
         if isinstance(found, Unsafe):
             following = following if is_at_end else []
-            return any(torch.equal(found.anew.tokens, each.tokens[: each.prompt_length]) for each in following[:1])
-        given = itertools.takewhile(lambda at: not is_drawn(begun, at), range(self.told, len(begun.response)))
-        return not is_at_end and found == begun.response[self.told : self.told + len([*given])].tolist()
+            return any(
+                torch.equal(found.anew.tokens, each.tokens[: each.prompt_length])
+                for each in following[:1]
+            )
+        given = itertools.takewhile(
+            lambda at: not is_drawn(begun, at), range(self.told, len(begun.response))
+        )
+        return (
+            not is_at_end
+            and found == begun.response[self.told : self.told + len([*given])].tolist()
+        )
 
     def next_turn(self, ends: Collection[int]) -> Sample | None:
-        """The sequence up to the end of the turn that follows in the sample that it goes on from; None where that has no end.
+        """The sequence up to the end of the turn that follows in the sample that it goes on from;
+        None where that has no end.
 
         `ends` are the tokens that end a turn.
         """
@@ -115,13 +135,18 @@ class OpenEpisode:
         begun, *following = self.begun.sequences[len(self.branches) :]
         last = len(begun.response) if following else None
         places = range(self.told, len(begun.response))
-        ended = next((at + 1 for at in places if int(begun.response[at]) in ends and is_drawn(begun, at)), last)
+        ended = next(
+            (at + 1 for at in places if int(begun.response[at]) in ends and is_drawn(begun, at)),
+            last,
+        )
         return None if ended is None else replace(begun.cut(ended, "stop"), branches=())
 
     def _told(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
         """The sample with what the environment has given, and with these branches or all."""
         rewards = self._rewards(len(sample.response))
-        return replace(sample, rewards=rewards, branches=tuple(self.branches) if branches is None else branches)
+        return replace(
+            sample, rewards=rewards, branches=tuple(self.branches) if branches is None else branches
+        )
 
     def _rewards(self, tokens: int) -> Tensor:
         """What the environment has given for the sequence, float32 [tokens]."""
@@ -131,8 +156,11 @@ class OpenEpisode:
         return rewards
 
 
-def turns_request(request: GenerationRequest, options: SamplingOptions, ends: Collection[int], most: int) -> GenerationRequest:
-    """What is asked of the engine for an episode that begins, or goes on: turns of at most so many tokens.
+def turns_request(
+    request: GenerationRequest, options: SamplingOptions, ends: Collection[int], most: int
+) -> GenerationRequest:
+    """What is asked of the engine for an episode that begins, or goes on: turns of at most so many
+    tokens.
 
     Raises AlignerError as `branch_request`.
     """
@@ -140,27 +168,37 @@ def turns_request(request: GenerationRequest, options: SamplingOptions, ends: Co
     turns = replace(request, turn_tokens=most, waits=_waits(request, ends))
     if begun is None or not begun.branches:
         return turns
-    branch = branch_request(turns, begun.tokens[: begun.prompt_length], len(begun.branches), options)
+    branch = branch_request(
+        turns, begun.tokens[: begun.prompt_length], len(begun.branches), options
+    )
     return replace(branch, begun=replace(begun, branches=()) if len(begun.response) else None)
 
 
-def branch_request(request: GenerationRequest, read: Tensor, before: int, options: SamplingOptions) -> GenerationRequest:
-    """What is asked of the engine for an episode's branch that reads these tokens, int64 [T], after so many sequences before.
+def branch_request(
+    request: GenerationRequest, read: Tensor, before: int, options: SamplingOptions
+) -> GenerationRequest:
+    """What is asked of the engine for an episode's branch that reads these tokens, int64 [T], after
+    so many sequences before.
 
-    A branch has room for what it reads and draws within the tokens that the episode's prompt and response may have together.
-    Raises AlignerError where that leaves none.
+    A branch has room for what it reads and draws within the tokens that the episode's prompt and
+    response may have together. Raises AlignerError where that leaves none.
     """
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
-        raise AlignerError(f"its conversation has {len(read)} tokens worded anew, which leave no room within {most}")
+        raise AlignerError(
+            f"its conversation has {len(read)} tokens worded anew, which leave no room within"
+            f" {most}"
+        )
     prompt = replace(request.prompt, text="", tokens=read)
     room = min(request.limit(options), most - len(read))
-    # In an episode no two sequences may draw by the same numbers, also where they read the same tokens.
+    # In an episode no two sequences may draw by the same numbers, also where they read the same
+    # tokens.
     return replace(request, prompt=prompt, max_new_tokens=room, begun=None, asked_before=before)
 
 
 def _waits(request: GenerationRequest, ends: Collection[int]) -> bool:
-    """Whether an episode that begins, or goes on, has to hear its environment before anything is drawn."""
+    """Whether an episode that begins, or goes on, has to hear its environment before anything is
+    drawn."""
     begun = request.begun
     if begun is None:
         return True

@@ -24,15 +24,18 @@ class PartialResponse:
     """Most tokens that it may have."""
     tokens: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
-    """Whether each token was; the others were given. Of the last ones that it does not speak of all were."""
+    """Whether each token was; the others were given. Of the last ones that it does not speak of all
+    were."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of the weights that drew each token."""
     kept: list[Tensor] = field(default_factory=list)
-    """int32 ids that each token was drawn among, none where among all; empty where the engine does not tell."""
+    """int32 ids that each token was drawn among, none where among all; empty where the engine does
+    not tell."""
     finish_reason: FinishReason | None = None
     routes: list[Tensor] = field(default_factory=list)
-    """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty where nobody asks."""
+    """Of the tokens from the prompt's first to the last but one, some [n, L, K] after others; empty
+    where nobody asks."""
     _told: Sample | None = field(default=None, init=False)
     """What `sample` gave last; tokens are only ever added."""
 
@@ -48,9 +51,14 @@ class PartialResponse:
         if begun is None:
             return
         self.tokens = begun.response.tolist()
-        drawn = torch.ones(len(self.tokens), dtype=torch.bool) if begun.drawn is None else begun.drawn
-        # The turn that it is in begins behind what was given last, or behind the end of the turn before it.
-        ends = ~drawn | torch.isin(begun.response, torch.tensor(options.stop_token_ids, dtype=torch.int64))
+        drawn = (
+            torch.ones(len(self.tokens), dtype=torch.bool) if begun.drawn is None else begun.drawn
+        )
+        # The turn that it is in begins behind what was given last, or behind the end of the turn
+        # before it.
+        ends = ~drawn | torch.isin(
+            begun.response, torch.tensor(options.stop_token_ids, dtype=torch.int64)
+        )
         before = ends.nonzero()[-1:, 0].tolist()
         self.drawn = drawn[: before[0] + 1].tolist() if before else []
         self.logprobs = begun.engine_logprobs.tolist()
@@ -67,8 +75,9 @@ class PartialResponse:
         """
         if len(self.tokens) + len(tokens) >= self.limit:
             raise AlignerError(
-                f"prompt {self.request.prompt.id}, sample {self.request.sample_index}: {len(tokens)} tokens more than the"
-                f" {len(self.tokens)} of the response leave no room within its {self.limit}"
+                f"prompt {self.request.prompt.id}, sample {self.request.sample_index}:"
+                f" {len(tokens)} tokens more than the {len(self.tokens)} of the response leave no"
+                f" room within its {self.limit}"
             )
         self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
         self.tokens += tokens
@@ -81,11 +90,17 @@ class PartialResponse:
         """The response as it is, with its prompt."""
         prompt = self.request.prompt
         # What was told before is not made of numbers again: a turn costs what is new.
-        told = self._told or replace(unbegun([prompt], 1)[0], sample_index=self.request.sample_index)
+        told = self._told or replace(
+            unbegun([prompt], 1)[0], sample_index=self.request.sample_index
+        )
         since, new = len(told.response), range(len(told.response), len(self.tokens))
-        tokens, versions = torch.tensor([self.tokens[since:], self.versions[since:]], dtype=torch.int64)
+        tokens, versions = torch.tensor(
+            [self.tokens[since:], self.versions[since:]], dtype=torch.int64
+        )
         logprobs = torch.tensor(self.logprobs[since:], dtype=torch.float32)
-        marks = torch.tensor([at >= len(self.drawn) or self.drawn[at] for at in new], dtype=torch.bool)
+        marks = torch.tensor(
+            [at >= len(self.drawn) or self.drawn[at] for at in new], dtype=torch.bool
+        )
         had = torch.ones(since, dtype=torch.bool) if told.drawn is None else told.drawn
         self._told = replace(
             told,
@@ -103,4 +118,8 @@ class PartialResponse:
         """What each token was drawn among; None where among all."""
         counts = [0 if ids is NO_IDS else len(ids) for ids in self.kept]
         before = [0] * (len(self.tokens) - len(counts))  # given before anything was drawn
-        return KeptTokens.in_order(torch.tensor(before + counts), torch.cat(self.kept)) if any(counts) else None
+        return (
+            KeptTokens.in_order(torch.tensor(before + counts), torch.cat(self.kept))
+            if any(counts)
+            else None
+        )

@@ -10,13 +10,20 @@ from torch import Tensor
 
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import BeginsGenerations, Generation, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    Generation,
+    GenerationRequest,
+    SamplingOptions,
+    advance,
+)
 from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 
 STEPS_A_PART = 8
-"""Engine steps between two moments at which replicas agree on how to go on. What waits for one, such as new weights, waits
-for a fraction of a second at most; and the message or two of a few bytes is lost among so many passes through the model."""
+"""Engine steps between two moments at which replicas agree on how to go on. What waits for one,
+such as new weights, waits for a fraction of a second at most; and the message or two of a few bytes
+is lost among so many passes through the model."""
 
 SamplesInParts = Generator[None, None, list[Sample]]
 """Samples in the making, with pauses."""
@@ -32,17 +39,25 @@ class Enough:
     """and these, by their places."""
 
     def is_met(self, lacking: Tensor) -> bool:
-        """lacking: int64 [B], above 0 for a prompt of which a sample is not complete. Met at any rate when there is none."""
+        """lacking: int64 [B], above 0 for a prompt of which a sample is not complete. Met at any
+        rate when there is none."""
         complete = lacking == 0
-        return bool(complete.all()) or (int(complete.sum()) >= self.prompts and bool(complete[list(self.due)].all()))
+        return bool(complete.all()) or (
+            int(complete.sum()) >= self.prompts and bool(complete[list(self.due)].all())
+        )
 
 
-def replica_group(layout: EngineParallelConfig, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+def replica_group(
+    layout: EngineParallelConfig, rank: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
     """The ranks of this rank's replica; None where each is one of its own. Collective."""
     if layout.tensor == 1:
         return None
-    members = [list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)]
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # every rank takes part in making every group
+    members = [
+        list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)
+    ]
+    # every rank takes part in making every group
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
     return groups[rank // layout.tensor]
 
 
@@ -57,11 +72,13 @@ def generate_in_parts(
     steps: int | None = None,
     enough: Enough | None = None,
 ) -> SamplesInParts:
-    """The samples, each prompt's in a row, taken further: those that are unfinished go on, until all are complete or `enough`.
+    """The samples, each prompt's in a row, taken further: those that are unfinished go on, until
+    all are complete or `enough`.
 
-    After every `steps` of the engine, None for all that there are, it is seen whether they are `enough`, and there is a
-    pause at which weights may change: equally often on every rank. Each replica
-    generates its share. Collective; raises AlignerError on every rank when one cannot go on.
+    After every `steps` of the engine, None for all that there are, it is seen whether they are
+    `enough`, and there is a pause at which weights may change: equally often on every rank. Each
+    replica generates its share. Collective; raises AlignerError on every rank when one cannot go
+    on.
     """
     places = [place for place, sample in enumerate(samples) if sample.finish_reason == "unfinished"]
     lacking = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)
@@ -79,12 +96,16 @@ def generate_in_parts(
                 yield
             error: AlignerError | None = None
             try:
-                generation = generation or engine.start([_request(samples[place]) for place in mine], options)
+                generation = generation or engine.start(
+                    [_request(samples[place]) for place in mine], options
+                )
                 drawn |= advance(generation, steps)
             except AlignerError as raised:
                 error = raised
             lacking.zero_()
-            lacking[[place // samples_per_prompt for at, place in enumerate(mine) if at not in drawn]] = 1
+            lacking[
+                [place // samples_per_prompt for at, place in enumerate(mine) if at not in drawn]
+            ] = 1
             _agree(layout, lacking, error)
         if generation is None:
             return list(samples)
@@ -118,7 +139,8 @@ def _request(sample: Sample) -> GenerationRequest:
 
 
 def _agree(layout: EngineParallelConfig, lacking: Tensor, error: AlignerError | None) -> None:
-    """Sum `lacking` over all replicas, in place. Raises AlignerError on every rank when one has an error.
+    """Sum `lacking` over all replicas, in place. Raises AlignerError on every rank when one has an
+    error.
 
     The ranks of a replica do the same, so that one alone need not ask.
     """

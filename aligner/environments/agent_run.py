@@ -1,4 +1,5 @@
-"""An agent of the user's own, run to its end as one call of an environment: a function, or a command with its own process."""
+"""An agent of the user's own, run to its end as one call of an environment: a function, or a
+command with its own process."""
 
 import asyncio
 import inspect
@@ -23,10 +24,12 @@ class AgentFailed(Exception):
 
 
 class AgentRun:
-    """An environment whose `reset` is all that an agent does: where it returns, the agent has come to its end.
+    """An environment whose `reset` is all that an agent does: where it returns, the agent has come
+    to its end.
 
-    The agent begins with a key that the endpoint gives for this one attempt, so that what is left of one that has failed
-    is answered no more. A function that is not async runs in a thread, which nothing can end: it may go on for a while.
+    The agent begins with a key that the endpoint gives for this one attempt, so that what is left
+    of one that has failed is answered no more. A function that is not async runs in a thread, which
+    nothing can end: it may go on for a while.
     """
 
     def __init__(self, agent: str | None = None, command: Sequence[str] | None = None) -> None:
@@ -89,7 +92,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _begun(url: str, key: str) -> str:
     """Tell the endpoint that the agent begins; the key that it has."""
-    request = urllib.request.Request(f"{url}/attempts", b"", {"Authorization": f"Bearer {key}"}, method="POST")
+    request = urllib.request.Request(
+        f"{url}/attempts", b"", {"Authorization": f"Bearer {key}"}, method="POST"
+    )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=_BEGIN_S) as answer:
         return str(json.load(answer)["api_key"])

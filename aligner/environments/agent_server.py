@@ -1,4 +1,5 @@
-"""The endpoint of agents: OpenAI's API over HTTP, an address and a key for each episode, in a thread of a rank's."""
+"""The endpoint of agents: OpenAI's API over HTTP, an address and a key for each episode, in a
+thread of a rank's."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -8,7 +9,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from aligner.environments.agent_session import AgentSession
-from aligner.environments.openai_protocol import MODEL, ChatBody, CompletionBody, Refused, RewardBody, TextBody, parsed
+from aligner.environments.openai_protocol import (
+    MODEL,
+    ChatBody,
+    CompletionBody,
+    Refused,
+    RewardBody,
+    TextBody,
+    parsed,
+)
 from aligner.environments.openai_server import OpenAIServer, models_response
 from aligner.schema.options import is_finite_number
 
@@ -16,10 +25,12 @@ _Handler = Callable[[AgentSession, Request], Awaitable[Response]]
 
 
 class AgentServer(OpenAIServer):
-    """Serves sessions that are open, under `/episodes/NAME/v1`; what has no key of its own gets 401."""
+    """Serves sessions that are open, under `/episodes/NAME/v1`; what has no key of its own gets
+    401."""
 
     def __init__(self, host: str, most_characters: int) -> None:
-        """`host` is this machine's name or address, as agents reach it; bodies of more than `most_characters` are refused."""
+        """`host` is this machine's name or address, as agents reach it; bodies of more than
+        `most_characters` are refused."""
         self._sessions: dict[str, AgentSession] = {}
         super().__init__(host, 0, most_characters, "environment.endpoint_host")
 
@@ -32,7 +43,8 @@ class AgentServer(OpenAIServer):
         self.on_loop(self._opened(session))
 
     def close_session(self, session: AgentSession) -> None:
-        """Serve it no more; when this returns it has all the turns that it will have. May be repeated."""
+        """Serve it no more; when this returns it has all the turns that it will have. May be
+        repeated."""
         self.on_loop(self._closed(session))
 
     async def _opened(self, session: AgentSession) -> None:
@@ -52,7 +64,10 @@ class AgentServer(OpenAIServer):
             "v1/chat/completions": ("POST", self._completed),
             "v1/completions": ("POST", self._completed),
         }
-        return [Route(f"{root}/{path}", self._served(each), methods=[method]) for path, (method, each) in routes.items()]
+        return [
+            Route(f"{root}/{path}", self._served(each), methods=[method])
+            for path, (method, each) in routes.items()
+        ]
 
     def _served(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
         """A handler for requests with the session's key."""
@@ -63,8 +78,14 @@ class AgentServer(OpenAIServer):
             expected = None
             if session is not None:
                 expected = session.key if handler == self._begun else session.agent_key
-            if session is None or expected is None or not hmac.compare_digest(key.encode(), expected.encode()):
-                raise Refused(401, "no episode under way has this address and key", "invalid_api_key")
+            if (
+                session is None
+                or expected is None
+                or not hmac.compare_digest(key.encode(), expected.encode())
+            ):
+                raise Refused(
+                    401, "no episode under way has this address and key", "invalid_api_key"
+                )
             return await handler(session, request)
 
         return serve
@@ -83,6 +104,8 @@ class AgentServer(OpenAIServer):
         return JSONResponse({"reward": session.reward})
 
     async def _completed(self, session: AgentSession, request: Request) -> Response:
-        kind: type[CompletionBody] = ChatBody if request.url.path.endswith("/chat/completions") else TextBody
+        kind: type[CompletionBody] = (
+            ChatBody if request.url.path.endswith("/chat/completions") else TextBody
+        )
         body = parsed(kind, await self.read(request))
         return await self.answer(request, body, session.answer(body), session.name)

@@ -1,4 +1,5 @@
-"""What one episode's agent has asked of the policy: its turns, and which of them a request goes on from."""
+"""What one episode's agent has asked of the policy: its turns, and which of them a request goes on
+from."""
 
 import asyncio
 import logging
@@ -16,7 +17,14 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Sample
 from aligner.environments.message_matching import compared, template_messages
-from aligner.environments.openai_protocol import Answer, ChatBody, CompletionBody, DrawnToken, Refused, TextBody
+from aligner.environments.openai_protocol import (
+    Answer,
+    ChatBody,
+    CompletionBody,
+    DrawnToken,
+    Refused,
+    TextBody,
+)
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
@@ -81,8 +89,9 @@ class SessionMeans:
 class AgentSession:
     """An episode of an agent's.
 
-    Which tokens a request has read follows from the messages, or the text, and from what was drawn before alone; so does
-    what is drawn for it. An agent that is begun anew, after a failure, begins with nothing: `begin`.
+    Which tokens a request has read follows from the messages, or the text, and from what was drawn
+    before alone; so does what is drawn for it. An agent that is begun anew, after a failure, begins
+    with nothing: `begin`.
     """
 
     name: str
@@ -109,9 +118,11 @@ class AgentSession:
         self._waiting = set[asyncio.Future[Sample]]()
 
     def begin(self) -> str:
-        """Begin the agent, again where it has failed; what was drawn before is dropped. Returns its key.
+        """Begin the agent, again where it has failed; what was drawn before is dropped. Returns its
+        key.
 
-        One that has failed after it was cut is not begun again: the episode ends there. Raises Refused.
+        One that has failed after it was cut is not begun again: the episode ends there. Raises
+        Refused.
         """
         if self.is_cut and self.turns:
             self.end()
@@ -132,13 +143,19 @@ class AgentSession:
         """
         for name in {*body.ignored} - self.means.told:
             self.means.told.add(name)
-            _log.warning("agents ask for %s=…, which is ignored: tokens are drawn as rollout.* says", name)
+            _log.warning(
+                "agents ask for %s=…, which is ignored: tokens are drawn as rollout.* says", name
+            )
         attempt = self.agent_key
         if self._asked.total() + body.n > self.means.settings.max_turns:
             self.is_cut = True
             self.end()
             most = self.means.settings.max_turns
-            raise Refused(400, f"episode {self.name} is over: it has had environment.max_turns={most} turns", "episode_over")
+            raise Refused(
+                400,
+                f"episode {self.name} is over: it has had environment.max_turns={most} turns",
+                "episode_over",
+            )
         try:
             conversation, read = self._read(body)
         except Refused:
@@ -156,11 +173,14 @@ class AgentSession:
             self._left += asks
             raise
         if attempt != self.agent_key or any(ask.drawn.cancelled() for ask in asks):
-            raise Refused(401, f"episode {self.name} is over, or its agent was begun anew", "invalid_api_key")
+            raise Refused(
+                401, f"episode {self.name} is over, or its agent was begun anew", "invalid_api_key"
+            )
         return [self._given(body, conversation, ask) for ask in asks]
 
     def _read(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
-        """What the policy is to answer, as tokens, int64 [T]; those that it has drawn and read as they were."""
+        """What the policy is to answer, as tokens, int64 [T]; those that it has drawn and read as
+        they were."""
         if isinstance(body, ChatBody):
             conversation = self._conversation(body)
             return conversation, conversation.tokens
@@ -168,7 +188,9 @@ class AgentSession:
         if isinstance(body.prompt, list):
             size = self.means.tokenizer.vocab_size
             if not body.prompt or not all(0 <= token < size for token in body.prompt):
-                raise Refused(400, f"prompt: token ids must be within 0 and {size - 1}, and at least one")
+                raise Refused(
+                    400, f"prompt: token ids must be within 0 and {size - 1}, and at least one"
+                )
             return None, torch.tensor(body.prompt, dtype=torch.int64)
         text, tokenizer = body.prompt, self.means.tokenizer
         if not text:
@@ -182,7 +204,8 @@ class AgentSession:
         return None, torch.cat([turn.read, turn.drawn, tokenizer.encode(text[len(turn.text) :])])
 
     def _conversation(self, body: ChatBody) -> Conversation:
-        """The messages as what goes on from the longest conversation that they begin with, or anew."""
+        """The messages as what goes on from the longest conversation that they begin with, or
+        anew."""
         rules, chat = self.means.settings.matching, self.means.chat()
         messages, tools = template_messages(body.messages), body.tools or None
         said = tuple(compared(message, rules) for message in body.messages)
@@ -214,23 +237,38 @@ class AgentSession:
         self.branches[kind] += 1
         if kind not in self.means.told:
             self.means.told.add(kind)
-            _log.info("episode %s begins a new branch, as others may: %s%s", self.name, kind, f" ({reason})" * bool(reason))
+            _log.info(
+                "episode %s begins a new branch, as others may: %s%s",
+                self.name,
+                kind,
+                f" ({reason})" * bool(reason),
+            )
 
     def _overflow(self, length: int, count: int) -> list[Answer]:
         """Empty answers where there is no room for a token."""
         if not self.turns:
             most = self.means.context
-            raise Refused(400, f"the prompt has {length} tokens; at most {most - 1} leave room", "context_length_exceeded")
+            raise Refused(
+                400,
+                f"the prompt has {length} tokens; at most {most - 1} leave room",
+                "context_length_exceeded",
+            )
         self.is_cut = True
         return [Answer("", "length", length)] * count
 
     def _ask(self, read: Tensor, most_tokens: int) -> Ask:
         for ask in self._left:
-            if ask.most_tokens == most_tokens and torch.equal(ask.read, read) and not ask.drawn.cancelled():
+            if (
+                ask.most_tokens == most_tokens
+                and torch.equal(ask.read, read)
+                and not ask.drawn.cancelled()
+            ):
                 self._left.remove(ask)
                 return ask
         content = read.numpy().tobytes()
-        ask = Ask(read, most_tokens, self._asked[content], asyncio.get_running_loop().create_future())
+        ask = Ask(
+            read, most_tokens, self._asked[content], asyncio.get_running_loop().create_future()
+        )
         self._asked[content] += 1
         self._waiting.add(ask.drawn)
         ask.drawn.add_done_callback(self._waiting.discard)
@@ -257,27 +295,42 @@ class AgentSession:
         logprobs = turn.response.engine_logprobs.tolist()
         told = [tokenizer.decode([token], skip_special_tokens=False) for token in drawn.tolist()]
         answer = Answer(
-            text_behind(tokenizer, turn.read, drawn[:-1] if ended else drawn) if text is None else text,
+            (
+                text_behind(tokenizer, turn.read, drawn[:-1] if ended else drawn)
+                if text is None
+                else text
+            ),
             "length" if turn.response.finish_reason == "length" else "stop",
             len(turn.read),
             tuple(map(DrawnToken, told, logprobs)),
         )
-        if text is None and ended and turn.conversation is not None and isinstance(body, ChatBody) and body.calls_tools:
+        if (
+            text is None
+            and ended
+            and turn.conversation is not None
+            and isinstance(body, ChatBody)
+            and body.calls_tools
+        ):
             said = self.means.chat().said(turn.conversation, drawn)
             calls = tuple(call for call in said.calls if isinstance(call, ToolCall))
             if calls and len(calls) == len(said.calls):
-                return replace(answer, finish_reason="tool_calls", content=said.content, calls=calls)
+                return replace(
+                    answer, finish_reason="tool_calls", content=said.content, calls=calls
+                )
         return answer
 
     def _ended(self, turn: AgentTurn) -> bool:
         return bool(self.means.tokenizer.ends(turn.drawn[-1:]))
 
     def _said(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
-        messages: Sequence[Any] = [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
+        messages: Sequence[Any] = (
+            [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
+        )
         return tuple(compared(message, self.means.settings.matching) for message in messages)
 
     def _stopped(self, read: Tensor, drawn: Tensor, stops: Sequence[str]) -> tuple[int, str] | None:
-        """How many tokens there are up to the first of these texts, and their text before it; None where there is none."""
+        """How many tokens there are up to the first of these texts, and their text before it; None
+        where there is none."""
         whole = text_behind(self.means.tokenizer, read, drawn) if stops else ""
         if not any(stop in whole for stop in stops):
             return None

@@ -1,7 +1,9 @@
-"""Products of two-digit numbers with a calculator at hand: what a tiny model cannot work out, it learns to ask for.
+"""Products of two-digit numbers with a calculator at hand: what a tiny model cannot work out, it
+learns to ask for.
 
-The policy is asked `47*83=`. It may answer, or write `[47*83]`, and is told `3901;`. Demonstrations come from a teacher who
-mostly guesses, and seldom asks: `experiment=calculator` finds and strengthens asking.
+The policy is asked `47*83=`. It may answer, or write `[47*83]`, and is told `3901;`. Demonstrations
+come from a teacher who mostly guesses, and seldom asks: `experiment=calculator` finds and
+strengthens asking.
 """
 
 import random
@@ -16,7 +18,8 @@ _QUESTION = re.compile(r"\[(\d{1,4})\*(\d{1,4})\]")
 
 
 class Calculator:
-    """Answers `[a*b]` with the product and a semicolon, and anything else in brackets with `?;`; what is not ends the episode.
+    """Answers `[a*b]` with the product and a semicolon, and anything else in brackets with `?;`;
+    what is not ends the episode.
 
     The reward is 1 for the right product at the end, and 0 for any other end.
     """
@@ -45,8 +48,8 @@ def held_out() -> Iterator[dict[str, str]]:
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
-    """A teacher's turns: guesses, and few questions, after products of `prompts`; how each question goes on once it is begun;
-    and the answers after what the calculator shows.
+    """A teacher's turns: guesses, and few questions, after products of `prompts`; how each question
+    goes on once it is begun; and the answers after what the calculator shows.
     """
     draw = random.Random(2)
     for one, other in _products()[_HELD_OUT:]:

@@ -1,4 +1,5 @@
-"""Environments for many episodes at once, in worker processes; what hangs, dies or answers wrongly there is begun again."""
+"""Environments for many episodes at once, in worker processes; what hangs, dies or answers wrongly
+there is begun again."""
 
 import asyncio
 import itertools
@@ -15,7 +16,12 @@ from typing import Any, TypeVar
 from aligner.environments.agent_run import AgentRun
 from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.environments.episode_journal import EpisodeJournal, digest
-from aligner.environments.worker_process import EnvironmentFailed, WorkerLost, WorkerProcess, WorkerSettings
+from aligner.environments.worker_process import (
+    EnvironmentFailed,
+    WorkerLost,
+    WorkerProcess,
+    WorkerSettings,
+)
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema.environment import EnvironmentConfig
 
@@ -35,8 +41,12 @@ class _Worker:
 
     async def process(self) -> WorkerProcess:
         """The process, once it is ready. Raises EnvironmentFailed where it does not get so."""
-        if self.starting.done() and (self.starting.exception() is not None or self.starting.result().is_lost):
-            self.starting = asyncio.create_task(self._started(None if self.starting.exception() else self.starting.result()))
+        if self.starting.done() and (
+            self.starting.exception() is not None or self.starting.result().is_lost
+        ):
+            self.starting = asyncio.create_task(
+                self._started(None if self.starting.exception() else self.starting.result())
+            )
         try:
             return await asyncio.shield(self.starting)
         except ConfigError as error:  # another process had found it
@@ -88,19 +98,23 @@ class _Episode:
 
 
 class EnvironmentPool:
-    """Environments of one class, each asked by the name of its episode; for one thread, which gets futures.
+    """Environments of one class, each asked by the name of its episode; for one thread, which gets
+    futures.
 
-    An episode whose environment fails goes on in a fresh one: that is asked all that the episode has asked, when the next
-    answer is wanted, and must answer as the first one did. Failures are a call that takes more than `deadline_s`, an
-    exception, the end of its process, and what is no answer: a wrong type, a reward that is not finite, an observation of
-    more than `most_characters`. After more than `retries` of them, and where the answers differ, the episode is lost.
-    A process that has to be ended costs the other episodes on it nothing but their replay.
+    An episode whose environment fails goes on in a fresh one: that is asked all that the episode
+    has asked, when the next answer is wanted, and must answer as the first one did. Failures are a
+    call that takes more than `deadline_s`, an exception, the end of its process, and what is no
+    answer: a wrong type, a reward that is not finite, an observation of more than
+    `most_characters`. After more than `retries` of them, and where the answers differ, the episode
+    is lost. A process that has to be ended costs the other episodes on it nothing but their replay.
 
-    `deadline_s` is wall-clock time from when a call is sent to a process, which runs the code of one environment at a time.
-    Environments that await what they wait for may be many to a process. Those that compute wait for each other: have
-    `episodes_per_worker` times the longest call well below `deadline_s`, 1 at best, and as many workers as cores.
+    `deadline_s` is wall-clock time from when a call is sent to a process, which runs the code of
+    one environment at a time. Environments that await what they wait for may be many to a process.
+    Those that compute wait for each other: have `episodes_per_worker` times the longest call well
+    below `deadline_s`, 1 at best, and as many workers as cores.
 
-    What `journal` has of an episode is told from there: no environment is started until the episode goes beyond it.
+    What `journal` has of an episode is told from there: no environment is started until the episode
+    goes beyond it.
     """
 
     def __init__(
@@ -110,11 +124,14 @@ class EnvironmentPool:
         settings: EnvironmentConfig,
         journal: EpisodeJournal | None = None,
     ) -> None:
-        """`target` is `module:Class`, made with `arguments`, which are JSON, whatever `settings` say of that."""
+        """`target` is `module:Class`, made with `arguments`, which are JSON, whatever `settings`
+        say of that."""
         module, _, name = target.partition(":")
         memory_bytes = None if settings.memory_mib is None else settings.memory_mib * _MIB
         self._limits = settings
-        self._settings = WorkerSettings(module, name, dict(arguments), settings.most_characters, memory_bytes)
+        self._settings = WorkerSettings(
+            module, name, dict(arguments), settings.most_characters, memory_bytes
+        )
         self._journal, self._keeps = journal or EpisodeJournal(), journal is not None
         self._episodes: dict[str, _Episode] = {}
         self._numbers = itertools.count(1)
@@ -124,13 +141,15 @@ class EnvironmentPool:
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self.listener: Callable[[str, float, float], None] | None = None
-        """Told, in seconds of `time.perf_counter`, from when to when environments were asked (`environments`, in the pool's
-        own thread), and was waited for their answers (`wait`)."""
+        """Told, in seconds of `time.perf_counter`, from when to when environments were asked
+        (`environments`, in the pool's own thread), and was waited for their answers (`wait`)."""
         self._under_way, self._since = 0, 0.0
         self._begun, self._waits = 0, list[float]()
 
     @classmethod
-    def of(cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None) -> "EnvironmentPool":
+    def of(
+        cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None
+    ) -> "EnvironmentPool":
         """The pool that a configuration asks for; it has a `target`."""
         if settings.target is None:
             raise AssertionError  # who has none makes no pool
@@ -145,9 +164,12 @@ class EnvironmentPool:
     def start(self) -> None:
         """Start the processes; returns when the first one is ready, the others get so meanwhile.
 
-        Raises ConfigError, with the reason alone, where there is no such class or it does not take the arguments.
+        Raises ConfigError, with the reason alone, where there is no such class or it does not take
+        the arguments.
         """
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="environments", daemon=True
+        )
         self._thread.start()
         try:
             self._run(self._begin()).result()
@@ -159,14 +181,18 @@ class EnvironmentPool:
             raise
 
     def reset(self, episode: str, task: Mapping[str, Any], seed: int) -> "Future[Outcome]":
-        """Begin an episode; `task` is JSON. Once more are open than there are places, it waits in turn for one to be over.
+        """Begin an episode; `task` is JSON. Once more are open than there are places, it waits in
+        turn for one to be over.
 
-        The future raises EpisodeLost. Raises AlignerError for an episode that is open, and a task that is not JSON.
+        The future raises EpisodeLost. Raises AlignerError for an episode that is open, and a task
+        that is not JSON.
         """
         if self._thread is None:
             raise AlignerError("the pool does not run: it must be started, and not be closed")
         if episode in self._episodes:
-            raise AlignerError(f"episode {episode} is open; an episode is finished before it begins again")
+            raise AlignerError(
+                f"episode {episode} is open; an episode is finished before it begins again"
+            )
         asked = ["reset", dict(task), seed]
         try:
             json.dumps(asked, sort_keys=True)
@@ -179,12 +205,15 @@ class EnvironmentPool:
         return opened.answer
 
     def step(self, episode: str, action: str) -> "Future[Outcome]":
-        """Act. The future raises EpisodeLost. Raises AlignerError for an episode that is unknown, done, lost or in a call."""
+        """Act. The future raises EpisodeLost. Raises AlignerError for an episode that is unknown,
+        done, lost or in a call."""
         opened = None if self._thread is None else self._episodes.get(episode)
         if opened is None:
             raise AlignerError(f"episode {episode} is unknown; it must be reset before a step")
         if not opened.answer.done():
-            raise AlignerError(f"episode {episode} has not got its last answer yet; a step must wait for that")
+            raise AlignerError(
+                f"episode {episode} has not got its last answer yet; a step must wait for that"
+            )
         if opened.answer.cancelled() or opened.answer.exception() is not None:
             why = "it was cancelled" if opened.answer.cancelled() else opened.answer.exception()
             raise AlignerError(f"episode {episode} is lost, and takes no step: {why}")
@@ -196,7 +225,10 @@ class EnvironmentPool:
         return opened.answer
 
     def wait(
-        self, answers: Collection["Future[Outcome]"], timeout_s: float | None = None, return_when: str = ALL_COMPLETED
+        self,
+        answers: Collection["Future[Outcome]"],
+        timeout_s: float | None = None,
+        return_when: str = ALL_COMPLETED,
     ) -> None:
         """As `concurrent.futures.wait`; the listener is told of it."""
         begin = time.perf_counter()
@@ -205,12 +237,14 @@ class EnvironmentPool:
             self.listener("wait", begin, time.perf_counter())
 
     def take_waits(self) -> float | None:
-        """Seconds that an episode waited for answers, the mean of those begun since the call before; None without any."""
+        """Seconds that an episode waited for answers, the mean of those begun since the call
+        before; None without any."""
         begun, waits, self._begun, self._waits = self._begun, self._waits, 0, []
         return sum(waits) / begun if begun else None
 
     def finish(self, episode: str) -> None:
-        """End an episode, also in the middle of a call, whose future is cancelled; its environment is closed meanwhile.
+        """End an episode, also in the middle of a call, whose future is cancelled; its environment
+        is closed meanwhile.
 
         The journal keeps it. Raises AlignerError for an unknown one.
         """
@@ -224,11 +258,13 @@ class EnvironmentPool:
             self._journal.forget([episode])
 
     def forget(self, is_over: Callable[[str], bool]) -> None:
-        """Drop what the journal has of such episodes, by their names: none of them goes on. Raises OSError."""
+        """Drop what the journal has of such episodes, by their names: none of them goes on. Raises
+        OSError."""
         self._journal.forget(filter(is_over, self._journal.episodes))
 
     def close(self) -> None:
-        """End all processes, which close their environments; the futures of calls under way are cancelled. May be repeated."""
+        """End all processes, which close their environments; the futures of calls under way are
+        cancelled. May be repeated."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._run(self._end()).result()
@@ -244,7 +280,9 @@ class EnvironmentPool:
         for _ in range(self._limits.episodes_per_worker):
             for worker in self._all:
                 self._places.put_nowait(worker)
-        first, _ = await asyncio.wait([worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED)
+        first, _ = await asyncio.wait(
+            [worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED
+        )
         first.pop().result()
 
     async def _end(self) -> None:
@@ -310,9 +348,18 @@ class EnvironmentPool:
                 if environment is not None:
                     await self._close_environment(episode.name, environment)
                 episode.failures += 1
-                _log.warning("episode %s, in its %s, failure %d: %s", episode.name, _named(call), episode.failures, error)
+                _log.warning(
+                    "episode %s, in its %s, failure %d: %s",
+                    episode.name,
+                    _named(call),
+                    episode.failures,
+                    error,
+                )
                 if episode.failures > (retries := self._limits.retries):
-                    told = f"episode {episode.name}, in its {_named(call)}: {error}; given up after {retries} retries"
+                    told = (
+                        f"episode {episode.name}, in its {_named(call)}: {error}; given up after"
+                        f" {retries} retries"
+                    )
                     raise EpisodeLost(told) from error
 
     async def _asked(self, episode: _Episode) -> Outcome:
@@ -324,12 +371,15 @@ class EnvironmentPool:
             environment = _Environment(await episode.place.process(), next(self._numbers))
             episode.environment = environment
         for call, asked in enumerate(episode.calls[environment.calls :], start=environment.calls):
-            outcome = Outcome(**await environment.process.ask(environment.number, asked, self._limits.deadline_s))
+            outcome = Outcome(
+                **await environment.process.ask(environment.number, asked, self._limits.deadline_s)
+            )
             before = self._journal.told(episode.name, call, episode.digests[call])
             if before is not None and before != outcome:
                 raise EpisodeLost(
-                    f"episode {episode.name}, in its {_named(call)}: it answered differently when it was replayed: first"
-                    f" {_shown(before)}, then {_shown(outcome)}; answers must follow from task, seed and actions alone"
+                    f"episode {episode.name}, in its {_named(call)}: it answered differently when"
+                    f" it was replayed: first {_shown(before)}, then {_shown(outcome)}; answers"
+                    " must follow from task, seed and actions alone"
                 )
             environment.calls += 1
         return outcome

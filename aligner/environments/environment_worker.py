@@ -1,11 +1,13 @@
-"""A process that hosts many episodes' environments on one asyncio loop: `python -m aligner.environments.environment_worker`.
+"""A process that hosts many episodes' environments on one asyncio loop: `python -m
+aligner.environments.environment_worker`.
 
-It talks JSON, a line a message. The first line of its input has the settings; it answers `{}`, or `{"refused": why}` and
-ends. Then a line asks something of one environment, and its answer, which names the call, comes when it is there: many are
-under way at once. When its input ends it closes what it hosts and ends, with all that the environments have started.
+It talks JSON, a line a message. The first line of its input has the settings; it answers `{}`, or
+`{"refused": why}` and ends. Then a line asks something of one environment, and its answer, which
+names the call, comes when it is there: many are under way at once. When its input ends it closes
+what it hosts and ends, with all that the environments have started.
 
-While code of an environment runs, a file that the pool shares says whose: it alone is at fault where that hangs or
-ends the process.
+While code of an environment runs, a file that the pool shares says whose: it alone is at fault
+where that hangs or ends the process.
 """
 
 import asyncio
@@ -33,18 +35,28 @@ CLOSE = ["close"]
 CLOSING_S = 5.0
 """For all environments to close, when the input has ended."""
 NOTE = struct.Struct("<QQ")
-"""The note of whose code runs: the environment's number, 0 for none, and how often there was one."""
+"""The note of whose code runs: the environment's number, 0 for none, and how often there was one.
+"""
 _MOST_TOLD = 2000
 """Characters of an exception's message."""
 
-_running: ContextVar[int] = ContextVar("the environment that a task belongs to, and the tasks that it starts", default=0)
+_running: ContextVar[int] = ContextVar(
+    "the environment that a task belongs to, and the tasks that it starts", default=0
+)
 
 
 class _Host:
     """The environments of this process, by the numbers that the pool gives them."""
 
-    def __init__(self, make: Callable[[], Any], most_characters: int, answers: IO[str], note: int) -> None:
-        self._make, self._most_characters, self._answers, self._note = make, most_characters, answers, note
+    def __init__(
+        self, make: Callable[[], Any], most_characters: int, answers: IO[str], note: int
+    ) -> None:
+        self._make, self._most_characters, self._answers, self._note = (
+            make,
+            most_characters,
+            answers,
+            note,
+        )
         self._environments: dict[int, Any] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._notes = 0
@@ -57,7 +69,9 @@ class _Host:
         """Begin what a line asks for."""
         call, number, asked = json.loads(line)
         _running.set(number)
-        task = asyncio.get_running_loop().create_task(self._answered(call, number, asked, self._calls.get(number)))
+        task = asyncio.get_running_loop().create_task(
+            self._answered(call, number, asked, self._calls.get(number))
+        )
         self._calls[number] = task
 
     async def close(self) -> None:
@@ -83,17 +97,22 @@ class _Host:
                 os.pwrite(self._note, NOTE.pack(0, self._notes), 0)
             try:
                 go_on, value = work.send, (yield awaited)
-            except BaseException as error:  # cancelled, or what it awaited has failed: for the coroutine to know
+            # cancelled, or what it awaited has failed: for the coroutine to know
+            except BaseException as error:
                 go_on, value = work.throw, error
 
-    async def _answered(self, call: int, number: int, asked: list[Any], before: asyncio.Task[None] | None) -> None:
+    async def _answered(
+        self, call: int, number: int, asked: list[Any], before: asyncio.Task[None] | None
+    ) -> None:
         try:
             if asked == CLOSE:
                 answer = await self._closed(number, before)
             else:
                 if number not in self._environments:
                     self._environments[number] = self._make()
-                answer = vars(await asked_outcome(self._environments[number], asked, self._most_characters))
+                answer = vars(
+                    await asked_outcome(self._environments[number], asked, self._most_characters)
+                )
         except WrongAnswer as error:
             answer = {"problem": str(error)}
         except BaseException as error:  # the environment is the user's, and fails in its own ways
@@ -114,15 +133,20 @@ class _Host:
 
 
 def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes an environment, whose class may `check` the arguments. Raises ConfigError where nothing does."""
+    """What makes an environment, whose class may `check` the arguments. Raises ConfigError where
+    nothing does."""
     found = imported(module, name)
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
-        raise ConfigError(f"{name!r} has no {' and no '.join(missing) or 'call'}: it must be a class with both")
+        raise ConfigError(
+            f"{name!r} has no {' and no '.join(missing) or 'call'}: it must be a class with both"
+        )
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{name!r} does not take the arguments {sorted(arguments)}: {error}") from error
+        raise ConfigError(
+            f"{name!r} does not take the arguments {sorted(arguments)}: {error}"
+        ) from error
     except ValueError:  # it does not tell what it takes
         pass
     if hasattr(found, "check"):
@@ -151,7 +175,8 @@ async def _serve(host: _Host, requests: IO[str]) -> None:
 
 
 def _watch(leader: int) -> None:
-    """End a process group when its leader has ended, or has had its time to since their input ended."""
+    """End a process group when its leader has ended, or has had its time to since their input
+    ended."""
     os.close(1)  # the leader's end is to be seen there
     end, leader_end = select.poll(), os.pidfd_open(leader)
     end.register(leader_end, select.POLLIN)
@@ -170,8 +195,11 @@ def serve() -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what environments print is no answer
-    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # or the pool would not see this process end
-    module, name, arguments, most_characters, memory_bytes, note, sys.path = json.loads(requests.readline())
+    # or the pool would not see this process end
+    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))
+    module, name, arguments, most_characters, memory_bytes, note, sys.path = json.loads(
+        requests.readline()
+    )
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:

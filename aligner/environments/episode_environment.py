@@ -1,4 +1,5 @@
-"""What a user writes to have a model act: an environment. What it answers, and what is an answer."""
+"""What a user writes to have a model act: an environment. What it answers, and what is an
+answer."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,8 @@ from aligner.errors import AlignerError
 from aligner.schema.options import is_finite_number
 
 Observation = str | list[dict[str, str]]
-"""A text, or messages that each have a `role` and a `content`, a tool's also a `name` and the `tool_call_id` it answers."""
+"""A text, or messages that each have a `role` and a `content`, a tool's also a `name` and the
+`tool_call_id` it answers."""
 
 _SHOWN_CHARACTERS = 200
 _MUST = {"role", "content"}
@@ -17,19 +19,23 @@ _MAY = _MUST | {"name", "tool_call_id"}
 
 
 class EpisodeEnvironment(Protocol):
-    """An environment, named by `module:Class`; one object, made with the configuration's keyword arguments, is one episode.
+    """An environment, named by `module:Class`; one object, made with the configuration's keyword
+    arguments, is one episode.
 
-    Many live in a process at once, on one asyncio loop: one that waits for something awaits it, and none changes what
-    others see. What it answers is to follow from task, seed and actions alone: where its process is lost another one is
-    asked the same again, and must answer the same. So it draws from a generator of its own, made of the seed. It may have
-    `async def close(self) -> None`, which is called when the episode ends, whether that was its last step or not.
+    Many live in a process at once, on one asyncio loop: one that waits for something awaits it, and
+    none changes what others see. What it answers is to follow from task, seed and actions alone:
+    where its process is lost another one is asked the same again, and must answer the same. So it
+    draws from a generator of its own, made of the seed. It may have `async def close(self) ->
+    None`, which is called when the episode ends, whether that was its last step or not.
     """
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """Begin; `task` is JSON. The first observation, after the prompt; "" or [] where there is none."""
+        """Begin; `task` is JSON. The first observation, after the prompt; "" or [] where there is
+        none."""
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
-        """What the action leads to: an observation, a finite reward, and whether the episode is over."""
+        """What the action leads to: an observation, a finite reward, and whether the episode is
+        over."""
 
 
 class EpisodeLost(AlignerError):
@@ -57,37 +63,58 @@ async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters:
     name, *arguments = asked
     called = getattr(environment, name)(*arguments)
     if not inspect.isawaitable(called):
-        raise WrongAnswer(f"{name} returned {_shown(called)} at once; it must be `async def {name}`")
+        raise WrongAnswer(
+            f"{name} returned {_shown(called)} at once; it must be `async def {name}`"
+        )
     answer = await called
     if name == "reset":
         return Outcome(_observation(answer, name, most_characters))
     if not isinstance(answer, (tuple, list)) or len(answer) != 3:
-        raise WrongAnswer(f"step returned {_shown(answer)}; it must be an observation, a reward and whether it is done")
+        raise WrongAnswer(
+            f"step returned {_shown(answer)}; it must be an observation, a reward and whether it is"
+            " done"
+        )
     observation, reward, done = answer[0], _plain(answer[1]), _plain(answer[2])
     if not is_finite_number(reward):
         raise WrongAnswer(f"step returned the reward {_shown(reward)}; it must be a finite number")
     if not isinstance(done, bool):
-        raise WrongAnswer(f"step returned {_shown(done)} for whether it is done; it must be True or False")
+        raise WrongAnswer(
+            f"step returned {_shown(done)} for whether it is done; it must be True or False"
+        )
     return Outcome(_observation(observation, name, most_characters), float(reward), done)
 
 
 def _observation(value: Any, name: str, most_characters: int) -> Observation:
     messages = value if isinstance(value, list) else [{"role": "", "content": value}]
     for message in messages:
-        if not isinstance(message, dict) or not _MUST <= {*message} <= _MAY or not all(map(_is_text, message.values())):
+        if (
+            not isinstance(message, dict)
+            or not _MUST <= {*message} <= _MAY
+            or not all(map(_is_text, message.values()))
+        ):
             raise WrongAnswer(
-                f"{name} returned the observation {_shown(value)}; it must be a text or a list of messages, each with"
-                " exactly a `role` and a `content`, a tool's also a `name` and a `tool_call_id`, texts that UTF-8 can hold"
+                f"{name} returned the observation {_shown(value)}; it must be a text or a list of"
+                " messages, each with exactly a `role` and a `content`, a tool's also a `name` and"
+                " a `tool_call_id`, texts that UTF-8 can hold"
             )
-    if (characters := sum(len(text) for message in messages for text in message.values())) > most_characters:
-        raise WrongAnswer(f"{name} returned an observation of {characters} characters; at most {most_characters} are allowed")
+    if (
+        characters := sum(len(text) for message in messages for text in message.values())
+    ) > most_characters:
+        raise WrongAnswer(
+            f"{name} returned an observation of {characters} characters; at most {most_characters}"
+            " are allowed"
+        )
     if len(messages) > max(most_characters, 1):
-        raise WrongAnswer(f"{name} returned {len(messages)} messages; at most {most_characters} are allowed")
+        raise WrongAnswer(
+            f"{name} returned {len(messages)} messages; at most {most_characters} are allowed"
+        )
     return value if isinstance(value, str) else [dict(message) for message in messages]
 
 
 def _is_text(value: Any) -> bool:
-    return type(value) is str and (value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value))
+    return type(value) is str and (
+        value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -97,4 +124,8 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}… ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= _SHOWN_CHARACTERS
+        else f"{text[:_SHOWN_CHARACTERS]}… ({len(text)} characters)"
+    )

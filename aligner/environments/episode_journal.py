@@ -1,4 +1,5 @@
-"""What environments have said to episodes: what is told again when a run goes on, and what a replay must repeat."""
+"""What environments have said to episodes: what is told again when a run goes on, and what a replay
+must repeat."""
 
 import contextlib
 import json
@@ -31,16 +32,19 @@ class _Entry:
 
 
 class EpisodeJournal:
-    """Answers by episode and call, 0 its reset; in memory, and in a directory's file of lines that each have a checksum.
+    """Answers by episode and call, 0 its reset; in memory, and in a directory's file of lines that
+    each have a checksum.
 
-    An answer is with the operating system when `record` returns: a killed process loses none, a machine without power
-    may lose the last ones. One process at a time writes into a directory; threads may share a journal.
+    An answer is with the operating system when `record` returns: a killed process loses none, a
+    machine without power may lose the last ones. One process at a time writes into a directory;
+    threads may share a journal.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         """Makes the directory, and reads what is there; without one, memory is all.
 
-        From a damaged line on nothing is used, and the file is cut there: a warning names the line. Raises OSError.
+        From a damaged line on nothing is used, and the file is cut there: a warning names the line.
+        Raises OSError.
         """
         self._lock = threading.Lock()
         self._episodes: dict[str, list[_Entry]] = {}
@@ -58,10 +62,15 @@ class EpisodeJournal:
             return [*self._episodes]
 
     def told(self, episode: str, call: int, asked: str) -> Outcome | None:
-        """What was answered to a call of that digest; None where none was recorded, or something else was asked."""
+        """What was answered to a call of that digest; None where none was recorded, or something
+        else was asked."""
         with self._lock:
             entries = self._episodes.get(episode, [])
-            return entries[call].outcome if call < len(entries) and entries[call].asked == asked else None
+            return (
+                entries[call].outcome
+                if call < len(entries) and entries[call].asked == asked
+                else None
+            )
 
     def answers(self, episode: str) -> list[Outcome]:
         """All that was answered to an episode, in order."""
@@ -70,7 +79,8 @@ class EpisodeJournal:
 
     @writing()
     def record(self, episode: str, call: int, asked: str, outcome: Outcome) -> None:
-        """Note an answer to a call of that digest; it replaces those of the episode from this call on.
+        """Note an answer to a call of that digest; it replaces those of the episode from this call
+        on.
 
         Raises OSError, which names the file.
         """
@@ -78,13 +88,15 @@ class EpisodeJournal:
         with self._lock:
             if call > len(self._episodes.get(episode, [])):
                 raise AlignerError(
-                    f"episode {episode}: call {call} follows none; an episode that goes on must not be forgotten"
+                    f"episode {episode}: call {call} follows none; an episode that goes on must not"
+                    " be forgotten"
                 )
             self._apply(entry, self._write(entry))
 
     @writing()
     def forget(self, episodes: Iterable[str]) -> None:
-        """Drop episodes that are over and not needed any more; unknown ones are passed over. Raises OSError."""
+        """Drop episodes that are over and not needed any more; unknown ones are passed over. Raises
+        OSError."""
         with self._lock:
             known = [episode for episode in episodes if episode in self._episodes]
             if known:
@@ -99,14 +111,16 @@ class EpisodeJournal:
         try:
             append(self._file, line := _line(content))
         except OSError:
-            with contextlib.suppress(OSError):  # the next line must not go on with what there is of this one
+            # the next line must not go on with what there is of this one
+            with contextlib.suppress(OSError):
                 os.truncate(self._file, self._size)
             raise
         self._size += len(line)
         return len(line)
 
     def _apply(self, content: dict[str, Any], size: int) -> None:
-        """Do in memory what a line says. Raises KeyError, TypeError and ValueError for what `_write` never wrote."""
+        """Do in memory what a line says. Raises KeyError, TypeError and ValueError for what
+        `_write` never wrote."""
         if "forget" in content:
             for episode in content["forget"]:
                 self._live -= sum(entry.size for entry in self._episodes.pop(episode))
@@ -127,7 +141,8 @@ class EpisodeJournal:
                     self._apply(unsealed(line[:-1].decode("ascii")), len(line))
                 except (DamagedError, KeyError, TypeError, ValueError) as error:
                     _log.warning(
-                        "%s:%d: %s; it and what follows, %d bytes, are dropped: environments are asked again",
+                        "%s:%d: %s; it and what follows, %d bytes, are dropped: environments are"
+                        " asked again",
                         *(file, number, error, os.fstat(stream.fileno()).st_size - self._size),
                     )
                     os.truncate(file, self._size)
@@ -138,7 +153,12 @@ class EpisodeJournal:
         with new_file(file) as stream:
             for episode, entries in self._episodes.items():
                 for call, entry in enumerate(entries):
-                    content = {"episode": episode, "call": call, "asked": entry.asked, **vars(entry.outcome)}
+                    content = {
+                        "episode": episode,
+                        "call": call,
+                        "asked": entry.asked,
+                        **vars(entry.outcome),
+                    }
                     stream.write(_line(content))
         self._size = self._live
 

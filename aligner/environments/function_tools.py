@@ -1,4 +1,5 @@
-"""Python functions as tools, in the process that asks: `async` ones on its loop, others each in a thread."""
+"""Python functions as tools, in the process that asks: `async` ones on its loop, others each in a
+thread."""
 
 import asyncio
 import contextlib
@@ -19,14 +20,16 @@ from aligner.user_code import imported
 
 @dataclass(frozen=True)
 class FunctionTool:
-    """A function of the user's; what it returns is told as it is if it is a text, and as JSON else."""
+    """A function of the user's; what it returns is told as it is if it is a text, and as JSON
+    else."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
     """The JSON schema of its arguments."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """As `Tool.call`. An `async` function that is late is cancelled; the thread of another one goes on, unheard."""
+        """As `Tool.call`. An `async` function that is late is cancelled; the thread of another one
+        goes on, unheard."""
         _check(arguments, self.parameters, self.function)
         answer: str = await within(self._answer(arguments), timeout_s)
         return answer
@@ -37,19 +40,26 @@ class FunctionTool:
                 answer = await self.function(**arguments)
             else:
                 answer = await _in_thread(lambda: self.function(**arguments))
-            return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-        except (Exception, SystemExit) as error:  # the function is the user's, and fails in its own ways
+            return (
+                answer
+                if isinstance(answer, str)
+                else json.dumps(answer, ensure_ascii=False, default=str)
+            )
+        # the function is the user's, and fails in its own ways
+        except (Exception, SystemExit) as error:
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 
 def tool_function(place: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ConfigError, with the reason alone, where there is none."""
+    """The function that `module:function` names. Raises ConfigError, with the reason alone, where
+    there is none."""
     named = callable_place(place)
     if named is None:
         raise ConfigError("must be python, or module:function")
     if find_spec("jsonschema") is None:
         raise ConfigError(
-            "a function as a tool needs the jsonschema package; install the tools extra, pip install 'aligner[tools]'"
+            "a function as a tool needs the jsonschema package; install the tools extra, pip"
+            " install 'aligner[tools]'"
         )
     found = imported(*named)
     if not inspect.isroutine(found):
@@ -58,7 +68,8 @@ def tool_function(place: str) -> Callable[..., Any]:
 
 
 async def within(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """What a coroutine returns. Raises ToolFailed once it is late: it is cancelled, and not waited for."""
+    """What a coroutine returns. Raises ToolFailed once it is late: it is cancelled, and not waited
+    for."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task], timeout=timeout_s)
@@ -94,7 +105,9 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     return result
 
 
-def _check(arguments: dict[str, Any], parameters: Mapping[str, Any], function: Callable[..., Any]) -> None:
+def _check(
+    arguments: dict[str, Any], parameters: Mapping[str, Any], function: Callable[..., Any]
+) -> None:
     """Raises ToolFailed for arguments that the function does not take."""
     from jsonschema import Draft202012Validator
 

@@ -1,4 +1,5 @@
-"""Servers of the Model Context Protocol: processes of a command, which talk over its input and output, or URLs."""
+"""Servers of the Model Context Protocol: processes of a command, which talk over its input and
+output, or URLs."""
 
 import asyncio
 import json
@@ -20,7 +21,8 @@ _LISTING_S = 60.0
 class McpServer:
     """An episode's own session with a server; a command's server is a process of its own to it.
 
-    It begins with the first call. One that ends, or is late with an answer, is begun anew for the call after that.
+    It begins with the first call. One that ends, or is late with an answer, is begun anew for the
+    call after that.
     """
 
     def __init__(self, server: str) -> None:
@@ -31,7 +33,8 @@ class McpServer:
         self._endings: list[asyncio.Task[None]] = []
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What a tool of the server's answers. Raises ToolFailed, and AlignerError where the server does not start."""
+        """What a tool of the server's answers. Raises ToolFailed, and AlignerError where the server
+        does not start."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -54,7 +57,9 @@ class McpServer:
         if self._session is session:
             self._session = None
             self._endings.append(asyncio.ensure_future(session.end()))
-        raise ToolFailed(f"{why}; the server is started again for the next call, without what it had kept")
+        raise ToolFailed(
+            f"{why}; the server is started again for the next call, without what it had kept"
+        )
 
     async def close(self) -> None:
         """End all sessions, and the server's processes where it has some."""
@@ -69,14 +74,16 @@ class _ToldSo(ToolFailed):
 
 
 class _Session:
-    """A connection that is open, in a task of its own, as the library has to open and close it in one."""
+    """A connection that is open, in a task of its own, as the library has to open and close it in
+    one."""
 
     def __init__(self, client: "Client", task: "asyncio.Task[None]", over: asyncio.Event) -> None:
         self.client, self._task, self._over = client, task, over
 
     @staticmethod
     async def begun(server: str) -> "_Session":
-        """A session with a server that has answered. Raises AlignerError where it does not get so far."""
+        """A session with a server that has answered. Raises AlignerError where it does not get so
+        far."""
         from mcp import Client
 
         over, client = asyncio.Event(), Client(_transport(server))
@@ -91,7 +98,9 @@ class _Session:
         try:
             await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                raise AlignerError(f"the server {server!r} does not start: {_reason(task.exception())}")
+                raise AlignerError(
+                    f"the server {server!r} does not start: {_reason(task.exception())}"
+                )
         except asyncio.CancelledError:
             task.cancel()
             raise
@@ -106,11 +115,14 @@ class _Session:
 
 
 def listed_tools(server: str) -> list[ListedTool]:
-    """What a server offers; it is started for that, and ended. Raises ConfigError, with the reason alone."""
+    """What a server offers; it is started for that, and ended. Raises ConfigError, with the reason
+    alone."""
     try:
         return asyncio.run(_listed(server))
     except ImportError as error:
-        raise ConfigError(f"needs the mcp package; install the mcp extra, pip install 'aligner[mcp]': {error}") from error
+        raise ConfigError(
+            f"needs the mcp package; install the mcp extra, pip install 'aligner[mcp]': {error}"
+        ) from error
     except Exception as error:  # of the connection, by several libraries
         raise ConfigError(f"its tools cannot be listed: {_reason(error)}") from error
 
@@ -123,8 +135,14 @@ async def _listed(server: str) -> list[ListedTool]:
         page = await client.list_tools()
         while True:
             for tool in page.tools:
-                described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-                found.append(ListedTool("server", server, {"type": "function", "function": described}))
+                described = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                found.append(
+                    ListedTool("server", server, {"type": "function", "function": described})
+                )
             if page.next_cursor is None:
                 return found
             page = await client.list_tools(cursor=page.next_cursor)
@@ -138,16 +156,22 @@ def _transport(server: str) -> "str | StdioServerParameters":
     command, *arguments = shlex.split(server) or [""]
     if shutil.which(command) is None:
         raise AlignerError(f"there is no command {command!r}")
-    if (leash := shutil.which("setpriv")) is not None:  # a server that hangs must not outlive who started it
-        return StdioServerParameters(command=leash, args=["--pdeathsig", "KILL", "--", command, *arguments])
+    # a server that hangs must not outlive who started it
+    if (leash := shutil.which("setpriv")) is not None:
+        return StdioServerParameters(
+            command=leash, args=["--pdeathsig", "KILL", "--", command, *arguments]
+        )
     return StdioServerParameters(command=command, args=arguments)
 
 
 def _text(result: "CallToolResult") -> str:
-    """What a model can be told of an answer. Raises ToolFailed where the tool says that it has failed."""
+    """What a model can be told of an answer. Raises ToolFailed where the tool says that it has
+    failed."""
     parts = []
     for block in result.content:
-        text = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
+        text = getattr(block, "text", None) or getattr(
+            getattr(block, "resource", None), "text", None
+        )
         parts.append(text if isinstance(text, str) else f"[{block.type}]")
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

@@ -1,7 +1,8 @@
-"""A number to guess: the policy guesses, and is told `higher` or `lower` until it has it, or has had its turns.
+"""A number to guess: the policy guesses, and is told `higher` or `lower` until it has it, or has
+had its turns.
 
-The prompt shows a game, so that a model that has never been asked plays along. With N turns a policy that halves what is
-left finds any of 2^N - 1 numbers.
+The prompt shows a game, so that a model that has never been asked plays along. With N turns a
+policy that halves what is left finds any of 2^N - 1 numbers.
 """
 
 import random

@@ -1,4 +1,5 @@
-"""What clients of OpenAI's API send and get: requests as they are checked, answers and errors as they are worded."""
+"""What clients of OpenAI's API send and get: requests as they are checked, answers and errors as
+they are worded."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,20 @@ MODEL = "policy"
 """What `/v1/models` lists; requests may name any other."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 _IGNORED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "reasoning_effort", "parallel_tool_calls"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "logit_bias",
+        "reasoning_effort",
+        "parallel_tool_calls",
+    ),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""What would change the distribution that the run learns from, or the model cannot do, and changes no answer's form."""
+"""What would change the distribution that the run learns from, or the model cannot do, and changes
+no answer's form."""
 
 
 class Refused(AlignerError):
@@ -116,11 +127,16 @@ class ChatBody(CompletionBody):
     def refuse(self) -> None:
         """As `CompletionBody`."""
         if (kind := (self.response_format or {}).get("type", "text")) != "text":
-            raise Refused(400, f"response_format={kind!r}: answers are not made to fit a format; allowed: text", "unsupported")
+            raise Refused(
+                400,
+                f"response_format={kind!r}: answers are not made to fit a format; allowed: text",
+                "unsupported",
+            )
 
 
 class ModelChatBody(ChatBody):
-    """A request to `/v1/chat/completions` of a model that is served by itself, which draws as it is asked to."""
+    """A request to `/v1/chat/completions` of a model that is served by itself, which draws as it is
+    asked to."""
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -130,7 +146,11 @@ class ModelChatBody(ChatBody):
         """As `CompletionBody`."""
         super().refuse()
         if self.stops or self.tools:
-            raise Refused(400, "stop, tools: answers end where the model ends them, and call nothing", "unsupported")
+            raise Refused(
+                400,
+                "stop, tools: answers end where the model ends them, and call nothing",
+                "unsupported",
+            )
         if self.top_logprobs and (self.limit, self.top_p) != (1, 1):
             told = f"top_logprobs={self.top_logprobs}: told of the first token alone, among all"
             raise Refused(400, f"{told}; give max_tokens=1, and no top_p", "unsupported")
@@ -153,7 +173,9 @@ def parsed(kind: type[BodyT], content: bytes) -> BodyT:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
         got = repr(first["input"])
-        raise Refused(400, f"{place}: {first['msg']}; got {got if len(got) <= 100 else got[:100] + '…'}") from None
+        raise Refused(
+            400, f"{place}: {first['msg']}; got {got if len(got) <= 100 else got[:100] + '…'}"
+        ) from None
     if isinstance(body, CompletionBody):
         body.refuse()
     return body
@@ -191,7 +213,11 @@ class Answer:
         if not self.calls:
             return {"role": "assistant", "content": self.text}
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
             for call in self.calls
         ]
         return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
@@ -203,7 +229,14 @@ def answered(name: str, body: CompletionBody, answers: Sequence[Answer]) -> dict
     choices = []
     for index, answer in enumerate(answers):
         said = {"message": answer.message} if is_chat else {"text": answer.text}
-        choices.append({"index": index, **said, "finish_reason": answer.finish_reason, "logprobs": _logprobs(body, answer)})
+        choices.append(
+            {
+                "index": index,
+                **said,
+                "finish_reason": answer.finish_reason,
+                "logprobs": _logprobs(body, answer),
+            }
+        )
     return {
         **_head(name, body, "chat.completion" if is_chat else "text_completion"),
         "choices": choices,
@@ -220,12 +253,26 @@ def streamed(name: str, body: CompletionBody, answers: Sequence[Answer]) -> Iter
         if is_chat:
             delta = answer.message
             if answer.calls:
-                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+                delta["tool_calls"] = [
+                    {"index": at, **call} for at, call in enumerate(delta["tool_calls"])
+                ]
             said = {"delta": delta}
-        choice = {"index": index, **said, "finish_reason": None, "logprobs": _logprobs(body, answer)}
+        choice = {
+            "index": index,
+            **said,
+            "finish_reason": None,
+            "logprobs": _logprobs(body, answer),
+        }
         yield _event({**head, "choices": [choice]})
         end: Mapping[str, Any] = {"delta": {}} if is_chat else {"text": ""}
-        yield _event({**head, "choices": [{"index": index, **end, "finish_reason": answer.finish_reason, "logprobs": None}]})
+        yield _event(
+            {
+                **head,
+                "choices": [
+                    {"index": index, **end, "finish_reason": answer.finish_reason, "logprobs": None}
+                ],
+            }
+        )
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event({**head, "choices": [], "usage": _usage(answers)})
     yield "data: [DONE]\n\n"
@@ -249,8 +296,19 @@ def _logprobs(body: CompletionBody, answer: Answer) -> dict[str, Any] | None:
         return None
     if isinstance(body, ChatBody):
         return {
-            "content": [token.told() | {"top_logprobs": [each.told() for each in token.likeliest]} for token in answer.tokens]
+            "content": [
+                token.told() | {"top_logprobs": [each.told() for each in token.likeliest]}
+                for token in answer.tokens
+            ]
         }
-    texts, logprobs = [token.text for token in answer.tokens], [token.logprob for token in answer.tokens]
+    texts, logprobs = (
+        [token.text for token in answer.tokens],
+        [token.logprob for token in answer.tokens],
+    )
     offsets = [len("".join(texts[:at])) for at in range(len(texts))]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+    return {
+        "tokens": texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }

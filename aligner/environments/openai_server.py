@@ -17,7 +17,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aligner.environments.openai_protocol import Answer, ChatBody, CompletionBody, Refused, answered, streamed
+from aligner.environments.openai_protocol import (
+    Answer,
+    ChatBody,
+    CompletionBody,
+    Refused,
+    answered,
+    streamed,
+)
 from aligner.errors import AlignerError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +38,8 @@ class OpenAIServer(ABC):
     """Serves `routes` at an address; errors are worded as OpenAI words them."""
 
     def __init__(self, host: str, port: int, most_characters: int, key: str) -> None:
-        """Port 0 is one that is free; bodies of more than `most_characters` are refused. `key` is what gave `host`."""
+        """Port 0 is one that is free; bodies of more than `most_characters` are refused. `key` is
+        what gave `host`."""
         self._host, self._port, self._key = host, port, key
         self._most_bytes = _BYTES_PER_CHARACTER * most_characters + _MORE_BYTES
         self._names = itertools.count(1)
@@ -55,11 +63,14 @@ class OpenAIServer(ABC):
         """What is served."""
 
     def start(self) -> None:
-        """Listen. Raises AlignerError where the host is not this machine's, or the port is taken."""
+        """Listen. Raises AlignerError where the host is not this machine's, or the port is
+        taken."""
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as error:
-            raise AlignerError(f"{self._key}={self._host}: must be an address of this machine: {error}") from error
+            raise AlignerError(
+                f"{self._key}={self._host}: must be an address of this machine: {error}"
+            ) from error
         self._thread.start()
         end = time.monotonic() + _START_S
         while not self._server.started:
@@ -92,9 +103,14 @@ class OpenAIServer(ABC):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def answer(
-        self, request: Request, body: CompletionBody, work: Awaitable[Sequence[Answer]], name: str = ""
+        self,
+        request: Request,
+        body: CompletionBody,
+        work: Awaitable[Sequence[Answer]],
+        name: str = "",
     ) -> Response:
-        """What `work`, which ends where the client goes before, answers a request that was read to its end."""
+        """What `work`, which ends where the client goes before, answers a request that was read to
+        its end."""
         answering = asyncio.ensure_future(work)
         gone = asyncio.create_task(_gone(request))
         await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +123,9 @@ class OpenAIServer(ABC):
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         name = "-".join(part for part in (kind, name, str(next(self._names))) if part)
         if body.stream:
-            return StreamingResponse(_each(streamed(name, body, answers)), media_type="text/event-stream")
+            return StreamingResponse(
+                _each(streamed(name, body, answers)), media_type="text/event-stream"
+            )
         return JSONResponse(answered(name, body, answers))
 
     async def read(self, request: Request) -> bytes:
@@ -117,7 +135,9 @@ class OpenAIServer(ABC):
             async for part in request.stream():
                 content += part
                 if len(content) > self._most_bytes:
-                    raise Refused(413, f"the body has more than {self._most_bytes} bytes", "request_too_large")
+                    raise Refused(
+                        413, f"the body has more than {self._most_bytes} bytes", "request_too_large"
+                    )
         except ClientDisconnect:
             raise Refused(400, "the client has gone") from None
         return bytes(content)
@@ -135,7 +155,12 @@ class OpenAIServer(ABC):
 
 def models_response(name: str) -> JSONResponse:
     """What `/v1/models` tells of one model."""
-    return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "aligner"}]})
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "created": 0, "owned_by": "aligner"}],
+        }
+    )
 
 
 async def _gone(request: Request) -> None:

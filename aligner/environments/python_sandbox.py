@@ -1,7 +1,9 @@
-"""Programs of a model's, each in a sandbox of its own: bubblewrap's namespaces, and the system's limits on resources.
+"""Programs of a model's, each in a sandbox of its own: bubblewrap's namespaces, and the system's
+limits on resources.
 
-There is no network, no process but the program's own, and no file but Python's and the system's libraries, which it may
-read, and an empty directory for it alone, gone with it. Nothing is kept from one program to the next.
+There is no network, no process but the program's own, and no file but Python's and the system's
+libraries, which it may read, and an empty directory for it alone, gone with it. Nothing is kept
+from one program to the next.
 """
 
 import asyncio
@@ -24,18 +26,44 @@ from aligner.environments.syscall_filter import syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
 Isolation = Literal["own_user", "user_namespace", "none"]
-"""Who a program is: a user that nobody else is, which only root can make it; the caller, in a user namespace, where it is
-nobody; the caller, without any namespace. The first two have all other namespaces."""
+"""Who a program is: a user that nobody else is, which only root can make it; the caller, in a user
+namespace, where it is nobody; the caller, without any namespace. The first two have all other
+namespaces."""
 
 _MIB, _BYTES_PER_CHARACTER = 2**20, 4
 _FIRST_USER, _USERS = 0x7000_0000, 2**28
 """Users of programs, above those that systems give out; each program is another one."""
 _SCRATCH, _PROGRAM = "/tmp", "/aligner_program.py"
-_READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_NAMESPACES = ("--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
+_READ_ONLY = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
+_NAMESPACES = (
+    "--unshare-net",
+    "--unshare-pid",
+    "--unshare-ipc",
+    "--unshare-uts",
+    "--unshare-cgroup-try",
+)
 _WHO: dict[Isolation, tuple[str, ...]] = {
     "own_user": ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
-    "user_namespace": ("--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
+    "user_namespace": (
+        "--unshare-user",
+        "--disable-userns",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--cap-drop",
+        "ALL",
+    ),
 }
 _ENVIRONMENT = {
     "HOME": _SCRATCH,
@@ -101,7 +129,8 @@ class PythonSandbox:
         return PythonSandbox(limits, "none")
 
     def gaps(self) -> list[str]:
-        """What of it this machine does not enforce, each for the end of a sentence; found by a program that tries."""
+        """What of it this machine does not enforce, each for the end of a sentence; found by a
+        program that tries."""
         with tempfile.NamedTemporaryFile() as witness:
             given = (witness.name, self.limits.processes, (self.limits.memory_mib + 16) * _MIB)
             told = self._probed(_PROBE.replace("{given}", repr(given)))
@@ -113,11 +142,21 @@ class PythonSandbox:
     async def run(self, program: str, timeout_s: float, most_characters: int) -> str:
         """What a program prints, errors too, and how it ended where it did not simply end.
 
-        Of more than `most_characters` the beginning and the end. When this returns, or is cancelled, the program is no more.
+        Of more than `most_characters` the beginning and the end. When this returns, or is
+        cancelled, the program is no more.
         """
-        with _given(program.encode()) as given, tempfile.TemporaryFile() as output, self._started() as (command, options):
+        with (
+            _given(program.encode()) as given,
+            tempfile.TemporaryFile() as output,
+            self._started() as (command, options),
+        ):
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=given, stdout=output, stderr=output, start_new_session=True, **options
+                *command,
+                stdin=given,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                **options,
             )
             try:
                 await asyncio.wait_for(process.wait(), timeout_s)
@@ -134,7 +173,12 @@ class PythonSandbox:
 
     def _probed(self, program: str) -> str:
         with _given(program.encode()) as given, self._started() as (command, options):
-            options |= {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            options |= {
+                "stdin": given,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "text": True,
+            }
             try:
                 done = subprocess.run(command, timeout=_PROBE_S, check=False, **options)
             except subprocess.TimeoutExpired:
@@ -163,26 +207,49 @@ class PythonSandbox:
         allowed, inside = syscall_filter(), [*python, _PROGRAM, json.dumps(bounds)]
         with _given(allowed or b"") as calls:
             filtered = ["--seccomp", str(calls.fileno())] if allowed else []
-            yield [*self._bubblewrapped(script), *filtered, "--", *inside], options | {"pass_fds": [calls.fileno()]}
+            yield (
+                [*self._bubblewrapped(script), *filtered, "--", *inside],
+                options | {"pass_fds": [calls.fileno()]},
+            )
 
     def _bubblewrapped(self, script: str) -> list[str]:
-        command = [str(_bubblewrap()), "--die-with-parent", "--new-session", *_NAMESPACES, *_WHO[self.isolation]]
-        command += ["--perms", "1777", "--size", str(self.limits.scratch_mib * _MIB), "--tmpfs", _SCRATCH]
+        command = [
+            str(_bubblewrap()),
+            "--die-with-parent",
+            "--new-session",
+            *_NAMESPACES,
+            *_WHO[self.isolation],
+        ]
+        command += [
+            "--perms",
+            "1777",
+            "--size",
+            str(self.limits.scratch_mib * _MIB),
+            "--tmpfs",
+            _SCRATCH,
+        ]
         prefixes = dict.fromkeys([sys.base_prefix, sys.prefix])
         # The program's user must get through what bubblewrap makes above them.
-        above = dict.fromkeys(str(parent) for prefix in prefixes for parent in reversed(Path(prefix).parents[:-1]))
+        above = dict.fromkeys(
+            str(parent) for prefix in prefixes for parent in reversed(Path(prefix).parents[:-1])
+        )
         for directory in (*above, "/etc"):
             command += ["--perms", "0755", "--dir", directory]
         for place in _READ_ONLY:
             link = Path(place).is_symlink() and not place.startswith("/etc")
-            command += ["--symlink", str(Path(place).readlink()), place] if link else ["--ro-bind-try", place, place]
+            command += (
+                ["--symlink", str(Path(place).readlink()), place]
+                if link
+                else ["--ro-bind-try", place, place]
+            )
         for prefix in prefixes:
             command += ["--ro-bind", prefix, prefix]
         command += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", script, _PROGRAM]
         return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _SCRATCH]
 
     def _ended(self, code: int) -> str:
-        """How a program ended with a code; nothing to say of one that did as usual, or has printed an exception."""
+        """How a program ended with a code; nothing to say of one that did as usual, or has printed
+        an exception."""
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU:
             return f"ended after {self.limits.cpu_s} s of processor time"

@@ -1,7 +1,8 @@
 """What runs a model's program within a sandbox, given as a script: of Python's own library alone.
 
-Its argument is a JSON object of limits, its input the program. It gives up what it may do beyond them, then runs the program
-as `__main__`; an exception is printed as Python does, with the program's lines.
+Its argument is a JSON object of limits, its input the program. It gives up what it may do beyond
+them, then runs the program as `__main__`; an exception is printed as Python does, with the
+program's lines.
 """
 
 import json
@@ -17,7 +18,8 @@ _NAME = "program.py"
 
 
 def limit(limits: Mapping[str, Any]) -> None:
-    """Bound this process and those that it starts, for good; with a `user` it is that one's from now on."""
+    """Bound this process and those that it starts, for good; with a `user` it is that one's from
+    now on."""
     os.chdir(limits["directory"])
     if limits["user"]:
         os.setgroups([])

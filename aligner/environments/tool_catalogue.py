@@ -1,4 +1,5 @@
-"""The tools of a configuration: what there is, as the model is told of it, and the environment that runs them."""
+"""The tools of a configuration: what there is, as the model is told of it, and the environment that
+runs them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,8 +20,8 @@ _PYTHON_SCHEMA: dict[str, Any] = {
     "function": {
         "name": PYTHON,
         "description": (
-            "Runs a Python program and returns what it prints. Each call is a program of its own: variables and files of"
-            " earlier ones are gone. There is no network."
+            "Runs a Python program and returns what it prints. Each call is a program of its own:"
+            " variables and files of earlier ones are gone. There is no network."
         ),
         "parameters": {
             "type": "object",
@@ -34,7 +35,8 @@ _PYTHON_SCHEMA: dict[str, Any] = {
 def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
     """All tools, in the order in which they are named; servers are started for that, and ended.
 
-    Raises ConfigError for one that is not there or cannot be told to a model, and for two of one name.
+    Raises ConfigError for one that is not there or cannot be told to a model, and for two of one
+    name.
     """
     found: list[ListedTool] = []
     for place in settings.tools:
@@ -54,7 +56,10 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
     for name in names:
         if names.count(name) > 1:
             places = " and ".join(tool.place for tool in found if tool.name == name)
-            raise ConfigError(f"environment.tools, environment.mcp: {name!r} is the name of several tools, of {places}")
+            raise ConfigError(
+                f"environment.tools, environment.mcp: {name!r} is the name of several tools, of"
+                f" {places}"
+            )
     return found
 
 
@@ -64,7 +69,8 @@ def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
 
 
 def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
-    """The sandbox of the tool `python` on this machine, and what of it the machine does not enforce.
+    """The sandbox of the tool `python` on this machine, and what of it the machine does not
+    enforce.
 
     Raises ConfigError where that is anything and `environment.sandbox` does not accept it.
     """
@@ -72,23 +78,31 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
     gaps = sandbox.gaps()
     if gaps and settings.sandbox == "required":
         raise ConfigError(
-            f"environment.tools: {PYTHON}: this machine does not enforce its sandbox: {'; '.join(gaps)}. Install bubblewrap"
-            " (the sandbox extra, pip install 'aligner[sandbox]') where the machine allows user namespaces, or accept it with"
+            f"environment.tools: {PYTHON}: this machine does not enforce its sandbox:"
+            f" {'; '.join(gaps)}. Install bubblewrap (the sandbox extra, pip install"
+            " 'aligner[sandbox]') where the machine allows user namespaces, or accept it with"
             " environment.sandbox=best_effort"
         )
     return sandbox, gaps
 
 
-def with_tool_arguments(settings: EnvironmentConfig, tools: Sequence[ListedTool], tokenizer: Tokenizer) -> EnvironmentConfig:
-    """The environment with the tools that `list_tools` has found in its arguments, as an `EnvironmentPool` takes it.
+def with_tool_arguments(
+    settings: EnvironmentConfig, tools: Sequence[ListedTool], tokenizer: Tokenizer
+) -> EnvironmentConfig:
+    """The environment with the tools that `list_tools` has found in its arguments, as an
+    `EnvironmentPool` takes it.
 
-    As it is without any. Raises ConfigError as `sandbox_here`, and for a model whose chat template writes no tool calls.
+    As it is without any. Raises ConfigError as `sandbox_here`, and for a model whose chat template
+    writes no tool calls.
     """
     if not settings.has_tools:
         return settings
     form = format_of(tokenizer)
     if form is None:
-        raise ConfigError("environment.tools: the model's chat template writes no tool calls, or in no format that is known")
+        raise ConfigError(
+            "environment.tools: the model's chat template writes no tool calls, or in no format"
+            " that is known"
+        )
     isolation = sandbox_here(settings)[0].isolation if PYTHON in settings.tools else "none"
     given = {
         "form": form,
@@ -107,12 +121,16 @@ def with_tool_arguments(settings: EnvironmentConfig, tools: Sequence[ListedTool]
 
 
 def describe_tools(settings: EnvironmentConfig) -> list[str]:
-    """What `aligner validate` says of the tools, a line each, with what the machine does not enforce of the sandbox.
+    """What `aligner validate` says of the tools, a line each, with what the machine does not
+    enforce of the sandbox.
 
     Raises ConfigError as `list_tools` and `sandbox_here`.
     """
     lines = [f"tool {tool.name}: {tool.place}" for tool in list_tools(settings)]
     if PYTHON in settings.tools:
         _, gaps = sandbox_here(settings)
-        lines += [f"note: environment.sandbox={settings.sandbox}: not enforced here: {gap}" for gap in gaps]
+        lines += [
+            f"note: environment.sandbox={settings.sandbox}: not enforced here: {gap}"
+            for gap in gaps
+        ]
     return lines

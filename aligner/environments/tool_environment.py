@@ -1,4 +1,5 @@
-"""An environment that runs the tools which the policy calls, in its own model's format, and tells it what they answer."""
+"""An environment that runs the tools which the policy calls, in its own model's format, and tells
+it what they answer."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,12 @@ _CUT = "\n[… {left_out} characters left out …]\n"
 
 
 class ToolEnvironment:
-    """Answers a turn's tool calls, all at once, with a message each; a turn without any ends the episode.
+    """Answers a turn's tool calls, all at once, with a message each; a turn without any ends the
+    episode.
 
-    What is wrong with a call is told in its message. Where a call cannot be read none of its turn is carried out. The reward
-    is 0: what the episode is worth a reward function says of its last turn. A class of the user's own may go on from this
-    one, and give rewards.
+    What is wrong with a call is told in its message. Where a call cannot be read none of its turn
+    is carried out. The reward is 0: what the episode is worth a reward function says of its last
+    turn. A class of the user's own may go on from this one, and give rewards.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class ToolEnvironment:
         isolation: Isolation,
         python: Mapping[str, int],
     ) -> None:
-        """`tools` are `ListedTool` as JSON, `python` is PythonToolConfig, with the isolation that this machine has.
+        """`tools` are `ListedTool` as JSON, `python` is PythonToolConfig, with the isolation that
+        this machine has.
 
-        An answer of a tool has `tool_characters` at most, and all those to a turn together `most_characters`.
+        An answer of a tool has `tool_characters` at most, and all those to a turn together
+        `most_characters`.
         """
         self._form, self._timeout_s, self._most_calls = form, timeout_s, most_calls
         self._tool_characters, self._most_characters = tool_characters, most_characters
@@ -68,7 +72,9 @@ class ToolEnvironment:
             contents = await asyncio.gather(*map(self._answer, wanted[: self._most_calls]))
             refused = _error(f"the call was not carried out, a turn may have {self._most_calls}")
             contents += [refused] * (len(wanted) - len(contents))
-            answers = [call.answered(content) for call, content in zip(wanted, contents, strict=True)]
+            answers = [
+                call.answered(content) for call, content in zip(wanted, contents, strict=True)
+            ]
         self._messages += 1 + len(answers)
         return self._within_bounds(answers), 0.0, False
 
@@ -80,14 +86,18 @@ class ToolEnvironment:
         if listed.kind == "python":
             return _PythonTool(self._sandbox, self._tool_characters)
         if listed.kind == "function":
-            return FunctionTool(tool_function(listed.place), listed.schema["function"]["parameters"])
+            return FunctionTool(
+                tool_function(listed.place), listed.schema["function"]["parameters"]
+            )
         server = self._servers.setdefault(listed.place, McpServer(listed.place))
         return _ServerTool(server, listed.name)
 
     async def _answer(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
-            return _error(f"there is no tool {call.name[:100]!r}; there are {', '.join(self._tools)}")
+            return _error(
+                f"there is no tool {call.name[:100]!r}; there are {', '.join(self._tools)}"
+            )
         try:
             return await tool.call(call.arguments, self._timeout_s)
         except ToolFailed as error:
@@ -95,7 +105,9 @@ class ToolEnvironment:
 
     def _within_bounds(self, answers: list[dict[str, str]]) -> list[dict[str, str]]:
         """The messages, their contents cut where they are too long."""
-        others = sum(len(text) for answer in answers for key, text in answer.items() if key != "content")
+        others = sum(
+            len(text) for answer in answers for key, text in answer.items() if key != "content"
+        )
         share = max(self._most_characters - others, 0) // len(answers)
         most = min(share, self._tool_characters)
         return [answer | {"content": _shortened(answer["content"], most)} for answer in answers]
@@ -132,7 +144,8 @@ def _error(what: str) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """A text of so many characters at most, of a longer one the ends; all of them are such as UTF-8 can hold."""
+    """A text of so many characters at most, of a longer one the ends; all of them are such as UTF-8
+    can hold."""
     text = text.encode(errors="replace").decode()
     if len(text) <= most:
         return text

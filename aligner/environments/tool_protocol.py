@@ -16,7 +16,8 @@ class ListedTool:
     place: str
     """Where it is: `module:function`, or the server's command or URL."""
     schema: dict[str, Any]
-    """As chat templates take it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """As chat templates take it: `{"type": "function", "function": {"name", "description",
+    "parameters"}}`."""
 
     @property
     def name(self) -> str:
@@ -32,4 +33,5 @@ class Tool(Protocol):
     """A tool of one episode."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What it answers, within the time. Raises ToolFailed; anything else that is raised is the environment's failure."""
+        """What it answers, within the time. Raises ToolFailed; anything else that is raised is the
+        environment's failure."""

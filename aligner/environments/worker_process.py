@@ -1,4 +1,5 @@
-"""A worker of the pool's, seen from the pool's side: starts it, asks it, watches its deadlines, ends it. Of asyncio."""
+"""A worker of the pool's, seen from the pool's side: starts it, asks it, watches its deadlines,
+ends it. Of asyncio."""
 
 import asyncio
 import contextlib
@@ -18,7 +19,8 @@ from aligner.errors import AlignerError, ConfigError
 _START_S = 180.0
 """For the process to start and import the environment."""
 _GRACE_S = 0.2
-"""For which an environment that is late must keep the loop to itself to be taken for one that hangs it."""
+"""For which an environment that is late must keep the loop to itself to be taken for one that hangs
+it."""
 _LOOK_S = 0.02
 _LINE_BYTES, _BYTES_PER_CHARACTER = 1 << 16, 48
 """The most that an answer's JSON takes, with each character escaped, or in a message of its own."""
@@ -58,8 +60,13 @@ class WorkerProcess:
     @property
     def is_lost(self) -> bool:
         """Whether the process has ended, or is about to."""
-        with contextlib.suppress(ChildProcessError):  # the loop was told of its end, and is about to tell
-            if not self._is_lost and os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        # the loop was told of its end, and is about to tell
+        with contextlib.suppress(ChildProcessError):
+            if (
+                not self._is_lost
+                and os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is None
+            ):
                 return False
         self._is_lost = True
         return True
@@ -78,19 +85,29 @@ class WorkerProcess:
             pass_fds=[note],
         )
         worker = WorkerProcess(process, note)
-        told = [settings.module, settings.name, settings.arguments, settings.most_characters, settings.memory_bytes]
+        told = [
+            settings.module,
+            settings.name,
+            settings.arguments,
+            settings.most_characters,
+            settings.memory_bytes,
+        ]
         worker._send([*told, note, sys.path])
         return worker
 
     async def ready(self) -> None:
-        """Wait until it has imported the environment; where it does not, it is ended. Not to be cancelled.
+        """Wait until it has imported the environment; where it does not, it is ended. Not to be
+        cancelled.
 
-        Raises ConfigError, with the reason alone, where there is no such class, and EnvironmentFailed.
+        Raises ConfigError, with the reason alone, where there is no such class, and
+        EnvironmentFailed.
         """
         try:
             line = await asyncio.wait_for(_stream(self._process.stdout).readline(), _START_S)
         except asyncio.TimeoutError:
-            raise EnvironmentFailed(f"was not imported within {_START_S:g} s; {await self._end()}") from None
+            raise EnvironmentFailed(
+                f"was not imported within {_START_S:g} s; {await self._end()}"
+            ) from None
         answer = json.loads(line or "null")
         if answer is None:
             raise EnvironmentFailed(f"was not imported; {await self._end()}")
@@ -107,8 +124,9 @@ class WorkerProcess:
     async def ask(self, number: int, asked: Sequence[Any], deadline_s: float) -> dict[str, Any]:
         """What environment `number` answers. Raises EnvironmentFailed and WorkerLost.
 
-        One that is late is given up, and closed with `close` if its process still runs then. While another's code keeps the
-        process busy it may be late, by as much again: that other one has a deadline, too.
+        One that is late is given up, and closed with `close` if its process still runs then. While
+        another's code keeps the process busy it may be late, by as much again: that other one has a
+        deadline, too.
         """
         if self.is_lost:
             raise WorkerLost("its process has ended")
@@ -132,7 +150,8 @@ class WorkerProcess:
         return found
 
     async def close_environment(self, number: int, deadline_s: float) -> None:
-        """Close an environment, whatever it is in the middle of; where it does not end, its process does.
+        """Close an environment, whatever it is in the middle of; where it does not end, its process
+        does.
 
         Raises EnvironmentFailed where its `close` fails.
         """
@@ -153,13 +172,16 @@ class WorkerProcess:
             await self._reading
 
     def _set_late(self, call: int) -> None:
-        """Give who waits for an answer an empty one; a further future waits for what is still to come."""
+        """Give who waits for an answer an empty one; a further future waits for what is still to
+        come."""
         number, answer = self._waiting[call]
         if not answer.done():
             self._waiting[call] = number, asyncio.get_running_loop().create_future()
             answer.set_result({})
 
-    async def _late(self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float) -> None:
+    async def _late(
+        self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float
+    ) -> None:
         """Return once there is an answer in spite of all; raises _Late where there is none."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s + 5 * _GRACE_S
@@ -179,7 +201,8 @@ class WorkerProcess:
         raise _Late(late)
 
     async def _read(self) -> None:
-        with contextlib.suppress(ValueError):  # no line of JSON: whatever wrote it, the process is of no use any more
+        # no line of JSON: whatever wrote it, the process is of no use any more
+        with contextlib.suppress(ValueError):
             while line := await _stream(self._process.stdout).readline():
                 answer = json.loads(line)
                 _, waiting = self._waiting.get(answer["call"], (0, None))
@@ -190,7 +213,9 @@ class WorkerProcess:
         what = f"{what}; " * bool(what) + await self._end()
         for number, waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception((EnvironmentFailed if guilty in (0, number) else WorkerLost)(what))
+                waiting.set_exception(
+                    (EnvironmentFailed if guilty in (0, number) else WorkerLost)(what)
+                )
 
     def _give_up(self, guilty: int, why: str) -> None:
         """End the process; it is environment `guilty` that has brought it about."""
@@ -206,7 +231,9 @@ class WorkerProcess:
         with contextlib.suppress(ConnectionError):  # it has ended before it read all
             await requests.wait_closed()
         os.close(self._note)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
         return f"its process {how}"
 
     def _noted(self) -> tuple[int, int]:

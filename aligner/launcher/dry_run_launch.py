@@ -1,4 +1,5 @@
-"""`aligner launch … dry_run.scale=tiny`: the run's roles with a tiny model on this machine's CPU, and what that has shown."""
+"""`aligner launch … dry_run.scale=tiny`: the run's roles with a tiny model on this machine's CPU,
+and what that has shown."""
 
 import os
 import socket
@@ -22,7 +23,8 @@ _CONNECT_S = 2.0
 
 
 def launch_dry_run(plan: RunPlan) -> None:
-    """Plan the dry run, print its changes, run it, and print what it has exercised. Raises what `launch` raises."""
+    """Plan the dry run, print its changes, run it, and print what it has exercised. Raises what
+    `launch` raises."""
     dry_run = _plan_here(plan)
     launch(dry_run.plan, tell=partial(_show, dry_run))
     config = dry_run.plan.config
@@ -39,7 +41,8 @@ def validate_dry_run(plan: RunPlan) -> None:
 
 
 def _plan_here(plan: RunPlan) -> DryRun:
-    """The dry run on this machine, of which it will use the CPU alone, in this process and those it starts."""
+    """The dry run on this machine, of which it will use the CPU alone, in this process and those it
+    starts."""
     dry_run = plan_dry_run(plan, _is_reachable)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return dry_run
@@ -53,16 +56,23 @@ def _show(dry_run: DryRun, console: Console) -> None:
 
 
 def _exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
-    """One line: the layouts that ran, that weights reached the engine, and how far its log-probs are from the trainer's."""
-    roles = ", ".join(f"{place.role} {place.layout}" for place in placements(config) if place.layout != "-")
+    """One line: the layouts that ran, that weights reached the engine, and how far its log-probs
+    are from the trainer's."""
+    roles = ", ".join(
+        f"{place.role} {place.layout}" for place in placements(config) if place.layout != "-"
+    )
     steps = [record for record in metrics if record["step"] > 0]
     parts = [f"dry run passed: {len(steps)} steps with {roles}"]
-    if config.algorithm.generates and any("time/reshard" in step or "time/snapshot" in step for step in steps):
+    if config.algorithm.generates and any(
+        "time/reshard" in step or "time/snapshot" in step for step in steps
+    ):
         where = "the generator's" if has_generator(config) else "the engine's"
         parts.append(f"weights resharded into {where} layout, equal by checksum")
     # Of samples that older weights drew it would measure the training between.
     fresh = [step for step in steps if not step.get("staleness/max")]
-    if mismatches := [step["mismatch/logprob_abs"] for step in fresh if "mismatch/logprob_abs" in step]:
+    if mismatches := [
+        step["mismatch/logprob_abs"] for step in fresh if "mismatch/logprob_abs" in step
+    ]:
         parts.append(f"log-probs of engine and trainer {max(mismatches):.1e} apart at most")
     return "; ".join(parts)
 

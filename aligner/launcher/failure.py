@@ -27,7 +27,12 @@ _CONSEQUENCES = (
     "broken pipe",
     "statuscode.unavailable",
 )
-_LATE = ("timed out waiting", "collective operation timeout", "wait timeout after", "waiting for clients")
+_LATE = (
+    "timed out waiting",
+    "collective operation timeout",
+    "wait timeout after",
+    "waiting for clients",
+)
 """Words of gloo, NCCL and torch's store for another rank that did not come."""
 
 
@@ -40,9 +45,14 @@ def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
 
 
 def rank_error(message: str, rank: Rank) -> AlignerError:
-    """The error of a rank: the message with the last lines of its log and its path; in short, with the error in that log."""
+    """The error of a rank: the message with the last lines of its log and its path; in short, with
+    the error in that log."""
     error = _error_line(rank)
-    summary = f"{message}: {textwrap.shorten(error, _LONGEST_ERROR, placeholder=' …')}" if error else message
+    summary = (
+        f"{message}: {textwrap.shorten(error, _LONGEST_ERROR, placeholder=' …')}"
+        if error
+        else message
+    )
     messages = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
     before = f"what started it says:\n{messages}\n" if messages else ""
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
@@ -51,13 +61,16 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
 
 
 def _error_line(rank: Rank) -> str | None:
-    """The error that a rank has ended with, as it reported it or at the end of a traceback; else what started it says."""
+    """The error that a rank has ended with, as it reported it or at the end of a traceback; else
+    what started it says."""
     lines = log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     for number in reversed(range(len(lines))):
         if lines[number].startswith(REPORTED):
             return lines[number].removeprefix(REPORTED)
         if lines[number] == _TRACEBACK:
-            return next((line for line in lines[number + 1 :] if line and not line.startswith(" ")), None)
+            return next(
+                (line for line in lines[number + 1 :] if line and not line.startswith(" ")), None
+            )
     return next(iter(rank.starter_messages.splitlines()), None)
 
 
@@ -68,30 +81,44 @@ def _quoted(lines: Sequence[str]) -> str:
 def _full_disk(log: Path) -> str:
     """That there is no space left for the log itself, which may so lack the reason."""
     usage = shutil.disk_usage(log.parent)
-    told = f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total} are free"
+    told = (
+        f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total}"
+        " are free"
+    )
     return told if usage.free < _SPARE_BYTES else ""
 
 
 def reported_error(rank: Rank) -> str:
-    """The last error that the command line reported in a log, without its prefix; the log's end where there is none."""
+    """The last error that the command line reported in a log, without its prefix; the log's end
+    where there is none."""
     lines = log_tail(rank.log, start=rank.log_start)
     starts = [number for number, line in enumerate(lines) if line.startswith(REPORTED)]
     return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(REPORTED).strip()
 
 
 def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
-    """Role, rank, and its exit code or the signal's name, or why it was killed; and which ranks it missed."""
+    """Role, rank, and its exit code or the signal's name, or why it was killed; and which ranks it
+    missed."""
     code = rank.exit_code
     if rank.killed_for is not None:
         return f"{rank.role} rank {rank.rank} {rank.killed_for} and was killed"
-    how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was ended by {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"ended with exit code {code}"
+    )
     names = " and ".join(f"{each.role} rank {each.rank}" for each in missing)
-    late = f": {names} did not come to a collective within cluster.collective_timeout_s" if missing else ""
+    late = (
+        f": {names} did not come to a collective within cluster.collective_timeout_s"
+        if missing
+        else ""
+    )
     return f"{rank.role} rank {rank.rank} {how}{late}"
 
 
 def root_failure(failed: Sequence[Rank]) -> Rank:
-    """The rank to blame: the first to fail, but not one that only complains of a lost peer while another has more to say."""
+    """The rank to blame: the first to fail, but not one that only complains of a lost peer while
+    another has more to say."""
 
     def order(rank: Rank) -> tuple[bool, float, bool]:
         end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
@@ -103,13 +130,17 @@ def root_failure(failed: Sequence[Rank]) -> Rank:
 
 
 def missed_others(rank: Rank) -> bool:
-    """Whether it has ended because another rank did not come to a collective in time, as far as its log says."""
+    """Whether it has ended because another rank did not come to a collective in time, as far as its
+    log says."""
     end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
     return any(words in end for words in _LATE)
 
 
-def failure_error(failed: Sequence[Rank], fatal: Sequence[Rank] = (), missing: Sequence[Rank] = ()) -> AlignerError:
-    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would have outlived the others.
+def failure_error(
+    failed: Sequence[Rank], fatal: Sequence[Rank] = (), missing: Sequence[Rank] = ()
+) -> AlignerError:
+    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would
+    have outlived the others.
 
     The `missing` ones were waited for in vain.
     """

@@ -1,4 +1,5 @@
-"""The launcher's side of `aligner.cli.fork_server`: ranks that are forked instead of started, on machines without GPUs."""
+"""The launcher's side of `aligner.cli.fork_server`: ranks that are forked instead of started, on
+machines without GPUs."""
 
 import contextlib
 import json
@@ -16,7 +17,8 @@ _ANSWER_S = 300.0
 
 
 class AdoptedProcess:
-    """What `subprocess.Popen` is for its children, for a child that another process has left to this one."""
+    """What `subprocess.Popen` is for its children, for a child that another process has left to
+    this one."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -37,10 +39,12 @@ class AdoptedProcess:
 
 
 class ForkServer:
-    """A process that forks ranks. This one must be a child subreaper: it gets them as its children."""
+    """A process that forks ranks. This one must be a child subreaper: it gets them as its
+    children."""
 
     def __init__(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
-        """Starts it, for ranks of a run's roles; `environment` is what a library reads when it is imported."""
+        """Starts it, for ranks of a run's roles; `environment` is what a library reads when it is
+        imported."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aligner.cli.fork_server", str(config), *roles],
             env={**os.environ, **environment},
@@ -50,15 +54,23 @@ class ForkServer:
             start_new_session=True,
         )
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> AdoptedProcess | None:
-        """A rank with this command and environment, in a session of its own, its output appended to `log`.
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> AdoptedProcess | None:
+        """A rank with this command and environment, in a session of its own, its output appended to
+        `log`.
 
-        None where that cannot be had: the command is another program's, or the server has ended or does not answer.
+        None where that cannot be had: the command is another program's, or the server has ended or
+        does not answer.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         if tuple(command[: len(_PROGRAM)]) != _PROGRAM or self._process.poll() is not None:
             return None
-        request = {"arguments": [*command[len(_PROGRAM) :]], "environment": dict(environment), "log": str(log.absolute())}
+        request = {
+            "arguments": [*command[len(_PROGRAM) :]],
+            "environment": dict(environment),
+            "log": str(log.absolute()),
+        }
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

@@ -1,6 +1,8 @@
-"""Signs of life: each rank touches a file every few seconds, and the supervisor counts for how long it has not.
+"""Signs of life: each rank touches a file every few seconds, and the supervisor counts for how long
+it has not.
 
-A process that has ended is noticed by its end; one that is stopped, or whose interpreter is stuck, by this alone.
+A process that has ended is noticed by its end; one that is stopped, or whose interpreter is stuck,
+by this alone.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ from aligner.schema import Config
 
 
 def _patience(config: Config, role: str) -> tuple[str, float, float]:
-    """For how long ranks of a role or server group may show no life: key and seconds. And those between two signs or looks."""
+    """For how long ranks of a role or server group may show no life: key and seconds. And those
+    between two signs or looks."""
     key, seconds = "server.health_timeout_s", config.server.health_timeout_s
     if role == "trainer":
         key, seconds = "cluster.heartbeat_timeout_s", config.cluster.heartbeat_timeout_s
@@ -29,20 +32,30 @@ def _patience(config: Config, role: str) -> tuple[str, float, float]:
 
 
 def show_life(config: Config, role: str) -> None:
-    """Have this rank's file touched while its interpreter runs, and its Triton answers where it has one.
+    """Have this rank's file touched while its interpreter runs, and its Triton answers where it has
+    one.
 
     Whatever else the rank does is no matter. Nothing without a launcher.
     """
     if LAUNCHER_PID not in os.environ and IS_TASK not in os.environ:
         return
-    rank, paths, (_, _, pause_s) = int(os.environ["RANK"]), run_paths(config), _patience(config, role)
+    rank, paths, (_, _, pause_s) = (
+        int(os.environ["RANK"]),
+        run_paths(config),
+        _patience(config, role),
+    )
     file = paths.heartbeat(role, rank)
-    endpoint = load_endpoints(paths.endpoints)[role] if role in server_ranks(config) and rank == 0 else None
+    endpoint = (
+        load_endpoints(paths.endpoints)[role]
+        if role in server_ranks(config) and rank == 0
+        else None
+    )
 
     def beat() -> None:
         while True:
             if endpoint is None or is_healthy(config, role, endpoint, timeout_s=2 * pause_s):
-                with contextlib.suppress(OSError):  # a full disk; without a file the rank is not judged by it
+                # a full disk; without a file the rank is not judged by it
+                with contextlib.suppress(OSError):
                     file.parent.mkdir(exist_ok=True)
                     file.touch()
             time.sleep(pause_s)
@@ -51,10 +64,11 @@ def show_life(config: Config, role: str) -> None:
 
 
 class LifeWatch:
-    """How long each rank of a role or server group has shown no life. One that has shown none yet is still starting.
+    """How long each rank of a role or server group has shown no life. One that has shown none yet
+    is still starting.
 
-    Seconds count only while this process runs: where a whole run was suspended, as some schedulers do, nobody was silent.
-    Clocks of different machines are not compared.
+    Seconds count only while this process runs: where a whole run was suspended, as some schedulers
+    do, nobody was silent. Clocks of different machines are not compared.
     """
 
     def __init__(self, config: Config, role: str, ranks: Sequence[Rank]) -> None:
@@ -68,10 +82,15 @@ class LifeWatch:
     @property
     def is_in_doubt(self) -> bool:
         """Whether a rank that runs has shown no life for half of the time that it may."""
-        return any(silent_s > self._limit_s / 2 for rank, silent_s in self._silent_s.items() if rank.exit_code is None)
+        return any(
+            silent_s > self._limit_s / 2
+            for rank, silent_s in self._silent_s.items()
+            if rank.exit_code is None
+        )
 
     def kill_silent(self, ranks: Ranks) -> None:
-        """Kill who has shown no life for too long: that is its end, as any other. To be called often."""
+        """Kill who has shown no life for too long: that is its end, as any other. To be called
+        often."""
         elapsed = time.monotonic() - self._looked_at
         if elapsed < self._pause_s:
             return
@@ -86,7 +105,8 @@ class LifeWatch:
 
 
 def _touched(file: Path) -> int | None:
-    """When, by its own machine's clock. Opened: what a shared file system tells of an unopened file may be a minute old."""
+    """When, by its own machine's clock. Opened: what a shared file system tells of an unopened file
+    may be a minute old."""
     try:
         with file.open() as opened:
             return os.fstat(opened.fileno()).st_mtime_ns

@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM and SIGHUP to the launcher, which end the run, and SIGUSR1, which has it take a checkpoint first."""
+"""SIGINT, SIGTERM and SIGHUP to the launcher, which end the run, and SIGUSR1, which has it take a
+checkpoint first."""
 
 import signal
 from types import FrameType, TracebackType
@@ -12,7 +13,8 @@ from aligner.observability.console import print_line
 
 
 class Interrupts:
-    """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells of an early end."""
+    """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells
+    of an early end."""
 
     def __init__(self, console: Console, goes_on: str = "with run.resume=auto") -> None:
         """`goes_on` is told of a run that was stopped: how it goes on."""
@@ -23,18 +25,26 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a launcher that was started with nohup outlives its terminal
+        # a launcher that was started with nohup outlives its terminal
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if isinstance(error, Interrupted):
             print_line(self._console, f"{error}; every process of the run has ended")
             if self._received == signal.SIGINT:
-                hint = "kill -USR1 PID in place of Ctrl-C has a run take a checkpoint before it ends"
+                hint = (
+                    "kill -USR1 PID in place of Ctrl-C has a run take a checkpoint before it ends"
+                )
                 print_line(self._console, hint)
         elif isinstance(error, Stopped):
             print_line(self._console, f"stopped; the run goes on {self._goes_on}")
@@ -51,12 +61,14 @@ class Interrupts:
             raise Interrupted(self._received)
 
     def check_before_training(self) -> None:
-        """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that would be lost."""
+        """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that
+        would be lost."""
         self.check()
         if self.told_to_stop:
             self.stop("told to stop before it trained")
 
     def stop(self, why: str) -> NoReturn:
-        """Tell why the run ends early, at once, for its processes may take long to end, and raise Stopped."""
+        """Tell why the run ends early, at once, for its processes may take long to end, and raise
+        Stopped."""
         print_line(self._console, why)
         raise Stopped(why)

@@ -1,4 +1,5 @@
-"""`status.json`: the launcher's word on its run, for whoever looks at the run directory from outside."""
+"""`status.json`: the launcher's word on its run, for whoever looks at the run directory from
+outside."""
 
 import contextlib
 import json
@@ -29,7 +30,8 @@ class RoleState:
 
     ranks: int
     healthy: bool = False
-    """Whether it was when the launcher last asked; of the trainer, which is not asked, whether it is not being replaced."""
+    """Whether it was when the launcher last asked; of the trainer, which is not asked, whether it
+    is not being replaced."""
     restarts: int = 0
     silent: bool = False
     """Whether one of its ranks, or the server, has not shown life for a while."""
@@ -56,7 +58,8 @@ class LauncherState:
     """Whether the job, which has ended, waits in its queue to go on."""
 
     def is_gone(self, heartbeat: float) -> bool:
-        """Whether the launcher has ended without a word: its process or, where that is elsewhere, the file's last touch."""
+        """Whether the launcher has ended without a word: its process or, where that is elsewhere,
+        the file's last touch."""
         if self.ended is not None:
             return False
         if self.job is None and self.host == socket.gethostname():
@@ -89,20 +92,31 @@ def read_state(path: Path) -> LauncherState | None:
 
 
 class StateRecorder:
-    """Keeps a run's `status.json` for as long as the `with` block; a full disk, where it cannot be written, ends no run."""
+    """Keeps a run's `status.json` for as long as the `with` block; a full disk, where it cannot be
+    written, ends no run."""
 
     def __init__(self, config: Config, job: str | None = None) -> None:
         self._paths = run_paths(config)
         self._path = self._paths.status
-        pid, ranks = os.getpid(), {name: RoleState(count) for name, count in role_ranks(config).items()}
-        self._state = LauncherState(pid, process_start(pid), socket.gethostname(), time.time(), ranks, job)
+        pid, ranks = (
+            os.getpid(),
+            {name: RoleState(count) for name, count in role_ranks(config).items()},
+        )
+        self._state = LauncherState(
+            pid, process_start(pid), socket.gethostname(), time.time(), ranks, job
+        )
         self._touched = 0.0
 
     def __enter__(self) -> "StateRecorder":
         self._write()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.end(error)
 
     def update(self, role: str, restarts: int, *, healthy: bool, silent: bool) -> None:
@@ -126,7 +140,9 @@ class StateRecorder:
             told = error.summary if isinstance(error, AlignerError) else str(error)
             reason = (told or type(error).__name__).splitlines()[0]
         queued_again = queued_again or self._state.queued_again
-        self._write(ended=time.time(), exit_code=exit_code(error), reason=reason, queued_again=queued_again)
+        self._write(
+            ended=time.time(), exit_code=exit_code(error), reason=reason, queued_again=queued_again
+        )
 
     def _write(self, **changes: Any) -> None:
         self._state, self._touched = replace(self._state, **changes), time.monotonic()

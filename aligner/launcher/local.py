@@ -1,4 +1,5 @@
-"""`aligner launch` on one machine: a process a rank, after the experiments whose results the run needs."""
+"""`aligner launch` on one machine: a process a rank, after the experiments whose results the run
+needs."""
 
 import os
 import shutil
@@ -18,7 +19,12 @@ from aligner.launcher.failure import failure_error
 from aligner.launcher.interrupts import Interrupts
 from aligner.launcher.lock import LockedError, locked, refuse_locked
 from aligner.launcher.processes import Processes, RankProcess
-from aligner.launcher.rank_environment import Command, library_environment, role_command, world_environment
+from aligner.launcher.rank_environment import (
+    Command,
+    library_environment,
+    role_command,
+    world_environment,
+)
 from aligner.launcher.ranks import Ranks, log_of
 from aligner.launcher.server_ports import FreePorts, local_hosts
 from aligner.launcher.supervisor import Supervisor
@@ -26,21 +32,32 @@ from aligner.observability.console import print_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import LOOPBACK
 from aligner.placement.local_devices import local_devices
-from aligner.placement.roles import PRETENDED_GPUS, role_ranks, threads_per_rank, uses_gpus, visible_gpus
+from aligner.placement.roles import (
+    PRETENDED_GPUS,
+    role_ranks,
+    threads_per_rank,
+    uses_gpus,
+    visible_gpus,
+)
 from aligner.schema import Config
 
 _POLL_S = 0.1
 
 
-def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None) -> None:
+def launch(
+    plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None
+) -> None:
     """Run a whole configuration on this machine, what it needs first.
 
-    Prints the run directory first, and then what `tell` does. Raises ConfigError before any role starts, with nothing left
-    behind, AlignerError when a role fails, Stopped when told to stop, with a checkpoint, and Interrupted when told to end
-    at once; by then every process has ended.
+    Prints the run directory first, and then what `tell` does. Raises ConfigError before any role
+    starts, with nothing left behind, AlignerError when a role fails, Stopped when told to stop,
+    with a checkpoint, and Interrupted when told to end at once; by then every process has ended.
     """
     if told := os.environ.get(PRETENDED_GPUS):
-        raise ConfigError(f"{PRETENDED_GPUS}={told}: with GPUs that it is told of aligner validates, and launches nothing")
+        raise ConfigError(
+            f"{PRETENDED_GPUS}={told}: with GPUs that it is told of aligner validates, and launches"
+            " nothing"
+        )
     root, console = run_paths(plan.config).root, Console()
     print(f"run directory: {root}", flush=True)
     refuse_locked(root)
@@ -51,15 +68,20 @@ def launch(plan: RunPlan, command: Command = role_command, tell: Callable[[Conso
 
         def run(config: Config) -> None:
             RunPlan(config, ()).check()
-            Supervisor(config, console, interrupts, partial(LocalRanks, command), local_hosts(config)).run()
+            Supervisor(
+                config, console, interrupts, partial(LocalRanks, command), local_hosts(config)
+            ).run()
 
         for first in plan.prerequisites:
             _complete(first, run, interrupts, console)
         run(plan.config)
 
 
-def _complete(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts, console: Console) -> None:
-    """Return when the result is there: made already, by another launch, or by a `run` that goes on from its last checkpoint.
+def _complete(
+    first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts, console: Console
+) -> None:
+    """Return when the result is there: made already, by another launch, or by a `run` that goes on
+    from its last checkpoint.
 
     Raises the run's own error, with the experiment's name, Interrupted, and Stopped.
     """
@@ -69,7 +91,10 @@ def _complete(first: Prerequisite, run: Callable[[Config], None], interrupts: In
         """Another launch makes the result: tell which one, once, and look whether to stop."""
         nonlocal waiting
         if not waiting:
-            print_line(console, f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}")
+            print_line(
+                console,
+                f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}",
+            )
             waiting = True
         interrupts.check_before_training()
         time.sleep(_POLL_S)
@@ -78,16 +103,22 @@ def _complete(first: Prerequisite, run: Callable[[Config], None], interrupts: In
         with locked(first.entry, wait):
             if not first.is_complete:
                 root = run_paths(first.config).root
-                print_line(console, f"first: experiment {first.name} ({first.gives}), run directory: {root}")
+                print_line(
+                    console,
+                    f"first: experiment {first.name} ({first.gives}), run directory: {root}",
+                )
                 try:
                     _make(first, run, interrupts)
                 except AlignerError as error:
-                    raise type(error)(f"experiment {first.name}, which comes first: {error}") from error
+                    raise type(error)(
+                        f"experiment {first.name}, which comes first: {error}"
+                    ) from error
     print_line(console, f"experiment {first.name}: {first.result}")
 
 
 def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts) -> None:
-    """Run the experiment, and keep what it leaves as the result, which appears only when it is complete."""
+    """Run the experiment, and keep what it leaves as the result, which appears only when it is
+    complete."""
     config, paths = first.config, run_paths(first.config)
     for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
         shutil.rmtree(unfinished)
@@ -107,7 +138,8 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
                 time.sleep(_POLL_S)
         if rank.exit_code:
             raise failure_error([rank])
-        shutil.rmtree(paths.checkpoints)  # with optimizer states, several times the result; nothing goes on from here
+        # with optimizer states, several times the result; nothing goes on from here
+        shutil.rmtree(paths.checkpoints)
 
 
 class LocalRanks(Processes, Ranks):
@@ -116,18 +148,28 @@ class LocalRanks(Processes, Ranks):
     def __init__(self, command: Command, config: Config, ports: FreePorts) -> None:
         super().__init__(config.cluster.stop_timeout_s)
         self._command, self._config, self._ports = command, config, ports
-        # What CUDA has begun in a process does not go on in its forks. Other commands than aligner's own are not forked.
+        # What CUDA has begun in a process does not go on in its forks. Other commands than
+        # aligner's own are not forked.
         if command is role_command and not uses_gpus(config):
             roles = dict.fromkeys(role.partition(".")[0] for role in role_ranks(config))
-            self.fork_ranks(run_paths(config).config, roles, library_environment(threads_per_rank(config)))
+            self.fork_ranks(
+                run_paths(config).config, roles, library_environment(threads_per_rank(config))
+            )
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
         ranks, started = role_ranks(self._config).get(role, 1), []
         command = self._command(role, run_paths(self._config).config)
-        world = world_environment(ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config))
+        world = world_environment(
+            ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config)
+        )
         for rank in range(ranks):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **world, **self._visible_to(role)}
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **world,
+                **self._visible_to(role),
+            }
             log = log_of(self._config, role, rank, restarts)
             started.append(self.spawn(role, rank, command, environment, log, restarts))
         return started
@@ -137,4 +179,8 @@ class LocalRanks(Processes, Ranks):
         devices, visible = local_devices(self._config).get(group), visible_gpus()
         if devices is None:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) if visible is None else visible[device] for device in devices)}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                str(device) if visible is None else visible[device] for device in devices
+            )
+        }

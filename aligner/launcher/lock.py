@@ -1,4 +1,5 @@
-"""One launch at a time on a directory, by a lock of the operating system's that ends with the process that has it."""
+"""One launch at a time on a directory, by a lock of the operating system's that ends with the
+process that has it."""
 
 import contextlib
 import fcntl
@@ -29,13 +30,18 @@ class LockedError(ConfigError):
 
 @contextlib.contextmanager
 def locked(
-    directory: Path, wait: Callable[[LockedError], None] | None = None, patience_s: float = 0.0, mode: int = 0o777
+    directory: Path,
+    wait: Callable[[LockedError], None] | None = None,
+    patience_s: float = 0.0,
+    mode: int = 0o777,
 ) -> Iterator[None]:
-    """Alone with a directory, which is made where there is none. However the process ends, the lock ends with it.
+    """Alone with a directory, which is made where there is none. However the process ends, the lock
+    ends with it.
 
-    Where another process has it after `patience_s`: raises LockedError, or calls `wait` again and again until it has not. The
-    file is removed, as are directories that were made for it and are empty. Raises ConfigError where none can be made.
-    `mode` is that of the directory where it is made; those above it are made as usual.
+    Where another process has it after `patience_s`: raises LockedError, or calls `wait` again and
+    again until it has not. The file is removed, as are directories that were made for it and are
+    empty. Raises ConfigError where none can be made. `mode` is that of the directory where it is
+    made; those above it are made as usual.
     """
     made: list[Path] = []
     try:
@@ -45,12 +51,15 @@ def locked(
             file = _locked_file(directory, wait, max(patience_s, _PATIENCE_S))
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"run.dir={directory}: cannot be written to: {why}; give another run.dir") from error
+            raise ConfigError(
+                f"run.dir={directory}: cannot be written to: {why}; give another run.dir"
+            ) from error
         with file:
             try:
                 yield
             finally:
-                (directory / LOCK).unlink(missing_ok=True)  # while it is held: whoever waits for this file finds it gone
+                # while it is held: whoever waits for this file finds it gone
+                (directory / LOCK).unlink(missing_ok=True)
     finally:
         for path in made:
             with contextlib.suppress(OSError):
@@ -58,7 +67,8 @@ def locked(
 
 
 def refuse_locked(directory: Path) -> None:
-    """Raise LockedError where another process works on the directory; nothing is made or changed."""
+    """Raise LockedError where another process works on the directory; nothing is made or
+    changed."""
     try:
         file = (directory / LOCK).open("r+")
     except OSError:
@@ -68,7 +78,9 @@ def refuse_locked(directory: Path) -> None:
             raise _locked_error(directory, file)
 
 
-def _locked_file(directory: Path, wait: Callable[[LockedError], None] | None, patience_s: float) -> IO[str]:
+def _locked_file(
+    directory: Path, wait: Callable[[LockedError], None] | None, patience_s: float
+) -> IO[str]:
     """The lock file, locked and signed."""
     path = directory / LOCK
     while True:
@@ -92,7 +104,8 @@ def _locked_file(directory: Path, wait: Callable[[LockedError], None] | None, pa
 def _locked_error(directory: Path, file: IO[str]) -> LockedError:
     holder = _holder(file) or LockedError.holder  # it has the lock, and may not have written yet
     error = LockedError(
-        f"run.dir={directory}: in use by {holder}; wait for its end or stop it, or give another run.dir or run.name"
+        f"run.dir={directory}: in use by {holder}; wait for its end or stop it, or give another"
+        " run.dir or run.name"
     )
     error.holder = holder
     return error
@@ -117,14 +130,16 @@ def _try_lock(file: IO[str], kind: int, patience_s: float = 0.0) -> bool:
 
 
 def _is_free_by_name(file: IO[str], error: OSError) -> bool:
-    """Without locks, what the file says has to do: a process of this machine can be looked up, another's cannot."""
+    """Without locks, what the file says has to do: a process of this machine can be looked up,
+    another's cannot."""
     holder, unseen = _holder(file), ""
     if holder is not None and holder.host != socket.gethostname():
         unseen = f"; {holder} is taken to have ended"
     elif holder is not None and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
         return False
     print(
-        f"aligner: note: {file.name}: no locks here ({error.strerror}): launches on two machines are not kept apart{unseen}",
+        f"aligner: note: {file.name}: no locks here ({error.strerror}): launches on two machines"
+        f" are not kept apart{unseen}",
         file=sys.stderr,
     )
     return True

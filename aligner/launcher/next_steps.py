@@ -13,10 +13,19 @@ from aligner.schema import Config
 def resume_command(config: Config, *more: str) -> str:
     """What has a run go on that is no Slurm job."""
     experiment = config.run.experiment
-    launched = config.run.command or f"aligner launch {'' if experiment == AUTOMATIC else f'experiment={experiment}'}".strip()
+    launched = (
+        config.run.command
+        or f"aligner launch {'' if experiment == AUTOMATIC else f'experiment={experiment}'}".strip()
+    )
     for text in more:  # in the place of what was given before
         launched = re.sub(rf" {re.escape(text.partition('=')[0])}=\S+", "", launched)
-    return " ".join([launched, *map(shlex.quote, (*more, f"run.dir={run_paths(config).root}")), "run.resume=auto"])
+    return " ".join(
+        [
+            launched,
+            *map(shlex.quote, (*more, f"run.dir={run_paths(config).root}")),
+            "run.resume=auto",
+        ]
+    )
 
 
 def next_steps(config: Config, step: int) -> list[str]:
@@ -31,15 +40,22 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
         prompts = f"--prompts {shlex.quote(_prompts(config))}"
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "draw responses"
-        function = None if config.reward.step_rewards else config.reward.function  # evaluations read a number a response
+        # evaluations read a number a response
+        function = None if config.reward.step_rewards else config.reward.function
         if algorithm.generates and config.reward.kind == "function" and function is not None:
-            yield f"aligner evaluate {run} {prompts} --function {shlex.quote(function)}", "score greedy ones"
+            yield (
+                f"aligner evaluate {run} {prompts} --function {shlex.quote(function)}",
+                "score greedy ones",
+            )
     if has_model:
         yield f"aligner convert {run} MODEL", "the model as a Hugging Face directory"
     if config.cluster.kind == "local":
         if early_end(run_paths(config)) is not None:
             without = [f"{key}=null" for key in config.run.ends]
-            yield resume_command(config, *without, f"run.changes=[{','.join(config.run.ends)}]"), "go on to the last step"
+            yield (
+                resume_command(config, *without, f"run.changes=[{','.join(config.run.ends)}]"),
+                "go on to the last step",
+            )
         elif step < config.run.steps:
             yield resume_command(config), "go on"
         elif has_model:
@@ -49,5 +65,10 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
 def _prompts(config: Config) -> str:
     """The run's own prompts where they are a file as the commands read it."""
     path = config.data.path
-    is_file = path is not None and Path(path).suffix in (".jsonl", ".txt") and Path(path).is_file() and not config.data.fields
+    is_file = (
+        path is not None
+        and Path(path).suffix in (".jsonl", ".txt")
+        and Path(path).is_file()
+        and not config.data.fields
+    )
     return path if path is not None and is_file else "PROMPTS.jsonl"

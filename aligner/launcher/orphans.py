@@ -1,7 +1,9 @@
-"""Ends what a launcher that was killed has left: `python -m aligner.launcher.orphans MARK SECONDS`, at the end of its input.
+"""Ends what a launcher that was killed has left: `python -m aligner.launcher.orphans MARK SECONDS`,
+at the end of its input.
 
-The kernel sends ranks SIGTERM when their launcher dies, so that they end in order; one that is stopped or deaf, and what it
-has started, would stay. So a launcher has this process beside it, whose input is a pipe that ends with the launcher.
+The kernel sends ranks SIGTERM when their launcher dies, so that they end in order; one that is
+stopped or deaf, and what it has started, would stay. So a launcher has this process beside it,
+whose input is a pipe that ends with the launcher.
 """
 
 import contextlib
@@ -13,13 +15,15 @@ import psutil
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 START = "ALIGNER_START"
-"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included: the mark of that start."""
+"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included: the
+mark of that start."""
 _TIMEOUT_S = 30.0
 """A process that the kernel does not let go is not waited for any longer."""
 
 
 def end_orphans(mark: str, patience_s: float) -> None:
-    """Give the processes whose mark begins so some time to end by themselves, then kill them and remove what Triton left."""
+    """Give the processes whose mark begins so some time to end by themselves, then kill them and
+    remove what Triton left."""
     kill_at, seen = time.monotonic() + patience_s, set[int]()
     while (left := _marked(mark)) and time.monotonic() < kill_at + _TIMEOUT_S:
         seen.update(process.pid for process in left)

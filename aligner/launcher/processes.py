@@ -1,4 +1,5 @@
-"""Processes of this machine: ranks and all that comes of them, started, ended, and tied to their launcher's life."""
+"""Processes of this machine: ranks and all that comes of them, started, ended, and tied to their
+launcher's life."""
 
 import ctypes
 import os
@@ -47,8 +48,9 @@ class RankProcess(Rank):
 class Processes:
     """Ranks that are processes of this machine.
 
-    It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as tritonserver, is still ended.
-    Where this process is killed, what is left by `stop_timeout_s` is killed by `aligner.launcher.orphans`.
+    It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as
+    tritonserver, is still ended. Where this process is killed, what is left by `stop_timeout_s` is
+    killed by `aligner.launcher.orphans`.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
@@ -56,7 +58,8 @@ class Processes:
         self._started = 0
         self._ranks: list[RankProcess] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        # Other launchers may have had this process's number, and other containers do: a kill by mark must not reach theirs.
+        # Other launchers may have had this process's number, and other containers do: a kill by
+        # mark must not reach theirs.
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._watcher = subprocess.Popen(
             [sys.executable, "-m", "aligner.launcher.orphans", self._mark, str(stop_timeout_s)],
@@ -68,21 +71,39 @@ class Processes:
         self._not_ours = set(psutil.Process().children(recursive=True))
         self._forks: ForkServer | None = None
 
-    def fork_ranks(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
-        """From now on ranks of this run's roles are forked; `environment` is what all of them have in common."""
+    def fork_ranks(
+        self, config: Path, roles: Iterable[str], environment: Mapping[str, str]
+    ) -> None:
+        """From now on ranks of this run's roles are forked; `environment` is what all of them have
+        in common."""
         self._forks = ForkServer(config, roles, {**environment, START: f"{self._mark}-0"})
 
     def spawn(
-        self, role: str, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, restarts: int = 0
+        self,
+        role: str,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        restarts: int = 0,
     ) -> RankProcess:
-        """Start a rank in a session of its own, its output appended to `log`; it knows this process as its launcher."""
+        """Start a rank in a session of its own, its output appended to `log`; it knows this process
+        as its launcher."""
         self._started += 1
         mark = f"{self._mark}-{self._started}"
         environment = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark}
         with log.open("ab") as output:
-            process = self._forks.fork(command, environment, log) if self._forks is not None else None
+            process = (
+                self._forks.fork(command, environment, log) if self._forks is not None else None
+            )
             started = RankProcess(
-                role, rank, log, output.tell(), restarts, process or _start(command, environment, output), mark
+                role,
+                rank,
+                log,
+                output.tell(),
+                restarts,
+                process or _start(command, environment, output),
+                mark,
             )
         self._ranks.append(started)
         return started
@@ -102,7 +123,11 @@ class Processes:
         """See `Ranks`."""
         own = [rank for rank in self._ranks if rank in ranks]
         numbers, marks = {rank.process.pid for rank in own}, {rank.mark for rank in own}
-        rest = [process for process in self._descendants() if process.pid in numbers or _mark(process) in marks]
+        rest = [
+            process
+            for process in self._descendants()
+            if process.pid in numbers or _mark(process) in marks
+        ]
         self._kill(rest)
         if not rest:
             for rank in own:
@@ -134,13 +159,21 @@ class Processes:
         kill_processes(processes)
         self.poll()
         own = {rank.process.pid for rank in self._ranks}
-        psutil.wait_procs([process for process in processes if process.pid not in own], timeout=_POLL_S)
+        psutil.wait_procs(
+            [process for process in processes if process.pid not in own], timeout=_POLL_S
+        )
 
     def _descendants(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children(recursive=True) if child not in self._not_ours]
+        return [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child not in self._not_ours
+        ]
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
     """A process in a session of its own."""
     # It does not die of the signal to stop, which it may take when it is ready.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
@@ -166,7 +199,8 @@ def _mark(process: psutil.Process) -> str | None:
 
 
 def end_with_launcher() -> None:
-    """Have SIGTERM sent to this process when its launcher dies, however it dies; nothing without a launcher."""
+    """Have SIGTERM sent to this process when its launcher dies, however it dies; nothing without a
+    launcher."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         return

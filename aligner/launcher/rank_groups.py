@@ -1,4 +1,5 @@
-"""The ranks of a role or server group: when one ends too early all are replaced, for the others have lost their world."""
+"""The ranks of a role or server group: when one ends too early all are replaced, for the others
+have lost their world."""
 
 import dataclasses
 import signal
@@ -17,15 +18,19 @@ from aligner.placement.addresses import Endpoint
 from aligner.schema import Config
 
 GRACE_S = 1.0
-"""After a first failure, how long the ranks that fail with it are waited for: one of them may be the cause."""
+"""After a first failure, how long the ranks that fail with it are waited for: one of them may be
+the cause."""
 _HEALTH_POLL_S = 0.5
 _FIRST_BACKOFF_S = 1.0
 
 
 class RankGroup(ABC):
-    """Starts ranks, watches whether they live, and replaces them together, so many times at most."""
+    """Starts ranks, watches whether they live, and replaces them together, so many times at
+    most."""
 
-    def __init__(self, name: str, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, config: Config, ranks: Ranks, tell: Callable[[str], None]
+    ) -> None:
         """Starts the ranks. `tell` is told what happens to them."""
         self.name, self._config, self._all, self._tell = name, config, ranks, tell
         self._max_restarts = max_restarts(config, name)
@@ -35,20 +40,29 @@ class RankGroup(ABC):
 
     @property
     def ended(self) -> list[Rank]:
-        """Ranks that have ended, and should not have; none once it is told that all are replaced."""
+        """Ranks that have ended, and should not have; none once it is told that all are
+        replaced."""
         return (
-            [] if self.is_replaced else [rank for rank in self.ranks if rank.ended_at is not None and not self._has_done(rank)]
+            []
+            if self.is_replaced
+            else [
+                rank
+                for rank in self.ranks
+                if rank.ended_at is not None and not self._has_done(rank)
+            ]
         )
 
     @property
     def missing(self) -> list[Rank]:
-        """Ranks that still run, where others have ended because they did not come to a collective in time."""
+        """Ranks that still run, where others have ended because they did not come to a collective
+        in time."""
         late = any(missed_others(rank) for rank in self.ended)
         return [rank for rank in self.ranks if rank.exit_code is None] if late else []
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended and all may not be started again: too often, or because it would not help."""
+        """Whether a rank has ended and all may not be started again: too often, or because it would
+        not help."""
         return bool(self.ended) and not (self.restarts < self._max_restarts and self._may_pass())
 
     @property
@@ -57,7 +71,8 @@ class RankGroup(ABC):
         """Whether one that should show life has not done so for a while."""
 
     def poll(self) -> None:
-        """Do what is due, without waiting. Raises AlignerError where ranks that were started again do not come up."""
+        """Do what is due, without waiting. Raises AlignerError where ranks that were started again
+        do not come up."""
         if self.is_replaced:
             self._replace()
         elif ended := self.ended:
@@ -106,7 +121,14 @@ class RankGroup(ABC):
 class ServerGroup(RankGroup):
     """The ranks of one server."""
 
-    def __init__(self, name: str, endpoint: Endpoint, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        config: Config,
+        ranks: Ranks,
+        tell: Callable[[str], None],
+    ) -> None:
         """Starts the ranks."""
         self._endpoint = endpoint
         self.was_healthy = False
@@ -159,14 +181,25 @@ class ServerGroup(RankGroup):
             self._healthy = self.was_healthy = True
         elif now - self._started > timeout:
             which = f" after restart {self.restarts}" if self.restarts else ""
-            raise rank_error(f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}", self.ranks[0])
+            raise rank_error(
+                f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}",
+                self.ranks[0],
+            )
 
 
 class TrainerGroup(RankGroup):
-    """The ranks of the trainer: started again they go on from the run's last checkpoint, and find the servers as they are."""
+    """The ranks of the trainer: started again they go on from the run's last checkpoint, and find
+    the servers as they are."""
 
-    def __init__(self, config: Config, ranks: Ranks, tell: Callable[[str], None], begin_anew: Callable[[], None]) -> None:
-        """Starts the ranks. `begin_anew` is called before they are started again where there is no checkpoint."""
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        tell: Callable[[str], None],
+        begin_anew: Callable[[], None],
+    ) -> None:
+        """Starts the ranks. `begin_anew` is called before they are started again where there is no
+        checkpoint."""
         self._begin_anew = begin_anew
         super().__init__("trainer", config, ranks, tell)
 
@@ -185,7 +218,8 @@ class TrainerGroup(RankGroup):
         return rank.exit_code in (FINISHED, RESUMABLE)
 
     def _may_pass(self) -> bool:
-        """What was killed, or waited for, may do better; what has failed by itself would do so again, at the same step."""
+        """What was killed, or waited for, may do better; what has failed by itself would do so
+        again, at the same step."""
         code = root_failure(self.ended).exit_code or 0
         return (code < 0 and code != -signal.SIGTERM) or bool(self.missing)
 
@@ -196,6 +230,8 @@ class TrainerGroup(RankGroup):
         if self.restarts:
             if not can_resume(self._config):
                 self._begin_anew()
-            config = dataclasses.replace(self._config, run=dataclasses.replace(self._config.run, resume="true"))
+            config = dataclasses.replace(
+                self._config, run=dataclasses.replace(self._config.run, resume="true")
+            )
             save_config(config, run_paths(config).config)
         super()._start()

@@ -39,7 +39,8 @@ class Rank:
 
     @property
     def starter_messages(self) -> str:
-        """What was said of it by what started it, and is not in its log; empty where that is nothing."""
+        """What was said of it by what started it, and is not in its log; empty where that is
+        nothing."""
         return ""
 
     def note_end(self, code: int, moment: float) -> None:
@@ -53,7 +54,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def start(self, role: str, restarts: int = 0) -> Sequence[Rank]:
-        """Start all ranks of a role or server group, their output appended to their logs; `prepare` is a role of one rank."""
+        """Start all ranks of a role or server group, their output appended to their logs; `prepare`
+        is a role of one rank."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -61,14 +63,17 @@ class Ranks(ABC):
 
     @abstractmethod
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """A signal to those that still run, as often as one likes; not to helpers such as Triton, which they need to drain."""
+        """A signal to those that still run, as often as one likes; not to helpers such as Triton,
+        which they need to drain."""
 
     @abstractmethod
     def kill(self, ranks: Sequence[Rank]) -> bool:
-        """Kill these ranks and all that came of them; returns whether nothing was left to kill, and forgets them then."""
+        """Kill these ranks and all that came of them; returns whether nothing was left to kill, and
+        forgets them then."""
 
     def kill_for(self, why: str, rank: Rank) -> None:
-        """Kill a rank, if it runs: that is its end as any other, also where the kernel cannot end it now."""
+        """Kill a rank, if it runs: that is its end as any other, also where the kernel cannot end
+        it now."""
         if rank.exit_code is None:
             rank.killed_for = why
             self.send(signal.SIGKILL, [rank])
@@ -76,7 +81,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all of them: SIGTERM to each rank, and what is left by `cluster.stop_timeout_s` is killed."""
+        """End all of them: SIGTERM to each rank, and what is left by `cluster.stop_timeout_s` is
+        killed."""
 
 
 def max_restarts(config: Config, role: str) -> int:
@@ -85,7 +91,8 @@ def max_restarts(config: Config, role: str) -> int:
 
 
 def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
-    """The log of a rank that is about to start; noted in it where that is another start of the role."""
+    """The log of a rank that is about to start; noted in it where that is another start of the
+    role."""
     log = run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:

@@ -1,4 +1,5 @@
-"""A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline and summary."""
+"""A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline
+and summary."""
 
 import contextlib
 import itertools
@@ -23,15 +24,18 @@ from aligner.schema import Config
 
 @contextlib.contextmanager
 def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> Iterator[Config]:
-    """Alone with the run's directory, ready to start or to resume; gives the configuration with run.resume settled.
+    """Alone with the run's directory, ready to start or to resume; gives the configuration with
+    run.resume settled.
 
-    Writes the trace and, unless the run failed, prints a summary. Raises ConfigError where the directory is another run's, or
-    after `patience_s` still another launch's. Nothing is left of a run that is refused before its trainer starts.
+    Writes the trace and, unless the run failed, prints a summary. Raises ConfigError where the
+    directory is another run's, or after `patience_s` still another launch's. Nothing is left of a
+    run that is refused before its trainer starts.
     """
     paths = run_paths(config)
     with locked(paths.root, patience_s=patience_s, mode=PRIVATE):
         check_directory(config)
-        if not (is_new := is_unused(paths)):  # from here on a trainer of an earlier launch changes nothing that is looked at
+        # from here on a trainer of an earlier launch changes nothing that is looked at
+        if not (is_new := is_unused(paths)):
             take_run(config)
         config = dated(settled(config))
         if not config.run.resumes:
@@ -63,22 +67,32 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
 
 
 def _set_training_aside(paths: RunPaths, console: Console) -> None:
-    """Move what a start that did not come to its first checkpoint has left out of the way; of what is empty nothing stays.
+    """Move what a start that did not come to its first checkpoint has left out of the way; of what
+    is empty nothing stays.
 
     Raises ConfigError for what cannot be moved.
     """
     left = [path for path in paths.of_training if path.exists()]
-    if any(file.is_file() and file.stat().st_size for path in left for file in (path, *path.rglob("*"))):
-        aside = next(place for n in itertools.count(1) if not (place := paths.set_aside / str(n)).exists())
+    if any(
+        file.is_file() and file.stat().st_size for path in left for file in (path, *path.rglob("*"))
+    ):
+        aside = next(
+            place for n in itertools.count(1) if not (place := paths.set_aside / str(n)).exists()
+        )
         try:
             aside.mkdir(parents=True)
             for path in left:
                 path.rename(aside / path.name)
         except OSError as error:
             raise ConfigError(
-                f"run.dir={paths.root}: what is there cannot be set aside: {error}; give another run.dir"
+                f"run.dir={paths.root}: what is there cannot be set aside: {error}; give another"
+                " run.dir"
             ) from error
-        print_line(console, f"no complete checkpoint: the run begins anew, and what it had written is set aside as {aside}")
+        print_line(
+            console,
+            "no complete checkpoint: the run begins anew, and what it had written is set aside as"
+            f" {aside}",
+        )
     for path in left:
         if path.is_dir():
             shutil.rmtree(path)

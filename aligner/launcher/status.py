@@ -37,7 +37,9 @@ class RoleStatus:
     restarts: int
 
     def __str__(self) -> str:
-        return self.health + (f" ({self.restarts} restart{'s' * (self.restarts > 1)})" if self.restarts else "")
+        return self.health + (
+            f" ({self.restarts} restart{'s' * (self.restarts > 1)})" if self.restarts else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -61,26 +63,32 @@ class RunStatus:
     job: str | None
     exit_code: int | None
     note: str | None
-    """Why it has ended, and how to go on; of one that has finished, by what it reached if not by its steps."""
+    """Why it has ended, and how to go on; of one that has finished, by what it reached if not by
+    its steps."""
 
 
 def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such directory; give a run directory, as `aligner launch` prints it first")
+        raise ConfigError(
+            f"{run}: no such directory; give a run directory, as `aligner launch` prints it first"
+        )
     paths = RunPaths(run.absolute())
     if not paths.config.is_file():
         raise ConfigError(
-            f"{run}: not a run directory, it has no config.yaml; `aligner launch` prints a run's directory first"
+            f"{run}: not a run directory, it has no config.yaml; `aligner launch` prints a run's"
+            " directory first"
         )
     return status_of(paths, load_config(paths.config), read_metrics(paths.metrics))
 
 
-def status_of(paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, float]], *, asking: bool = True) -> RunStatus:
+def status_of(
+    paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, float]], *, asking: bool = True
+) -> RunStatus:
     """The same of what was read already; of the metrics the newest few suffice.
 
-    Without `asking` nothing but the run's files is looked at: its launcher's word on the servers stands, and Slurm's queue is
-    not known.
+    Without `asking` nothing but the run's files is looked at: its launcher's word on the servers
+    stands, and Slurm's queue is not known.
     """
     now, launcher = time.time(), read_state(paths.status)
     config = replace(config, run=replace(config.run, dir=str(paths.root)))  # it may have been moved
@@ -93,7 +101,12 @@ def status_of(paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, fl
     in_queue = _is_in_queue(config, launcher, asking) if state == "stopped" else False
     if in_queue:
         state = "queued"
-    resumable = state in OVER and step < config.run.steps and early_end(paths) is None and can_resume(config)
+    resumable = (
+        state in OVER
+        and step < config.run.steps
+        and early_end(paths) is None
+        and can_resume(config)
+    )
     return RunStatus(
         name=str(config.run.name),
         directory=str(paths.root),
@@ -126,7 +139,9 @@ def describe_status(status: RunStatus) -> str:
     return line if status.note is None else f"{line}\n  {status.note}"
 
 
-def _state(config: Config, launcher: LauncherState | None, step: int, last_step: float | None) -> str:
+def _state(
+    config: Config, launcher: LauncherState | None, step: int, last_step: float | None
+) -> str:
     is_done = step >= config.run.steps or early_end(run_paths(config)) is not None
     if launcher is None:
         waiting = "queued" if config.cluster.kind == "slurm" else "stopped"
@@ -143,7 +158,8 @@ def _state(config: Config, launcher: LauncherState | None, step: int, last_step:
 
 
 def _is_in_queue(config: Config, launcher: LauncherState | None, asking: bool) -> bool | None:
-    """Whether Slurm will start a stopped run again, as after a preemption or a node's failure; None: not known."""
+    """Whether Slurm will start a stopped run again, as after a preemption or a node's failure;
+    None: not known."""
     if launcher is None or launcher.job is None or launcher.exit_code in (FINISHED, RESUMABLE):
         return False
     if config.cluster.kind != "slurm" or not config.cluster.slurm.requeue:
@@ -151,7 +167,9 @@ def _is_in_queue(config: Config, launcher: LauncherState | None, asking: bool) -
     return is_in_queue(launcher.job, _SLURM_S) if asking else None
 
 
-def _roles(config: Config, launcher: LauncherState, state: str, asking: bool) -> dict[str, RoleStatus]:
+def _roles(
+    config: Config, launcher: LauncherState, state: str, asking: bool
+) -> dict[str, RoleStatus]:
     file = run_paths(config).endpoints
     endpoints = load_endpoints(file) if file.is_file() else {}
 
@@ -167,7 +185,10 @@ def _roles(config: Config, launcher: LauncherState, state: str, asking: bool) ->
         endpoint = endpoints[name]
         if not asking:
             answers = role.healthy
-        elif endpoint.host in ("127.0.0.1", "localhost", "::1") and launcher.host != socket.gethostname():
+        elif (
+            endpoint.host in ("127.0.0.1", "localhost", "::1")
+            and launcher.host != socket.gethostname()
+        ):
             answers = role.healthy  # it cannot be asked from here
         else:
             answers = is_healthy(config, name, endpoint, _ANSWER_S)
@@ -177,20 +198,36 @@ def _roles(config: Config, launcher: LauncherState, state: str, asking: bool) ->
             return "not answering"
         return "restarting" if role.restarts else "starting"
 
-    return {name: RoleStatus(role.ranks, health(name, role), role.restarts) for name, role in launcher.roles.items()}
+    return {
+        name: RoleStatus(role.ranks, health(name, role), role.restarts)
+        for name, role in launcher.roles.items()
+    }
 
 
-def _note(config: Config, launcher: LauncherState | None, state: str, resumable: bool, in_queue: bool | None) -> str | None:
-    """Why the run does no more, and how it goes on; None for one that runs or has done all of its steps."""
+def _note(
+    config: Config,
+    launcher: LauncherState | None,
+    state: str,
+    resumable: bool,
+    in_queue: bool | None,
+) -> str | None:
+    """Why the run does no more, and how it goes on; None for one that runs or has done all of its
+    steps."""
     paths = run_paths(config)
-    jobs = f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
+    jobs = (
+        f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
+    )
     if in_queue:
         how = f"Slurm has its job in the queue, and it goes on by itself: {jobs}"
     elif state == "queued":
         log = paths.job_log("*" if launcher is None else str(launcher.job))
         return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
     elif state in ("failed", "stopped"):
-        command = f"sbatch {shlex.quote(str(paths.job_script))}" if config.cluster.kind == "slurm" else resume_command(config)
+        command = (
+            f"sbatch {shlex.quote(str(paths.job_script))}"
+            if config.cluster.kind == "slurm"
+            else resume_command(config)
+        )
         how = f"{'resume it' if resumable else 'start it again'} with: {command}"
         if in_queue is None:
             how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"

@@ -1,4 +1,5 @@
-"""One run's roles: started, watched, started again where that may be, and ended together, wherever they run."""
+"""One run's roles: started, watched, started again where that may be, and ended together, wherever
+they run."""
 
 import signal
 import time
@@ -30,13 +31,15 @@ from aligner.placement.tls import renew_certificate
 from aligner.schema import Config
 
 _POLL_S = 0.1
-_TELL_AGAIN_S = 5.0  # A trainer rank that is still starting does not hear that it should stop: it is told again
+# A trainer rank that is still starting does not hear that it should stop: it is told again
+_TELL_AGAIN_S = 5.0
 _STILL_S = 15.0
 """How often a person is told that the model is still being prepared."""
 _SHORTEN_S = 5.0
 """How often it is looked whether a log is too long."""
 _FOLLOW_S = 3.0
-"""After a collective's timeout, how long the ranks that lose their peers by it take to end; who goes on was not in it."""
+"""After a collective's timeout, how long the ranks that lose their peers by it take to end; who
+goes on was not in it."""
 
 
 @dataclass
@@ -65,8 +68,9 @@ class Supervisor:
     def run(self) -> None:
         """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
 
-        Raises AlignerError for a role that failed, Interrupted, and Stopped where the run was stopped before its end; one
-        that was told to has taken a checkpoint then, if it had begun to train.
+        Raises AlignerError for a role that failed, Interrupted, and Stopped where the run was
+        stopped before its end; one that was told to has taken a checkpoint then, if it had begun to
+        train.
         """
         with (
             run_directory(self.config, self.console, self.patience_s) as self.config,
@@ -81,13 +85,15 @@ class Supervisor:
                 self._train(pick_endpoints(self.config, self.hosts, ports))
                 self._drain()
             except Stopped as stopped:
-                if self.requeue is not None:  # first of all: a grace period may end before what else is to be done
+                # first of all: a grace period may end before what else is to be done
+                if self.requeue is not None:
                     self.requeue()
                     self._state.end(stopped, queued_again=True)  # there may not be time to say more
                 raise
 
     def _prepare(self) -> None:
-        """Make the model's directory where it does not exist yet, and check it and the prompts against each other."""
+        """Make the model's directory where it does not exist yet, and check it and the prompts
+        against each other."""
         directory, timeout = model_directory(self.config), self.config.server.start_timeout_s
         (rank,) = self._ranks.start("prepare")
         what = "checking" if directory.exists() else "making"
@@ -98,9 +104,14 @@ class Supervisor:
             self.interrupts.check_before_training()
             if (now := time.monotonic()) - told > _STILL_S:
                 told = now
-                print_line(self.console, f"still {what} the model, and reading the data: {now - began:.0f} s so far")
+                print_line(
+                    self.console,
+                    f"still {what} the model, and reading the data: {now - began:.0f} s so far",
+                )
             if now - began > timeout:
-                raise rank_error(f"prepare did not end within server.start_timeout_s={timeout:g} s", rank)
+                raise rank_error(
+                    f"prepare did not end within server.start_timeout_s={timeout:g} s", rank
+                )
         if rank.exit_code == REFUSED:
             raise ConfigError(reported_error(rank))
         if rank.exit_code != FINISHED:
@@ -108,7 +119,9 @@ class Supervisor:
             self._stop_if_ended_from_outside([rank])
             raise failure_error([rank])
         self._ranks.kill([rank])  # and what came of it
-        print_line(self.console, f"the model and the data are ready after {time.monotonic() - began:.1f} s")
+        print_line(
+            self.console, f"the model and the data are ready after {time.monotonic() - began:.1f} s"
+        )
         self.interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
@@ -117,8 +130,12 @@ class Supervisor:
         forget_stages(run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
             for name, endpoint in endpoints.items():
-                self._servers.append(ServerGroup(name, endpoint, self.config, self._ranks, view.note))
-            trainer = self._trainer = TrainerGroup(self.config, self._ranks, view.note, self._forget_critic)
+                self._servers.append(
+                    ServerGroup(name, endpoint, self.config, self._ranks, view.note)
+                )
+            trainer = self._trainer = TrainerGroup(
+                self.config, self._ranks, view.note, self._forget_critic
+            )
             while not trainer.has_done:
                 self._tick()
                 self._raise_failures()
@@ -129,10 +146,22 @@ class Supervisor:
                     self.interrupts.check_before_training()
                 for server in self._servers:
                     server.poll()
-                    self._state.update(server.name, server.restarts, healthy=server.is_healthy, silent=server.is_silent)
+                    self._state.update(
+                        server.name,
+                        server.restarts,
+                        healthy=server.is_healthy,
+                        silent=server.is_silent,
+                    )
                 trainer.poll()
-                self._state.update("trainer", trainer.restarts, healthy=not trainer.is_replaced, silent=trainer.is_silent)
-                view.waiting_for([server.name for server in self._servers if not server.was_healthy])
+                self._state.update(
+                    "trainer",
+                    trainer.restarts,
+                    healthy=not trainer.is_replaced,
+                    silent=trainer.is_silent,
+                )
+                view.waiting_for(
+                    [server.name for server in self._servers if not server.was_healthy]
+                )
                 view.update()
                 self._shorten_logs()
         if any(rank.exit_code == RESUMABLE for rank in trainer.ranks):
@@ -159,7 +188,8 @@ class Supervisor:
             rank.shorten_log(self.config.logging.file_mib << 20)
 
     def _raise_failures(self) -> None:
-        """Raise AlignerError for a rank that failed for good, Stopped where the trainer was ended from outside."""
+        """Raise AlignerError for a rank that failed for good, Stopped where the trainer was ended
+        from outside."""
         if not self._fatal():
             return
         self._linger()
@@ -171,30 +201,40 @@ class Supervisor:
             self._linger(_FOLLOW_S)
             fatal, missing = self._fatal(), self._trainer.missing
         ended = [rank for server in self._servers for rank in server.ended]
-        raise failure_error([*fatal, *(rank for rank in ended if rank not in fatal)], fatal, missing)
+        raise failure_error(
+            [*fatal, *(rank for rank in ended if rank not in fatal)], fatal, missing
+        )
 
     def _linger(self, for_s: float = GRACE_S) -> None:
-        """Wait for what comes together with a rank's end: other ends, or a signal to this process, for all of them."""
+        """Wait for what comes together with a rank's end: other ends, or a signal to this process,
+        for all of them."""
         deadline = time.monotonic() + for_s
         while time.monotonic() < deadline:
             self._tick()
 
     def _fatal(self) -> list[Rank]:
-        return [rank for group in (*self._servers, self._trainer) if group.lost for rank in group.ended]
+        return [
+            rank for group in (*self._servers, self._trainer) if group.lost for rank in group.ended
+        ]
 
     def _stop_if_ended_from_outside(self, ranks: Sequence[Rank]) -> None:
-        """Raise Stopped where a SIGTERM that the supervisor did not send ended a rank: a preemption begins so."""
+        """Raise Stopped where a SIGTERM that the supervisor did not send ended a rank: a preemption
+        begins so."""
         for rank in ranks:
             if rank.exit_code == -signal.SIGTERM:
                 self.interrupts.stop(f"{describe_end(rank)}, which came from outside")
 
     def _check_stragglers(self) -> None:
-        """Raise AlignerError where a trainer rank still runs long after the first has ended: they end together."""
+        """Raise AlignerError where a trainer rank still runs long after the first has ended: they
+        end together."""
         timeout, ranks = self.config.cluster.collective_timeout_s, self._trainer.ranks
         ends = [rank.ended_at for rank in ranks if rank.ended_at is not None]
         running = [rank for rank in ranks if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > timeout:
-            raise rank_error(f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended", running[0])
+            raise rank_error(
+                f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended",
+                running[0],
+            )
 
     def _pass_on_stop(self, view: "RunView") -> None:
         """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
@@ -207,7 +247,8 @@ class Supervisor:
         self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 
     def _drain(self) -> None:
-        """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is ended with the run."""
+        """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is
+        ended with the run."""
         servers = [rank for server in self._servers for rank in server.ranks]
         self._ranks.send(signal.SIGTERM, servers)
         deadline = time.monotonic() + self.config.server.drain_timeout_s
@@ -247,7 +288,10 @@ class RunView:
         """Show what is new."""
         for file in sorted(set(self._damaged()) - self._set_aside):
             self._set_aside.add(file)
-            self.note(f"a checkpoint was damaged, and is set aside as {file.parent}: {file.read_text().strip()}")
+            self.note(
+                f"a checkpoint was damaged, and is set aside as {file.parent}:"
+                f" {file.read_text().strip()}"
+            )
         self._stages.poll()
         for record in self._metrics.new_records():
             self._progress.step(record)

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-# megatron-core tells, at import and in every model it builds, of each optional GPU library that is absent. It falls back
-# to torch, which is what a CPU run wants, and the lines would drown what a log is read for.
-warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|apex|transformer_engine).*not installed")
+# megatron-core tells, at import and in every model it builds, of each optional GPU library that is
+# absent. It falls back to torch, which is what a CPU run wants, and the lines would drown what a
+# log is read for.
+warnings.filterwarnings(
+    "ignore", message=r".*(Apex|Transformer Engine|apex|transformer_engine).*not installed"
+)
 
-# Of torch's newer names for two collectives, and of an environment variable that is about CUDA streams.
-warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
+# Of torch's newer names for two collectives, and of an environment variable that is about CUDA
+# streams.
+warnings.filterwarnings(
+    "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated"
+)
 warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -20,7 +26,8 @@ warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
 def _without_compiler() -> Iterator[None]:
     """`torch.compile` is no decoration at all inside.
 
-    What megatron-core decorates is for GPUs. Decorating alone imports the compiler: two seconds of every rank's start.
+    What megatron-core decorates is for GPUs. Decorating alone imports the compiler: two seconds of
+    every rank's start.
     """
     compiler = torch.compile
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
@@ -34,7 +41,8 @@ def _without_compiler() -> Iterator[None]:
 def _without_wandb() -> Iterator[None]:
     """wandb is not to be had inside, unless it is there already.
 
-    megatron-core imports it where it is installed, for an inference engine of its own: a second of every rank's start.
+    megatron-core imports it where it is installed, for an inference engine of its own: a second of
+    every rank's start.
     """
     if "wandb" in sys.modules:
         yield
@@ -46,7 +54,10 @@ def _without_wandb() -> Iterator[None]:
         del sys.modules["wandb"]
 
 
-with _without_wandb(), contextlib.nullcontext() if torch.cuda.is_available() else _without_compiler():
+with (
+    _without_wandb(),
+    contextlib.nullcontext() if torch.cuda.is_available() else _without_compiler(),
+):
     from megatron.core import jit
 
 if not torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""Attention over packed micro-batches, rotary positions included, where transformer-engine's is not."""
+"""Attention over packed micro-batches, rotary positions included, where transformer-engine's is
+not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from aligner.models.rotary import rotate
 
 
 class PackedAttention(nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused kernels, or the `exact` one.
+    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused
+    kernels, or the `exact` one.
 
-    `frequencies` are radians a position, one for each rotated pair of a head's dimensions: queries and keys are rotated here,
-    by the positions that the micro-batch has, for megatron-core's own way makes the angles again in every layer.
+    `frequencies` are radians a position, one for each rotated pair of a head's dimensions: queries
+    and keys are rotated here, by the positions that the micro-batch has, for megatron-core's own
+    way makes the angles again in every layer.
     """
 
     def __init__(
@@ -51,38 +54,58 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend; query [T, heads, dim], key and value [T, key/value heads, dim] to [T, heads·dim].
 
-        The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token from seeing padding, so
-        no mask tensor is made for whole sequences. Under context parallelism the T tokens are this rank's, and keys and
-        values of all context ranks are gathered (their gradients are summed and scattered back).
+        The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token
+        from seeing padding, so no mask tensor is made for whole sequences. Under context
+        parallelism the T tokens are this rank's, and keys and values of all context ranks are
+        gathered (their gradients are summed and scattered back).
         """
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(f"attention runs on packed micro-batches only, got {type(packed_seq_params).__name__}")
+            raise TypeError(
+                "attention runs on packed micro-batches only, got"
+                f" {type(packed_seq_params).__name__}"
+            )
         packed, grouped = packed_seq_params, query.shape[1] != key.shape[1]
         if self._frequencies is not None:
             query, key = self._rotated(query, key, packed)
         if packed.tree is not None:
             return attention_tree.attend(query, key, value, packed.tree, self.scale).flatten(1)
         if packed.context_group is not None:
-            both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=packed.context_group)
+            both = gather_from_sequence_parallel_region(
+                torch.cat([key, value], 1), group=packed.context_group
+            )
             key, value = both.chunk(2, 1)
         mask = self._mask(packed, query.device)
         query = _to_rows(query, packed.query_index, packed.query_rows)
         key, value = (_to_rows(each, packed.key_index, packed.key_rows) for each in (key, value))
         if self.exact:
             width = packed.key_rows[1]
-            seen = torch.ones(width, width, dtype=torch.bool, device=query.device).tril() if mask is None else mask[:, 0]
+            seen = (
+                torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
+                if mask is None
+                else mask[:, 0]
+            )
             attended = batch_invariant.attend(query, key, value, seen, self.scale)
         else:
             attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=grouped,
             )
         # By index_select, whose gradient is added up without sorting what may come twice.
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
-    def _rotated(self, query: Tensor, key: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
+    def _rotated(
+        self, query: Tensor, key: Tensor, packed: PackedSequences
+    ) -> tuple[Tensor, Tensor]:
         if packed.rotation is None:
             # In float32, since positions of long contexts need the digits.
-            angles = packed.positions[:, None, None].float() * torch.tensor(self._frequencies, device=query.device)
+            angles = packed.positions[:, None, None].float() * torch.tensor(
+                self._frequencies, device=query.device
+            )
             packed.rotation = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
         cosine, sine = packed.rotation
         return _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
@@ -105,7 +128,8 @@ class PackedAttention(nn.Module):
 
 
 def _to_rows(tensor: Tensor, index: Tensor, rows: tuple[int, int]) -> Tensor:
-    """[T, heads, dim] to [N, heads, L, dim], zeros at the padding; `index` int64 [T] is each token's place in [N·L]."""
+    """[T, heads, dim] to [N, heads, L, dim], zeros at the padding; `index` int64 [T] is each
+    token's place in [N·L]."""
     padded = tensor.new_zeros(rows[0] * rows[1], *tensor.shape[1:]).index_copy(0, index, tensor)
     return padded.view(*rows, *tensor.shape[1:]).transpose(1, 2)
 

@@ -1,8 +1,10 @@
-"""Causal attention over packed segments, some of which begin where another ends: many responses to one prompt.
+"""Causal attention over packed segments, some of which begin where another ends: many responses to
+one prompt.
 
-A token attends to its own segment up to itself, and to all of the segment that its own begins with. Softmax over both is put
-together from the parts by their log-sum-exps, as FlashAttention does with blocks of keys (Dao et al. 2022, section 3.1); a
-part's gradients are those of its kernel, given the output and the log-sum-exp of the whole.
+A token attends to its own segment up to itself, and to all of the segment that its own begins with.
+Softmax over both is put together from the parts by their log-sum-exps, as FlashAttention does with
+blocks of keys (Dao et al. 2022, section 3.1); a part's gradients are those of its kernel, given the
+output and the log-sum-exp of the whole.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +30,8 @@ class Block:
     rows: int
     width: int
     tokens: Tensor | slice
-    """The packed token at each place, int64 [N·L], any at padding; a slice where they follow each other without padding"""
+    """The packed token at each place, int64 [N·L], any at padding; a slice where they follow each
+    other without padding"""
     padding: Tensor = field(default_factory=_no_places)
     """int64: the places that are padding, where there is any"""
     held: Tensor = field(default_factory=_no_places)
@@ -40,15 +43,25 @@ class Block:
     def build(cls, starts: Tensor, lengths: Tensor, device: torch.device) -> "Block":
         """The runs of `lengths` [N] tokens from `starts` [N] on."""
         rows, width, first = len(lengths), int(lengths.max()), int(starts[0])
-        if bool((lengths == width).all()) and torch.equal(starts, first + width * torch.arange(rows)):
+        if bool((lengths == width).all()) and torch.equal(
+            starts, first + width * torch.arange(rows)
+        ):
             return cls(rows, width, slice(first, first + rows * width))
         inside = torch.arange(width) < lengths[:, None]
         tokens = torch.where(inside, starts[:, None] + torch.arange(width), 0).flatten()
         padding, held = (~inside).flatten().nonzero()[:, 0], inside.flatten().nonzero()[:, 0]
-        return cls(rows, width, tokens.to(device), padding.to(device), held.to(device), tokens[held].to(device))
+        return cls(
+            rows,
+            width,
+            tokens.to(device),
+            padding.to(device),
+            held.to(device),
+            tokens[held].to(device),
+        )
 
     def take(self, values: Tensor, fill: float | None = None) -> Tensor:
-        """Values [T, heads, …] of tokens as [N, heads, L, …]; at padding `fill`, or those of any token."""
+        """Values [T, heads, …] of tokens as [N, heads, L, …]; at padding `fill`, or those of any
+        token."""
         if isinstance(self.tokens, slice):
             taken = values[self.tokens]
         else:
@@ -58,7 +71,8 @@ class Block:
         return taken.unflatten(0, (self.rows, self.width)).transpose(1, 2)
 
     def put(self, values: Tensor, rows: Tensor, *, add: bool = False) -> None:
-        """Write [N, heads, L, …] where their tokens are in values [T, heads, …], or add it to what is there."""
+        """Write [N, heads, L, …] where their tokens are in values [T, heads, …], or add it to what
+        is there."""
         flat = rows.transpose(1, 2).flatten(0, 1)
         if isinstance(self.tokens, slice):
             place = values[self.tokens]
@@ -76,18 +90,25 @@ class AttentionTree:
     own: tuple[Block, ...]
     """Segments: each token is in one, and sees it up to itself"""
     shared: tuple[tuple[Block, Block], ...]
-    """Queries, a row a shared segment, and that segment's keys: every query sees all of them. A token is in one at most"""
+    """Queries, a row a shared segment, and that segment's keys: every query sees all of them. A
+    token is in one at most"""
 
     @classmethod
-    def build(cls, starts: Tensor, padded: Tensor, lengths: Tensor, stems: Tensor, device: torch.device) -> "AttentionTree":
-        """From where segments start and how long they are, int64 [M or more], and how much of that is tokens, int64 [M].
+    def build(
+        cls, starts: Tensor, padded: Tensor, lengths: Tensor, stems: Tensor, device: torch.device
+    ) -> "AttentionTree":
+        """From where segments start and how long they are, int64 [M or more], and how much of that
+        is tokens, int64 [M].
 
-        `stems`, int64 [N], is the segment with which each of the last N of the M begins; -1 for none. Those with the same one
-        follow each other.
+        `stems`, int64 [N], is the segment with which each of the last N of the M begins; -1 for
+        none. Those with the same one follow each other.
         """
         # Rows of about the same length: no kernel runs over much padding.
         classes = (padded - 1).clamp(min=0).log2().floor().clamp(min=3)
-        own = [Block.build(starts[classes == size], padded[classes == size], device) for size in classes.unique()]
+        own = [
+            Block.build(starts[classes == size], padded[classes == size], device)
+            for size in classes.unique()
+        ]
         shared = []
         if len(stems) and int(stems.max()) >= 0:
             numbers, branches = stems[stems >= 0].unique(return_counts=True)
@@ -102,8 +123,11 @@ class AttentionTree:
         return cls(tuple(own), tuple(shared))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None) -> Tensor:
-    """Attention of queries [T, heads, dim] over keys and values [T, key/value heads, dim], [T, heads, dim], on a CPU.
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None
+) -> Tensor:
+    """Attention of queries [T, heads, dim] over keys and values [T, key/value heads, dim], [T,
+    heads, dim], on a CPU.
 
     `scale` is 1/√dim where None. Differentiable, once.
     """
@@ -112,11 +136,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale
 
 class _Attend(Function):
     @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, tree: AttentionTree, scale: float | None) -> Tensor:
+    def forward(
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tree: AttentionTree,
+        scale: float | None,
+    ) -> Tensor:
         """As `attend`."""
-        attended, normalizer = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        attended, normalizer = (
+            torch.empty_like(query),
+            query.new_empty(query.shape[:2], dtype=torch.float32),
+        )
         for block in tree.own:
-            rows, sums = _kernel(*(block.take(each) for each in (query, key, value)), is_causal=True, scale=scale)
+            rows, sums = _kernel(
+                *(block.take(each) for each in (query, key, value)), is_causal=True, scale=scale
+            )
             block.put(attended, rows)
             block.put(normalizer, sums)
         for queries, keys in tree.shared:
@@ -137,7 +173,9 @@ class _Attend(Function):
         """Gradients of queries, keys and values."""
         query, key, value, attended, normalizer = context.saved_tensors
         # The kernel's backward pass in bfloat16 is up to twenty times slower.
-        for_query, for_key, for_value = (torch.empty_like(each, dtype=torch.float32) for each in (query, key, value))
+        for_query, for_key, for_value = (
+            torch.empty_like(each, dtype=torch.float32) for each in (query, key, value)
+        )
         tree: AttentionTree = context.tree
         for queries, keys in (*((block, block) for block in tree.own), *tree.shared):
             # A padded query has no gradient, and its scores no share.

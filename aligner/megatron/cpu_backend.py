@@ -1,8 +1,9 @@
 """Lets megatron-core run on a machine without CUDA, over gloo. Does nothing where CUDA is present.
 
-megatron-core 0.16 is written for CUDA, but nothing in its layers, schedules or optimizer needs a GPU: what stands in the
-way is the spelling of devices, streams and tensor type names. Every redirection of the project is in this file, each with
-its reason, so that a new megatron-core release is one file to check.
+megatron-core 0.16 is written for CUDA, but nothing in its layers, schedules or optimizer needs a
+GPU: what stands in the way is the spelling of devices, streams and tensor type names. Every
+redirection of the project is in this file, each with its reason, so that a new megatron-core
+release is one file to check.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ class _Inert:
 
 
 class _TorchWithoutCudaLiterals:
-    """`torch` as seen by a module that writes device="cuda": its tensor factories make CPU tensors instead."""
+    """`torch` as seen by a module that writes device="cuda": its tensor factories make CPU tensors
+    instead."""
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(torch, name)
@@ -44,8 +46,13 @@ class _TorchWithoutCudaLiterals:
 
 
 def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, whose answer (not its conversion) names CPU tensors as megatron-core expects them: CUDA's."""
-    names = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+    """`Tensor.type`, whose answer (not its conversion) names CPU tensors as megatron-core expects
+    them: CUDA's."""
+    names = {
+        torch.float32: "FloatTensor",
+        torch.float16: "HalfTensor",
+        torch.bfloat16: "BFloat16Tensor",
+    }
 
     def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or self.dtype not in names:
@@ -61,9 +68,12 @@ def _split_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False
 
 
 def _gather_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """megatron-core's all-gather along the first dimension, of unequal parts too: padded to the longest."""
+    """megatron-core's all-gather along the first dimension, of unequal parts too: padded to the
+    longest."""
 
-    def gather(part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any) -> Tensor:
+    def gather(
+        part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+    ) -> Tensor:
         if sizes is None or len(set(sizes)) == 1:
             return equal(part, group, sizes, *more)
         padded = torch.cat([part, part.new_zeros(max(sizes) - len(part), *part.shape[1:])])
@@ -75,9 +85,12 @@ def _gather_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """megatron-core's reduce-scatter along the first dimension, into unequal parts too: all are reduced, one is kept."""
+    """megatron-core's reduce-scatter along the first dimension, into unequal parts too: all are
+    reduced, one is kept."""
 
-    def reduce_scatter(whole: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any) -> Tensor:
+    def reduce_scatter(
+        whole: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+    ) -> Tensor:
         if sizes is None or len(set(sizes)) == 1:
             return equal(whole, group, sizes, *more)
         total = whole.clone(memory_format=torch.contiguous_format)
@@ -87,8 +100,9 @@ def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]
     return reduce_scatter
 
 
-# megatron-core's fused element-wise functions, called where autograd does not record: in place where they can be, since fresh
-# memory is what costs on a CPU. Each keeps the name and signature of the one that megatron-core compiles for GPUs.
+# megatron-core's fused element-wise functions, called where autograd does not record: in place
+# where they can be, since fresh memory is what costs on a CPU. Each keeps the name and signature of
+# the one that megatron-core compiles for GPUs.
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -120,7 +134,8 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 def add_product(total: Any, left: Tensor, right: Tensor) -> Tensor:
-    """Add left @ right to a float32 total, in place; the first one of an update is written over what was there before."""
+    """Add left @ right to a float32 total, in place; the first one of an update is written over
+    what was there before."""
     is_blank, total.is_blank, total.is_of_products = getattr(total, "is_blank", False), False, True
     found: Tensor = total
     if left.dtype != torch.float32:
@@ -129,19 +144,23 @@ def add_product(total: Any, left: Tensor, right: Tensor) -> Tensor:
 
 
 def told_of_gradient(weight: Any) -> Tensor | None:
-    """What a backward pass returns that has added a weight's gradient to its buffer: nothing, as there is none to add.
+    """What a backward pass returns that has added a weight's gradient to its buffer: nothing, as
+    there is none to add.
 
-    Where DDP adds up over the ranks meanwhile (`optimizer.overlap_grad_reduce`) it waits for a gradient, whatever that holds;
-    to one of a weight that is embedding and head it is added.
+    Where DDP adds up over the ranks meanwhile (`optimizer.overlap_grad_reduce`) it waits for a
+    gradient, whatever that holds; to one of a weight that is embedding and head it is added.
     """
     if not getattr(weight, "is_reduced_early", False):
         return None
     weight.grad_added_to_main_grad = True
-    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(
+        weight
+    )
 
 
 def forget_gradients(buffer: Any) -> None:
-    """megatron-core's reset of a buffer: all is zero, or `is_blank` where a product is about to be written over it."""
+    """megatron-core's reset of a buffer: all is zero, or `is_blank` where a product is about to be
+    written over it."""
     for parameter in buffer.params:
         total = parameter.main_grad
         total.is_blank = getattr(total, "is_of_products", False)
@@ -157,7 +176,8 @@ def _settle(total: Any) -> None:
 
 
 def _settled_before(start: Callable[..., None]) -> Callable[..., None]:
-    """A bucket group's `start_grad_sync`, with zeros where no product has come, as for an expert without tokens."""
+    """A bucket group's `start_grad_sync`, with zeros where no product has come, as for an expert
+    without tokens."""
 
     def settled_start(group: Any, *args: Any, **kwargs: Any) -> None:
         for parameter in group.params:
@@ -168,16 +188,19 @@ def _settled_before(start: Callable[..., None]) -> Callable[..., None]:
 
 
 class GradientAccumulation:
-    """Stands for apex's kernels that add a weight's gradient to its buffer within the product; fp32 buffers alone."""
+    """Stands for apex's kernels that add a weight's gradient to its buffer within the product; fp32
+    buffers alone."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, for_outputs: Tensor, total: Tensor) -> None:
-        """Add for_outputs^T inputs to `total` [out, in], of inputs [T, in] and outputs' gradients [T, out]."""
+        """Add for_outputs^T inputs to `total` [out, in], of inputs [T, in] and outputs' gradients
+        [T, out]."""
         add_product(total, for_outputs.t(), inputs)
 
 
 class _Lookup(Function):
-    """An embedding whose gradient goes into the weight's buffer, row by row: made apart it is as large as the vocabulary."""
+    """An embedding whose gradient goes into the weight's buffer, row by row: made apart it is as
+    large as the vocabulary."""
 
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -191,7 +214,9 @@ class _Lookup(Function):
         """Add the rows' gradients."""
         total = context.weight.main_grad
         _settle(total)
-        total.index_add_(0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype))
+        total.index_add_(
+            0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype)
+        )
         return None, told_of_gradient(context.weight)
 
 
@@ -204,7 +229,9 @@ class _FunctionsOfLayers:
     @staticmethod
     def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
         """As torch's."""
-        into_buffer = weight.requires_grad and hasattr(weight, "main_grad") and torch.is_grad_enabled()
+        into_buffer = (
+            weight.requires_grad and hasattr(weight, "main_grad") and torch.is_grad_enabled()
+        )
         return _Lookup.apply(tokens, weight) if into_buffer else F.embedding(tokens, weight)  # type: ignore[no-untyped-call]
 
 
@@ -229,13 +256,16 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Inert()
     cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
 
-    # The model-parallel random state tracker saves and restores the CUDA generator: give it the CPU's.
+    # The model-parallel random state tracker saves and restores the CUDA generator: give it the
+    # CPU's.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
     tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(
+        state
+    )
 
     # Modules that spell device="cuda" in tensor factories.
     from megatron.core import utils
@@ -245,19 +275,24 @@ def install() -> None:
     for module in (schedules, clip_grads, optimizer, utils):
         module.torch = _TorchWithoutCudaLiterals()
 
-    # The token dispatcher makes arrays of split sizes only as it copies them from a GPU; the collective takes no tensors.
+    # The token dispatcher makes arrays of split sizes only as it copies them from a GPU; the
+    # collective takes no tensors.
     from megatron.core.transformer.moe import token_dispatcher
 
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
 
-    # gloo gathers and scatters equal parts only, but each tensor rank of an expert receives its own number of tokens.
+    # gloo gathers and scatters equal parts only, but each tensor rank of an expert receives its own
+    # number of tokens.
     from megatron.core.tensor_parallel import layers, mappings
 
     mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(
+        mappings._reduce_scatter_along_first_dim
+    )
     _install_gradient_buffers(layers)
 
-    # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA tensors.
+    # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA
+    # tensors.
     tensor_class.type = _cuda_type_name(Tensor.type)
 
     # These are compiled for GPUs, or make a temporary a tensor.
@@ -268,11 +303,15 @@ def install() -> None:
 
 
 def _install_gradient_buffers(layers: Any) -> None:
-    """Have weights' gradients added where they are kept: one that is made apart takes its memory's way three times."""
+    """Have weights' gradients added where they are kept: one that is made apart takes its memory's
+    way three times."""
     from megatron.core.distributed import param_and_grad_buffer
 
     param_and_grad_buffer._ParamAndGradBuffer.reset = forget_gradients
     group = param_and_grad_buffer._ParamAndGradBucketGroup
     group.start_grad_sync = _settled_before(group.start_grad_sync)
-    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = GradientAccumulation, True
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = (
+        GradientAccumulation,
+        True,
+    )
     layers.F = _FunctionsOfLayers()

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -38,9 +42,14 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
-# Recipes whose scales are those of the numbers at hand: one with a history of them would not resume to the bit.
+# Recipes whose scales are those of the numbers at hand: one with a history of them would not resume
+# to the bit.
 _FP8: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -48,8 +57,11 @@ _FP8: dict[str, dict[str, Any]] = {
 }
 
 
-def _finalize_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object) -> None:
-    # Our losses are sums over a global denominator: gradients are added up, and never divided by a count.
+def _finalize_gradients(
+    model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object
+) -> None:
+    # Our losses are sums over a global denominator: gradients are added up, and never divided by a
+    # count.
     finalize_model_grads(model, None)
 
 
@@ -83,13 +95,16 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn_hidden_size,
-        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen sum to one.
+        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen
+        # sum to one.
         "moe_router_pre_softmax": not shape.normalize_expert_weights,
-        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers compute in.
+        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers
+        # compute in.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # megatron-core's grouped products put all experts in one parameter, or need transformer-engine: see grouped_experts.
+        # megatron-core's grouped products put all experts in one parameter, or need
+        # transformer-engine: see grouped_experts.
         "moe_grouped_gemm": False,
     }
 
@@ -101,11 +116,14 @@ def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
         "sequence_parallel": layout.sequence,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers if layout.pipeline > 1 and not interleaved else None,
+        "num_layers_in_last_pipeline_stage": (
+            layout.last_stage_layers if layout.pipeline > 1 and not interleaved else None
+        ),
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
-        # Batched, the two messages that two interleaved stages exchange at once are told apart by nothing.
+        # Batched, the two messages that two interleaved stages exchange at once are told apart by
+        # nothing.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -120,7 +138,8 @@ def transformer_config(
     transformer_engine: bool = False,
     fp8_recipe: str | None = None,
 ) -> TransformerConfig:
-    """megatron-core's description of the model at a layout, whose layers are transformer-engine's or not.
+    """megatron-core's description of the model at a layout, whose layers are transformer-engine's
+    or not.
 
     With an `fp8_recipe` their products are of fp8 numbers.
     """
@@ -135,12 +154,15 @@ def transformer_config(
             # Weights are read from files, so none are drawn.
             perform_initialization=False,
             use_cpu_initialization=True,
-            # Packed micro-batches differ in length; megatron-core ties that to this dispatcher, for dense models too.
+            # Packed micro-batches differ in length; megatron-core ties that to this dispatcher, for
+            # dense models too.
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
-            # With it neither the schedule nor DDP divides by micro-batches or ranks (see _finalize_gradients).
+            # With it neither the schedule nor DDP divides by micro-batches or ranks (see
+            # _finalize_gradients).
             calculate_per_token_loss=True,
-            deterministic_mode=torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled(),
+            deterministic_mode=torch.cuda.is_available()
+            and torch.are_deterministic_algorithms_enabled(),
             finalize_model_grads_func=_finalize_gradients,
             gradient_accumulation_fusion=_adds_gradients_in_products(),
             masked_softmax_fusion=False,
@@ -156,31 +178,48 @@ def transformer_config(
 
 
 def _adds_gradients_in_products() -> bool:
-    """Whether a weight's gradient is added to its buffer by the product that computes it: on a CPU, and by apex's kernels."""
-    return not torch.cuda.is_available() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    """Whether a weight's gradient is added to its buffer by the product that computes it: on a CPU,
+    and by apex's kernels."""
+    return (
+        not torch.cuda.is_available()
+        or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
 
 
 def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
-    """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16 product."""
+    """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16
+    product."""
     auto = "bf16" if device.type == "cuda" else "fp32"
     chosen = auto if settings.precision == "auto" else settings.precision
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[chosen]
 
 
 def build_model(
-    shape: ModelShape, world: World, head: Head, settings: MegatronModelConfig, *, exact: bool = False
+    shape: ModelShape,
+    world: World,
+    head: Head,
+    settings: MegatronModelConfig,
+    *,
+    exact: bool = False,
 ) -> list[GPTModel]:
-    """This rank's chunks of the model, weights not yet read: one, or as many as the layout interleaves.
+    """This rank's chunks of the model, weights not yet read: one, or as many as the layout
+    interleaves.
 
-    `exact` is `engine.exact`. Raises ConfigError for fp8 products where transformer-engine's layers cannot be had.
+    `exact` is `engine.exact`. Raises ConfigError for fp8 products where transformer-engine's layers
+    cannot be had.
     """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
     engine = uses_transformer_engine(settings, dtype)
     fp8_recipe = settings.fp8_recipe if settings.precision == "fp8" else None
     if fp8_recipe is not None and not engine:
-        raise ConfigError("precision=fp8: needs transformer-engine's layers, on a GPU where it is installed; give bf16")
-    config = transformer_config(shape, world.layout, dtype, recompute, transformer_engine=engine, fp8_recipe=fp8_recipe)
+        raise ConfigError(
+            "precision=fp8: needs transformer-engine's layers, on a GPU where it is installed; give"
+            " bf16"
+        )
+    config = transformer_config(
+        shape, world.layout, dtype, recompute, transformer_engine=engine, fp8_recipe=fp8_recipe
+    )
     layers = partial(decoder_submodules, shape, config, exact=exact, transformer_engine=engine)
     rotary = "rope" if engine else "none"  # our attention rotates by itself
     chunks = range(world.layout.virtual_pipeline)
@@ -206,7 +245,9 @@ def _build_chunk(
             transformer_layer_spec=layers(stage),
             vocab_size=shape.vocab_size,
             max_sequence_length=shape.max_positions,
-            position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[shape.position],
+            position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[
+                shape.position
+            ],
             rotary_percent=shape.rotary_fraction,
             pre_process=world.place.pipeline == 0 and chunk == 0,
             post_process=holds_head,
@@ -215,8 +256,11 @@ def _build_chunk(
             vp_stage=stage,
         )
     if shape.position == "rotary" and rotary == "rope":
-        # Those that the engines use too, every scaling included; in float32, since positions of long contexts need the digits.
-        model.rotary_pos_emb.inv_freq = torch.tensor(inverse_frequencies(shape), dtype=torch.float32)
+        # Those that the engines use too, every scaling included; in float32, since positions of
+        # long contexts need the digits.
+        model.rotary_pos_emb.inv_freq = torch.tensor(
+            inverse_frequencies(shape), dtype=torch.float32
+        )
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if holds_head:
@@ -229,25 +273,31 @@ def _build_chunk(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in the gradient norm
-    # instead of once a slice.
+    # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in
+    # the gradient norm instead of once a slice.
     for module in model.modules():
         cut = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear))
         if cut and module.weight is not None:  # a tied head of the same stage has none of its own
             dimension = int(isinstance(module, RowParallelLinear))
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)
+            set_tensor_model_parallel_attributes(
+                module.weight, is_parallel=True, dim=dimension, stride=1
+            )
 
 
 def _mark_experts(model: GPTModel) -> None:
-    # megatron-core adds experts' gradients up over the experts' own data ranks only where it is marked, and marks it only
-    # where expert parallelism is above 1; experts may be cut otherwise than the dense layers without it.
+    # megatron-core adds experts' gradients up over the experts' own data ranks only where it is
+    # marked, and marks it only where expert parallelism is above 1; experts may be cut otherwise
+    # than the dense layers without it.
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def wrap_for_training(chunks: Sequence[GPTModel], optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
-    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context ranks."""
+def wrap_for_training(
+    chunks: Sequence[GPTModel], optimizer: OptimizerConfig
+) -> list[DistributedDataParallel]:
+    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context
+    ranks."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
@@ -256,10 +306,12 @@ def wrap_for_training(chunks: Sequence[GPTModel], optimizer: OptimizerConfig) ->
         average_in_collective=False,
     )
     for chunk in chunks:
-        # A recomputed layer whose input asks for no gradient gets none for its weights either: behind a frozen embedding,
-        # let the hidden states ask for one.
+        # A recomputed layer whose input asks for no gradient gets none for its weights either:
+        # behind a frozen embedding, let the hidden states ask for one.
         if chunk.pre_process and chunk.config.recompute_granularity == "full":
-            chunk.embedding.register_forward_hook(lambda module, inputs, hidden: _asking_for_gradients(hidden))
+            chunk.embedding.register_forward_hook(
+                lambda module, inputs, hidden: _asking_for_gradients(hidden)
+            )
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     if optimizer.overlap_grad_reduce:
         for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
@@ -271,16 +323,21 @@ def wrap_for_training(chunks: Sequence[GPTModel], optimizer: OptimizerConfig) ->
 
 
 def _asking_for_gradients(hidden: Tensor) -> Tensor:
-    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
+    return (
+        hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
+    )
 
 
 def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
     """Let go of the last micro-batch's autograd graph.
 
-    Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient hooks these refer to the
-    model itself, in a cycle that Python cannot see and would never collect.
+    Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient
+    hooks these refer to the model itself, in a cycle that Python cannot see and would never
+    collect.
     """
-    dispatchers = [getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()]
+    dispatchers = [
+        getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()
+    ]
     for dispatcher in filter(None, dispatchers):
         for name, value in vars(dispatcher).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

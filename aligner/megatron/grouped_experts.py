@@ -1,7 +1,8 @@
-"""A layer's experts in two grouped products, where one after another would keep a GPU waiting for launches.
+"""A layer's experts in two grouped products, where one after another would keep a GPU waiting for
+launches.
 
-Each expert's weights stay parameters of their own, with megatron-core's names: files, checkpoints, resharding and gradient
-buffers know nothing of the groups.
+Each expert's weights stay parameters of their own, with megatron-core's names: files, checkpoints,
+resharding and gradient buffers know nothing of the groups.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,19 @@ _ALIGNED_BYTES = 16
 
 
 def can_group(config: TransformerConfig) -> bool:
-    """Whether torch has grouped products for these experts: in bf16, on GPUs from Hopper on. On a CPU they gain nothing."""
-    if not (torch.cuda.is_available() and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability() >= (9, 0)):
+    """Whether torch has grouped products for these experts: in bf16, on GPUs from Hopper on. On a
+    CPU they gain nothing."""
+    if not (
+        torch.cuda.is_available()
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability() >= (9, 0)
+    ):
         return False
     width = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
-    aligned = all(size * config.params_dtype.itemsize % _ALIGNED_BYTES == 0 for size in (width, config.hidden_size))
+    aligned = all(
+        size * config.params_dtype.itemsize % _ALIGNED_BYTES == 0
+        for size in (width, config.hidden_size)
+    )
     # megatron-core's fused SwiGLU, the only one here, is for experts without biases.
     return aligned and config.params_dtype == torch.bfloat16 and config.bias_activation_fusion
 
@@ -37,18 +46,25 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        # Gradient buffers are filled from the last parameter to the first: so experts lie there in their order.
+        # Gradient buffers are filled from the last parameter to the first: so experts lie there in
+        # their order.
         experts = self.local_experts._modules
         self.local_experts._modules = dict(reversed(experts.items()))
 
     def lay_together(self) -> None:
-        """Give the experts' weights one memory, where they lie behind each other; of other memory copies are multiplied."""
+        """Give the experts' weights one memory, where they lie behind each other; of other memory
+        copies are multiplied."""
         for weights in self._weights():
-            for weight, place in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
+            for weight, place in zip(
+                weights, torch.stack([weight.data for weight in weights]), strict=True
+            ):
                 weight.data = place
 
-    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """[T, H], int64 [E] and the router's weights [T] to [T, H], with megatron-core's (output, bias) convention."""
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, H], int64 [E] and the router's weights [T] to [T, H], with megatron-core's (output,
+        bias) convention."""
         up, down = self._weights()
         counts = tokens_per_expert.tolist()
         hidden = _GroupedLinear.apply(tokens, counts, *up)  # type: ignore[no-untyped-call]
@@ -57,12 +73,17 @@ class GroupedExperts(SequentialMLP):
 
     def _weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Of both layers, by expert."""
-        experts = [self.local_experts.get_submodule(str(place)) for place in range(self.num_local_experts)]
-        return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
+        experts = [
+            self.local_experts.get_submodule(str(place)) for place in range(self.num_local_experts)
+        ]
+        return [expert.linear_fc1.weight for expert in experts], [
+            expert.linear_fc2.weight for expert in experts
+        ]
 
 
 class _GroupedLinear(Function):
-    """Rows of an input [T, in], so many an expert, each times its expert's weight [out, in]: [T, out]."""
+    """Rows of an input [T, in], so many an expert, each times its expert's weight [out, in]: [T,
+    out]."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
@@ -77,7 +98,8 @@ class _GroupedLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs and of the weights; these go into their buffers where they have some."""
+        """Gradients of the inputs and of the weights; these go into their buffers where they have
+        some."""
         (inputs, ends), weights = context.saved_tensors, context.weights
         if not len(inputs):
             for_inputs, for_weights = inputs, inputs.new_zeros(len(weights), *weights[0].shape)
@@ -106,11 +128,16 @@ def _together(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as one [E, …], where they lie in one memory in this order, equally far apart; else None."""
+    """Tensors of one shape as one [E, …], where they lie in one memory in this order, equally far
+    apart; else None."""
     first, starts = tensors[0].detach(), [tensor.data_ptr() for tensor in tensors]
     step = starts[1] - starts[0] if len(starts) > 1 else first.nbytes
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if starts != [starts[0] + place * step for place in range(len(starts))] or step < first.nbytes or len(storages) > 1:
+    if (
+        starts != [starts[0] + place * step for place in range(len(starts))]
+        or step < first.nbytes
+        or len(storages) > 1
+    ):
         return None
     if not all(tensor.is_contiguous() for tensor in tensors):
         return None

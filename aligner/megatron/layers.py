@@ -1,4 +1,5 @@
-"""The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention and our heads."""
+"""The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention
+and our heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -36,7 +40,8 @@ from aligner.schema import ActorConfig, MegatronModelConfig
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:
-    # Tells megatron-core to add the gradients up over the tensor ranks when each saw part of the tokens.
+    # Tells megatron-core to add the gradients up over the tensor ranks when each saw part of the
+    # tokens.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -44,7 +49,9 @@ def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm; megatron-core's own fallback refuses sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps)
         _mark_for_sequence_parallelism(self, config)
 
@@ -54,7 +61,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RmsNorm(Function):
-    """torch's, of whose operators on a CPU each keeps and goes over a tensor of its own: this one keeps its input alone."""
+    """torch's, of whose operators on a CPU each keeps and goes over a tensor of its own: this one
+    keeps its input alone."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -65,11 +73,22 @@ class _RmsNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With y = w x r and r = (mean(x^2) + epsilon)^-1/2: w g r - x r^3 mean(w g x), and the sum of g x r."""
+        """With y = w x r and r = (mean(x^2) + epsilon)^-1/2: w g r - x r^3 mean(w g x), and the sum
+        of g x r."""
         x, weight = context.saved_tensors
         size = weight.numel()
-        rows, upstream, scale = x.reshape(-1, size).float(), gradient.reshape(-1, size).float(), weight.float()
-        inverse = torch.linalg.vector_norm(rows, dim=-1).square_().div_(size).add_(context.epsilon).rsqrt_()
+        rows, upstream, scale = (
+            x.reshape(-1, size).float(),
+            gradient.reshape(-1, size).float(),
+            weight.float(),
+        )
+        inverse = (
+            torch.linalg.vector_norm(rows, dim=-1)
+            .square_()
+            .div_(size)
+            .add_(context.epsilon)
+            .rsqrt_()
+        )
         product = upstream * rows
         along = (product @ scale).mul_(inverse**3).div_(-size)
         for_x = (upstream * scale).mul_(inverse[:, None]).addcmul_(rows, along[:, None])
@@ -79,13 +98,16 @@ class _RmsNorm(Function):
 class LayerNorm(nn.LayerNorm):
     """Layer norm with a bias; megatron-core's own fallback refuses sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps)
         _mark_for_sequence_parallelism(self, config)
 
 
 class ParallelResidualLayer(TransformerLayer):
-    """x + attention(norm(x)) + mlp(other norm(x)), as in GPT-NeoX (Black et al. 2022, section 2.1)."""
+    """x + attention(norm(x)) + mlp(other norm(x)), as in GPT-NeoX (Black et al. 2022, section
+    2.1)."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] to [T, 1, H], with megatron-core's (output, context) convention."""
@@ -95,19 +117,26 @@ class ParallelResidualLayer(TransformerLayer):
 
 
 class _Replay:
-    """What a layer's router asks which experts its tokens take, in the place of megatron-core's RouterReplay.
+    """What a layer's router asks which experts its tokens take, in the place of megatron-core's
+    RouterReplay.
 
-    That one keeps what to replay in lists of the whole process, in which micro-batches in flight, models beside each other
-    and passes without a backward pass would take each other's.
+    That one keeps what to replay in lists of the whole process, in which micro-batches in flight,
+    models beside each other and passes without a backward pass would take each other's.
     """
 
     def __init__(self, routes: Routes, layer: int) -> None:
         self._routes, self._experts = routes, routes.experts[:, layer]
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of each token's experts, [T, K], of scores [T, experts]; differentiable like the router's own."""
+        """Scores and numbers of each token's experts, [T, K], of scores [T, experts];
+        differentiable like the router's own."""
         _, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         places, experts = self._routes.places, self._experts.to(chosen)
         elsewhere = (chosen[places].sort(-1).values != experts.sort(-1).values).any(-1)
@@ -123,11 +152,17 @@ class ExpertsLayer(TransformerLayer):
     """
 
     def forward(
-        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] to [T, 1, H], with megatron-core's (output, context) convention."""
         routes = None if packed_seq_params is None else packed_seq_params.routes
-        self.mlp.router.router_replay = None if routes is None else _Replay(routes, self.layer_number - 1)
+        self.mlp.router.router_replay = (
+            None if routes is None else _Replay(routes, self.layer_number - 1)
+        )
         try:
             output: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states, packed_seq_params=packed_seq_params, **kwargs
@@ -138,10 +173,11 @@ class ExpertsLayer(TransformerLayer):
 
 
 def uses_transformer_engine(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the layers are transformer-engine's; else they are megatron-core's own around our norms and attention.
+    """Whether the layers are transformer-engine's; else they are megatron-core's own around our
+    norms and attention.
 
-    Not with adapters, since its linear layers may hold the norm before them, and not in float32, for which the attention of
-    its releases up to 2.10 has no kernel over packed sequences.
+    Not with adapters, since its linear layers may hold the norm before them, and not in float32,
+    for which the attention of its releases up to 2.10 has no kernel over packed sequences.
     """
     has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
     return HAVE_TE and torch.cuda.is_available() and dtype == torch.bfloat16 and not has_adapters
@@ -155,12 +191,15 @@ def decoder_submodules(
     exact: bool = False,
     transformer_engine: bool = False,
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's, or our own.
+    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's, or our
+    own.
 
     `exact` is `engine.exact`.
     """
     if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
+        )
         norm = TENorm
     else:
         layer, norm = _own_layer(shape, exact)
@@ -170,7 +209,9 @@ def decoder_submodules(
         layer.module = ExpertsLayer
         if can_group(config):
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm
+    )
 
 
 def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
@@ -184,10 +225,13 @@ def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
     rotation = inverse_frequencies(shape) if shape.position == "rotary" else None
-    attention.core_attention = ModuleSpec(PackedAttention, params={"exact": exact, "frequencies": rotation})
+    attention.core_attention = ModuleSpec(
+        PackedAttention, params={"exact": exact, "frequencies": rotation}
+    )
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
-    # megatron-core 0.16's router asks whether this is None, but names it only where transformer-engine is.
+    # megatron-core 0.16's router asks whether this is None, but names it only where
+    # transformer-engine is.
     moe_utils.te_general_gemm = None
     return layer, norm
 
@@ -195,11 +239,14 @@ def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
 class VocabularyHead(ColumnParallelLinear):
     """The vocabulary projection, put off until it is known which tokens to score.
 
-    The model's output is the final hidden states; `logprobs` projects them, a chunk of tokens at a time. The weight [V/TP, H]
-    stays where megatron-core put it: here, or in the embedding when that is tied and on the same stage.
+    The model's output is the final hidden states; `logprobs` projects them, a chunk of tokens at a
+    time. The weight [V/TP, H] stays where megatron-core put it: here, or in the embedding when that
+    is tied and on the same stage.
     """
 
-    def __init__(self, replaced: ColumnParallelLinear, tied_weight: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, replaced: ColumnParallelLinear, tied_weight: nn.Parameter | None = None
+    ) -> None:
         super().__init__(
             replaced.input_size,
             replaced.output_size,
@@ -219,7 +266,10 @@ class VocabularyHead(ColumnParallelLinear):
         return self._projection[0]
 
     def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """The hidden states as they are, with megatron-core's (output, bias) convention."""
         return hidden, None
@@ -236,11 +286,12 @@ class VocabularyHead(ColumnParallelLinear):
         kept: KeptTokens | None = None,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and entropies if asked for, among
-        what they were drawn among (`kept` [M]; None: all); with `candidates` as `vocab_parallel_logprobs` has them.
+        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and
+        entropies if asked for, among what they were drawn among (`kept` [M]; None: all); with
+        `candidates` as `vocab_parallel_logprobs` has them.
 
-        `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are float32 [M], equal on
-        every tensor rank and differentiable.
+        `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are
+        float32 [M], equal on every tensor rank and differentiable.
         """
         return vocab_parallel_logprobs(
             self._chosen(hidden, index),
@@ -254,42 +305,65 @@ class VocabularyHead(ColumnParallelLinear):
             candidates=candidates,
         )
 
-    def top(self, hidden: Tensor, index: Tensor, count: int, *, below: int, chunk_tokens: int) -> Tensor:
-        """The `count` most probable ids below `below` after the tokens at `index` int64 [M]; int64 [M, count]."""
-        sizes: dict[str, Any] = {"below": below, "chunk_tokens": chunk_tokens, "group": self.tp_group}
+    def top(
+        self, hidden: Tensor, index: Tensor, count: int, *, below: int, chunk_tokens: int
+    ) -> Tensor:
+        """The `count` most probable ids below `below` after the tokens at `index` int64 [M]; int64
+        [M, count]."""
+        sizes: dict[str, Any] = {
+            "below": below,
+            "chunk_tokens": chunk_tokens,
+            "group": self.tp_group,
+        }
         return vocab_parallel_top(self._chosen(hidden, index), self.projection, count, **sizes)
 
     def _chosen(self, hidden: Tensor, index: Tensor) -> Tensor:
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(0, index)
-        return copy_to_tensor_model_parallel_region(hidden.index_select(0, index), group=self.tp_group)
+            return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(
+                0, index
+            )
+        return copy_to_tensor_model_parallel_region(
+            hidden.index_select(0, index), group=self.tp_group
+        )
 
 
 class ScalarHead(nn.Module):
-    """One number a token, in the place of the vocabulary projection; the whole head lives on every tensor rank."""
+    """One number a token, in the place of the vocabulary projection; the whole head lives on every
+    tensor rank."""
 
     def __init__(self, hidden_size: int, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
-        # Tells megatron-core to add this weight's gradients up over the tensor ranks when each saw part of the tokens.
+        # Tells megatron-core to add this weight's gradients up over the tensor ranks when each saw
+        # part of the tokens.
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self._gather = sequence_parallel
 
     def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] to [T, 1, 1] with megatron-core's (output, bias) convention; from [T/TP, 1, H] if sequence parallel."""
+        """[T, 1, H] to [T, 1, 1] with megatron-core's (output, bias) convention; from [T/TP, 1, H]
+        if sequence parallel."""
         values = F.linear(hidden, self.weight)
         if self._gather:
-            # Every tensor rank computes the same loss of the whole, so each takes its own tokens' gradients.
+            # Every tensor rank computes the same loss of the whole, so each takes its own tokens'
+            # gradients.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def install_head(model: GPTModel, head: Head) -> None:
-    """Put our head in the place of a last stage's output layer; call before the model is wrapped for training."""
+    """Put our head in the place of a last stage's output layer; call before the model is wrapped
+    for training."""
     if head == "vocabulary":
         tied = model.output_layer.weight is None
-        model.output_layer = VocabularyHead(model.output_layer, model.embedding.word_embeddings.weight if tied else None)
+        model.output_layer = VocabularyHead(
+            model.output_layer, model.embedding.word_embeddings.weight if tied else None
+        )
     else:
-        model.output_layer = ScalarHead(model.config.hidden_size, sequence_parallel=model.config.sequence_parallel)
+        model.output_layer = ScalarHead(
+            model.config.hidden_size, sequence_parallel=model.config.sequence_parallel
+        )

@@ -1,7 +1,8 @@
-"""A model's checkpoint: saved at one layout, read at any other; the format is `aligner/data/checkpoint_files.py`'s.
+"""A model's checkpoint: saved at one layout, read at any other; the format is
+`aligner/data/checkpoint_files.py`'s.
 
-Each slice of each weight is written once, by one of the ranks that hold it. A directory appears under its final name only
-when every rank's file is in it.
+Each slice of each weight is written once, by one of the ranks that hold it. A directory appears
+under its final name only when every rank's file is in it.
 """
 
 import json
@@ -68,12 +69,16 @@ class _Pending:
 
 
 class CheckpointedModel:
-    """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every method."""
+    """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every
+    method."""
 
     def __init__(self, runner: ModelRunner, directory: Path) -> None:
         """`directory` has the model that training starts from, with its tokenizer."""
         self.runner, self.world = runner, runner.world
-        self._source, self._config = directory, built_config(directory, runner.head, runner.shape.num_layers)
+        self._source, self._config = (
+            directory,
+            built_config(directory, runner.head, runner.shape.num_layers),
+        )
         self._pending: _Pending | None = None
 
     def save(self, directory: Path) -> None:
@@ -82,10 +87,13 @@ class CheckpointedModel:
         self.finish_save()
 
     def begin_save(self, directory: Path) -> None:
-        """Copy the state to host memory and write it from there; it may change as soon as this returns. Collective."""
+        """Copy the state to host memory and write it from there; it may change as soon as this
+        returns. Collective."""
         self.finish_save()
         runner, world = self.runner, self.world
-        started = directory.with_name(_on_first_rank(world, directory, lambda: start_directory(directory).name))
+        started = directory.with_name(
+            _on_first_rank(world, directory, lambda: start_directory(directory).name)
+        )
         state = runner.optimizer_state()
         steps = int(world.max_(torch.tensor(float(state.steps), dtype=torch.float64)))
         units, index = _assign_writers(runner, state if steps else None)
@@ -96,12 +104,18 @@ class CheckpointedModel:
             source=portable_source(self._source, directory),
             holds={
                 "weights": "fp32 main weights where there are such, else as the model has them",
-                "optimizer": "Adam's moments, Muon's momentum where matrices are its, and the step count",
+                "optimizer": (
+                    "Adam's moments, Muon's momentum where matrices are its, and the step count"
+                ),
                 "schedule": "steps of the learning-rate schedule",
                 "rng": "nothing: every random stream follows from the seed and the step",
             },
             layout=asdict(world.layout),
-            optimizer=asdict(runner.settings.optimizer) if isinstance(runner.settings, TrainedModelConfig) else {},
+            optimizer=(
+                asdict(runner.settings.optimizer)
+                if isinstance(runner.settings, TrainedModelConfig)
+                else {}
+            ),
             lora=_lora(runner),
             updates=runner.updates,
             adam_steps=steps,
@@ -110,22 +124,34 @@ class CheckpointedModel:
             index=index,
         )
         file, tensors = started / rank_file(world.rank), _snapshot(state, units, world.rank)
-        # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its file first.
+        # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its
+        # file first.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
-        self._pending = _Pending(directory, started, manifest, executor.submit(_write_rank_file, file, tensors))
+        self._pending = _Pending(
+            directory, started, manifest, executor.submit(_write_rank_file, file, tensors)
+        )
         executor.shutdown(wait=False)
 
     def finish_save(self) -> None:
-        """Wait until the checkpoint that was begun, if any, is complete under its final name. Collective.
+        """Wait until the checkpoint that was begun, if any, is complete under its final name.
+        Collective.
 
         Raises AlignerError on every rank when one could not write its file.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        directory, started, results = pending.directory, pending.started, gather_json(pending.written.result())
+        directory, started, results = (
+            pending.directory,
+            pending.started,
+            gather_json(pending.written.result()),
+        )
         errors = [result for result in results if isinstance(result, str)]
-        files = {rank_file(rank): FileRecord(*it) for rank, it in enumerate(results) if it and not isinstance(it, str)}
+        files = {
+            rank_file(rank): FileRecord(*it)
+            for rank, it in enumerate(results)
+            if it and not isinstance(it, str)
+        }
 
         def complete() -> None:
             try:
@@ -141,10 +167,11 @@ class CheckpointedModel:
         _on_first_rank(self.world, directory, complete)
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Take weights, optimizer and schedule from a checkpoint of the same model, saved at whatever layout. Collective.
+        """Take weights, optimizer and schedule from a checkpoint of the same model, saved at
+        whatever layout. Collective.
 
-        `verified` says that its files' checksums have been found to be right.
-        Raises AlignerError, with nothing changed, for a checkpoint that is incomplete, damaged, of another format, of
+        `verified` says that its files' checksums have been found to be right. Raises AlignerError,
+        with nothing changed, for a checkpoint that is incomplete, damaged, of another format, of
         another model, or of another kind of optimizer.
         """
         self.finish_save()
@@ -157,7 +184,11 @@ class CheckpointedModel:
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
         for unit in _units(runner):
-            kept = state.kinds(unit.parameter) if unit.parameter in state and manifest.adam_steps else ()
+            kept = (
+                state.kinds(unit.parameter)
+                if unit.parameter in state and manifest.adam_steps
+                else ()
+            )
             tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *kept)}
             unit.parameter.data.copy_(tensors[WEIGHT])
             if unit.parameter in state:
@@ -169,7 +200,8 @@ class CheckpointedModel:
 
 
 def _on_first_rank(world: World, directory: Path, action: Callable[[], str | None]) -> Any:
-    """Rank 0 acts and the others wait; what comes of it, or what it could not do, all of them hear."""
+    """Rank 0 acts and the others wait; what comes of it, or what it could not do, all of them
+    hear."""
     result = error = None
     if world.rank == 0:
         try:
@@ -185,7 +217,9 @@ def _on_first_rank(world: World, directory: Path, action: Callable[[], str | Non
 
 def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | str | None:
     """What the file must be, None where there is nothing to write, or what went wrong."""
-    entries = [TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+    entries = [
+        TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()
+    ]
     try:
         return write_safetensors(file, entries, tensors.__getitem__) if entries else None
     except BaseException as error:  # whatever it is: the other ranks wait to hear of it
@@ -195,11 +229,16 @@ def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | 
 
 def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronModelConfig) -> None:
     """A checkpoint of before the first update fits any optimizer."""
-    kind = settings.optimizer.kind if isinstance(settings, TrainedModelConfig) else manifest.optimizer_kind
+    kind = (
+        settings.optimizer.kind
+        if isinstance(settings, TrainedModelConfig)
+        else manifest.optimizer_kind
+    )
     if manifest.adam_steps and manifest.optimizer_kind != kind:
         raise AlignerError(
-            f"{directory}: a checkpoint of optimizer.kind={manifest.optimizer_kind}, whose state is not that of"
-            f" optimizer.kind={kind}; go on with its own, or start a run from its weights (`aligner convert`)"
+            f"{directory}: a checkpoint of optimizer.kind={manifest.optimizer_kind}, whose state is"
+            f" not that of optimizer.kind={kind}; go on with its own, or start a run from its"
+            " weights (`aligner convert`)"
         )
 
 
@@ -212,8 +251,12 @@ def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) ->
         return [f"its adapters are {manifest.lora}, the model's {_lora(runner)}"]
     specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
     index = manifest.index
-    missing = [f"{name} {spec.shape} is missing" for name, spec in specs.items() if name not in index]
-    unknown = [f"{name} {entry.shape} is unknown" for name, entry in index.items() if name not in specs]
+    missing = [
+        f"{name} {spec.shape} is missing" for name, spec in specs.items() if name not in index
+    ]
+    unknown = [
+        f"{name} {entry.shape} is unknown" for name, entry in index.items() if name not in specs
+    ]
     misshapen = [
         f"{name} is {entry.shape}, must be {specs[name].shape}"
         for name, entry in index.items()
@@ -223,14 +266,19 @@ def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) ->
         f"{name} was frozen and has no optimizer state"
         for unit in _units(runner)
         for name in unit.names
-        if manifest.adam_steps and unit.parameter in state and name in index and not index[name].trained
+        if manifest.adam_steps
+        and unit.parameter in state
+        and name in index
+        and not index[name].trained
     ]
     return missing + unknown + misshapen + untrained
 
 
 def _lora(runner: ModelRunner) -> dict[str, Any] | None:
     settings = runner.settings
-    return asdict(settings.lora) if isinstance(settings, ActorConfig) and settings.lora.rank else None
+    return (
+        asdict(settings.lora) if isinstance(settings, ActorConfig) and settings.lora.rank else None
+    )
 
 
 def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
@@ -243,11 +291,14 @@ def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
 
 def _named_weights(runner: ModelRunner) -> list[NamedWeights]:
     """The model's own weights, and its adapters."""
-    return [runner.weights] if runner.trained is runner.weights else [runner.weights, runner.trained]
+    return (
+        [runner.weights] if runner.trained is runner.weights else [runner.weights, runner.trained]
+    )
 
 
 def _units(runner: ModelRunner) -> list[_Unit]:
-    """This rank's parameters with the named weights in them, in the table's order, writers not yet chosen."""
+    """This rank's parameters with the named weights in them, in the table's order, writers not yet
+    chosen."""
     found: dict[nn.Parameter, _Unit] = {}
     for weights in _named_weights(runner):
         for name in weights:
@@ -257,16 +308,23 @@ def _units(runner: ModelRunner) -> list[_Unit]:
     return list(found.values())
 
 
-def _assign_writers(runner: ModelRunner, state: OptimizerState | None) -> tuple[list[_Unit], dict[str, Entry]]:
-    """Who writes what: this rank's units with their writers, and every rank's as the manifest's index. Collective.
+def _assign_writers(
+    runner: ModelRunner, state: OptimizerState | None
+) -> tuple[list[_Unit], dict[str, Entry]]:
+    """Who writes what: this rank's units with their writers, and every rank's as the manifest's
+    index. Collective.
 
-    Of the ranks that hold the same slices of the same weights, the one with the least to write so far writes them. `state`
-    is None where there is none yet.
+    Of the ranks that hold the same slices of the same weights, the one with the least to write so
+    far writes them. `state` is None where there is none yet.
     """
     units = _units(runner)
     told = [
         [
-            len(state.kinds(unit.parameter)) if state is not None and unit.parameter in state else 0,
+            (
+                len(state.kinds(unit.parameter))
+                if state is not None and unit.parameter in state
+                else 0
+            ),
             [_described(unit.weights, name) for name in unit.names],
         ]
         for unit in units
@@ -284,7 +342,10 @@ def _assign_writers(runner: ModelRunner, state: OptimizerState | None) -> tuple[
             piece, before = Piece(writer, axis, start, stop), index.get(name)
             index[name] = Entry(tuple(shape), kept > 0, (*(before.pieces if before else ()), piece))
             written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + kept)
-    chosen = [replace(unit, writer=writers[json.dumps(held)]) for unit, held in zip(units, told, strict=True)]
+    chosen = [
+        replace(unit, writer=writers[json.dumps(held)])
+        for unit, held in zip(units, told, strict=True)
+    ]
     return chosen, index
 
 
@@ -294,7 +355,8 @@ def _described(weights: NamedWeights, name: str) -> list[Any]:
 
 
 def _snapshot(state: OptimizerState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
-    """What this rank writes, copied to host memory, by key. Collective: one parameter at a time comes together."""
+    """What this rank writes, copied to host memory, by key. Collective: one parameter at a time
+    comes together."""
     tensors = {}
     for unit in units:
         if unit.parameter in state:
@@ -304,5 +366,7 @@ def _snapshot(state: OptimizerState, units: Sequence[_Unit], rank: int) -> dict[
         for kind, tensor in (whole or {}).items():
             for name in unit.names:
                 piece = unit.weights.gather(name, tensor)
-                tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
+                tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(
+                    piece
+                )
     return tensors

@@ -1,9 +1,10 @@
 """Muon (Jordan et al. 2024): what a matrix is changed by is its momentum, orthogonalized.
 
-Its size is that of Liu et al. 2025, with which AdamW's learning rates and weight decay fit. A matrix is one weight by its
-Hugging Face name, whole: query, key, value, gate and up each, however megatron-core fuses them and tensor parallelism cuts
-them. The ranks that hold parts or copies of the same matrices deal them out among themselves, so that each is orthogonalized
-once, or once a tensor rank where these do not cut it. Momentum is kept where its weight is.
+Its size is that of Liu et al. 2025, with which AdamW's learning rates and weight decay fit. A
+matrix is one weight by its Hugging Face name, whole: query, key, value, gate and up each, however
+megatron-core fuses them and tensor parallelism cuts them. The ranks that hold parts or copies of
+the same matrices deal them out among themselves, so that each is orthogonalized once, or once a
+tensor rank where these do not cut it. Momentum is kept where its weight is.
 """
 
 import itertools
@@ -24,7 +25,8 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.models.trained_weights import is_layer_matrix
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5: the steepest at 0 of those whose steps keep singular values near 1 (Jordan et al. 2024)."""
+"""Of x, x^3 and x^5: the steepest at 0 of those whose steps keep singular values near 1 (Jordan et
+al. 2024)."""
 _SMALLEST_NORM = 1e-7
 
 Shape = tuple[int, ...]
@@ -33,8 +35,9 @@ Shape = tuple[int, ...]
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """U S' V^T of a matrix U S V^T [rows, columns], with S' near 1, in the matrix's type.
 
-    By Newton-Schulz steps of the fifth degree on the matrix over its Frobenius norm. Five of them bring every singular value
-    that is above 0.002 of that norm to between 0.68 and 1.21; smaller ones grow by 3.4445 a step at most. Zeros stay zeros.
+    By Newton-Schulz steps of the fifth degree on the matrix over its Frobenius norm. Five of them
+    bring every singular value that is above 0.002 of that norm to between 0.68 and 1.21; smaller
+    ones grow by 3.4445 a step at most. Zeros stay zeros.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -47,7 +50,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[int]:
-    """Which rank does each of some pieces of work: the most costly first, each to whoever has least so far."""
+    """Which rank does each of some pieces of work: the most costly first, each to whoever has least
+    so far."""
     loads, owners = [0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owners[index] = min(range(ranks), key=loads.__getitem__)
@@ -62,7 +66,8 @@ def _cost(shape: Shape) -> int:
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates this rank's parts of matrices, each in a parameter of its own or with others. A step's gradients are used up.
+    """Updates this rank's parts of matrices, each in a parameter of its own or with others. A
+    step's gradients are used up.
 
     Every rank of both groups makes every step.
     """
@@ -76,23 +81,39 @@ class Muon(torch.optim.Optimizer):
         tensor_group: ProcessGroup,
         replica_group: ProcessGroup,
     ) -> None:
-        """`parameters` with the names of the weights in them, which all ranks of both groups have in common.
+        """`parameters` with the names of the weights in them, which all ranks of both groups have
+        in common.
 
-        The products are of `dtype`. `tensor_group` has the other parts of what is cut, `replica_group` the same parts.
+        The products are of `dtype`. `tensor_group` has the other parts of what is cut,
+        `replica_group` the same parts.
         """
-        group = {"params": list(parameters), "names": list(parameters.values()), "default_config": True, "wd_mult": 1.0}
-        super().__init__([group], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay})
+        group = {
+            "params": list(parameters),
+            "names": list(parameters.values()),
+            "default_config": True,
+            "wd_mult": 1.0,
+        }
+        super().__init__(
+            [group], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+        )
         self._weights, self._settings, self._dtype = weights, settings, dtype
         self._tensor, self._replicas = tensor_group, replica_group
         names = list(itertools.chain.from_iterable(parameters.values()))
         size = dist.get_world_size(tensor_group)
-        owners = deal([_cost(weights.specs[name].shape) for name in names], size * dist.get_world_size(replica_group))
-        # The replica whose ranks orthogonalize a matrix, and which of these, where it is cut; of another each has all.
-        self._owners = {name: divmod(owner, size) for name, owner in zip(names, owners, strict=True)}
+        owners = deal(
+            [_cost(weights.specs[name].shape) for name in names],
+            size * dist.get_world_size(replica_group),
+        )
+        # The replica whose ranks orthogonalize a matrix, and which of these, where it is cut; of
+        # another each has all.
+        self._owners = {
+            name: divmod(owner, size) for name, owner in zip(names, owners, strict=True)
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update from the gradients, whose memory it takes. `closure` is torch's, and not called. Collective."""
+        """One update from the gradients, whose memory it takes. `closure` is torch's, and not
+        called. Collective."""
         (group,) = self.param_groups
         for parameter in group["params"]:
             state = self.state[parameter]
@@ -103,25 +124,33 @@ class Muon(torch.optim.Optimizer):
         held = zip(group["params"], group["names"], strict=True)
         self._orthogonalize({name: parameter.grad for parameter, names in held for name in names})
         for parameter in group["params"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(parameter.grad, alpha=-group["lr"])
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                parameter.grad, alpha=-group["lr"]
+            )
         group["step"] = group.get("step", 0) + 1
 
     def _orthogonalize(self, holders: Mapping[str, Tensor]) -> None:
-        """Put the updates, for a learning rate of 1, in place of the named matrices' parts in tensors shaped as parameters.
+        """Put the updates, for a learning rate of 1, in place of the named matrices' parts in
+        tensors shaped as parameters.
 
-        The root of the mean square of an orthogonal matrix is 1 / sqrt(the longer side); that of an update is `update_rms`.
+        The root of the mean square of an orthogonal matrix is 1 / sqrt(the longer side); that of an
+        update is `update_rms`.
         """
         weights, replica = self._weights, dist.get_rank(self._replicas)
         dealt: list[list[str]] = [[] for _ in range(dist.get_world_size(self._replicas))]
         for name in holders:
             dealt[self._owners[name][0]].append(name)
-        done = self._among_tensor_ranks({name: weights.gather(name, holders[name]).to(self._dtype) for name in dealt[replica]})
+        done = self._among_tensor_ranks(
+            {name: weights.gather(name, holders[name]).to(self._dtype) for name in dealt[replica]}
+        )
         for source, names in enumerate(dealt):
             if not names:
                 continue
             if len(dealt) > 1:
                 shapes = [weights.local_shape(name) for name in names]
-                flat = torch.empty(_size(shapes), dtype=self._dtype, device=holders[names[0]].device)
+                flat = torch.empty(
+                    _size(shapes), dtype=self._dtype, device=holders[names[0]].device
+                )
                 if source == replica:
                     torch.cat([done[name].reshape(-1) for name in names], out=flat)
                 dist.broadcast(flat, group=self._replicas, group_src=source)
@@ -131,11 +160,16 @@ class Muon(torch.optim.Optimizer):
                 weights.scatter(name, holders[name], done.pop(name).float() * size)
 
     def _among_tensor_ranks(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of the named matrices, orthogonalized, of what these were. All tensor ranks give the same names.
+        """This rank's parts of the named matrices, orthogonalized, of what these were. All tensor
+        ranks give the same names.
 
         The owner of a matrix that is cut gets the others' parts of it, and gives each its own back.
         """
-        weights, steps, rank = self._weights, self._settings.newton_schulz_steps, dist.get_rank(self._tensor)
+        weights, steps, rank = (
+            self._weights,
+            self._settings.newton_schulz_steps,
+            dist.get_rank(self._tensor),
+        )
         dealt: list[list[str]] = [[] for _ in range(dist.get_world_size(self._tensor))]
         done = {}
         for name, part in parts.items():
@@ -148,7 +182,9 @@ class Muon(torch.optim.Optimizer):
         shapes = [[weights.local_shape(name) for name in names] for names in dealt]
         given = [[parts[name] for name in names] for names in dealt]
         returned: list[list[Tensor]] = [[] for _ in dealt]
-        for name, *pieces in zip(dealt[rank], *self._exchange(given, [shapes[rank]] * len(dealt)), strict=True):
+        for name, *pieces in zip(
+            dealt[rank], *self._exchange(given, [shapes[rank]] * len(dealt)), strict=True
+        ):
             axis = weights.specs[name].axis or 0
             whole = orthogonalize(torch.cat(pieces, axis), steps)
             for of_rank, piece in zip(returned, whole.chunk(len(dealt), axis), strict=True):
@@ -157,12 +193,16 @@ class Muon(torch.optim.Optimizer):
             done |= dict(zip(names, of_owner, strict=True))
         return done
 
-    def _exchange(self, given: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> list[Sequence[Tensor]]:
+    def _exchange(
+        self, given: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]
+    ) -> list[Sequence[Tensor]]:
         """Give each tensor rank its tensors; what each has given, of these shapes."""
         outgoing = torch.cat([tensor.reshape(-1) for tensors in given for tensor in tensors])
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in given]
         incoming = outgoing.new_empty(sum(_size(of_rank) for of_rank in shapes))
-        dist.all_to_all_single(incoming, outgoing, [_size(of_rank) for of_rank in shapes], sizes, group=self._tensor)
+        dist.all_to_all_single(
+            incoming, outgoing, [_size(of_rank) for of_rank in shapes], sizes, group=self._tensor
+        )
         pieces = incoming.split([_size(of_rank) for of_rank in shapes])
         return [_split(piece, of_rank) for piece, of_rank in zip(pieces, shapes, strict=True)]
 
@@ -192,22 +232,38 @@ def build_muon(
     weights: NamedWeights,
     parameters: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> list[MegatronOptimizer]:
-    """Muon of these parameters as optimizers of megatron-core's: of the dense ones and, where the model has such, of experts.
+    """Muon of these parameters as optimizers of megatron-core's: of the dense ones and, where the
+    model has such, of experts.
 
     Every rank makes as many, whatever it holds: they add up their gradients' norms together.
     """
-    dense, experts = ({key: names for key, names in parameters.items() if _is_of_expert(key) == of} for of in (False, True))
+    dense, experts = (
+        {key: names for key, names in parameters.items() if _is_of_expert(key) == of}
+        for of in (False, True)
+    )
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     plans = [(dense, tensor_group, replicas, parallel_state.get_model_parallel_group())]
     if any(spec.expert is not None for spec in weights.table):
-        tensor, replicas = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()
-        plans.append((experts, tensor, replicas, parallel_state.get_expert_tensor_model_pipeline_parallel_group()))
+        tensor, replicas = (
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+        )
+        plans.append(
+            (
+                experts,
+                tensor,
+                replicas,
+                parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            )
+        )
     parts: list[MegatronOptimizer] = []
     for chosen, tensor, replicas, norm_group in plans:
         muon = Muon(chosen, weights, settings, options.params_dtype, tensor, replicas)
         if options.bf16:
-            part: MegatronOptimizer = Float16OptimizerWithFloat16Params(muon, options, None, _no_state)
+            part: MegatronOptimizer = Float16OptimizerWithFloat16Params(
+                muon, options, None, _no_state
+            )
         else:
             part = FP32Optimizer(muon, options, _no_state)
         part.grad_stats_parallel_group, part.tp_group = norm_group, tensor_group

@@ -1,7 +1,9 @@
-"""Weights by their Hugging Face names: this rank's slices of a megatron-core model, read and written in place.
+"""Weights by their Hugging Face names: this rank's slices of a megatron-core model, read and
+written in place.
 
-megatron-core fuses query, key and value of a key/value group, and gate and up; the family's table says which part of which
-parameter a named tensor is. File import, resharding, checkpoints and checks all go through here.
+megatron-core fuses query, key and value of a key/value group, and gate and up; the family's table
+says which part of which parameter a named tensor is. File import, resharding, checkpoints and
+checks all go through here.
 """
 
 import re
@@ -29,14 +31,19 @@ def _count_up(name: str, what: str, first: int) -> str:
     return re.sub(rf"(?<=\b{what}\.)\d+", lambda match: str(int(match[0]) + first), name)
 
 
-def _global_parameters(chunks: Sequence[GPTModel], shape: ModelShape, world: World) -> dict[str, nn.Parameter]:
-    """The model's parameters by megatron-core name, layers and experts counted over the whole model."""
+def _global_parameters(
+    chunks: Sequence[GPTModel], shape: ModelShape, world: World
+) -> dict[str, nn.Parameter]:
+    """The model's parameters by megatron-core name, layers and experts counted over the whole
+    model."""
     layers = stage_layers(shape.num_layers, world.layout, world.place.pipeline)
     first_expert = world.place.expert * (shape.num_experts // world.layout.expert)
     found = {}
     for chunk, held in zip(chunks, layers, strict=True):
         for local_name, parameter in chunk.named_parameters():
-            name = _count_up(_count_up(local_name, "layers", held.start), "local_experts", first_expert)
+            name = _count_up(
+                _count_up(local_name, "layers", held.start), "local_experts", first_expert
+            )
             for fused, plain in _TRANSFORMER_ENGINE:
                 name = name.replace(fused, plain)
             found[name] = parameter
@@ -51,15 +58,28 @@ def _part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
         return tensor.chunk(2)[part == "up"]
     queries = shape.num_heads // shape.num_kv_heads
     groups = tensor.view(-1, queries + 2, shape.head_dim, *tensor.shape[1:])
-    return {"query": groups[:, :queries], "key": groups[:, queries], "value": groups[:, queries + 1]}[part]
+    return {
+        "query": groups[:, :queries],
+        "key": groups[:, queries],
+        "value": groups[:, queries + 1],
+    }[part]
 
 
 class NamedWeights:
-    """This rank's slices of the weights in a table (a model's, its adapters'), by name, in Hugging Face orientation."""
+    """This rank's slices of the weights in a table (a model's, its adapters'), by name, in Hugging
+    Face orientation."""
 
-    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, world: World, table: tuple[TensorSpec, ...]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        shape: ModelShape,
+        world: World,
+        table: tuple[TensorSpec, ...],
+    ) -> None:
         self.table = table
-        self.slices: dict[str, Slice] = trainer_slices(table, shape.num_layers, world.layout, world.rank)
+        self.slices: dict[str, Slice] = trainer_slices(
+            table, shape.num_layers, world.layout, world.rank
+        )
         self.specs = {spec.name: spec for spec in table}
         self._shape = shape
         self._parameters = _global_parameters(chunks, shape, world)
@@ -84,7 +104,8 @@ class NamedWeights:
         return cut_shape(self.specs[name].shape, cut.axis, cut.start, cut.stop)
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's slice of a named weight, out of a tensor shaped as its parameter: a gradient, a moment.
+        """This rank's slice of a named weight, out of a tensor shaped as its parameter: a gradient,
+        a moment.
 
         A copy only where megatron-core's fused layout interleaves it.
         """
@@ -103,28 +124,39 @@ class NamedWeights:
     @property
     def copied(self) -> frozenset[str]:
         """The weights of which `read` gives a copy and not the parameter's own memory."""
-        return frozenset(name for name in self if self.specs[name].part in ("query", "key", "value"))
+        return frozenset(
+            name for name in self if self.specs[name].part in ("query", "key", "value")
+        )
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Set this rank's slice of a weight."""
         self.scatter(name, self.parameter(name).data, tensor)
 
     def parameters_cut_alike(self, slices: Mapping[str, Slice]) -> dict[str, Tensor]:
-        """The parameters of which another layout's rank holds the same, by megatron-core's name; their own memory."""
+        """The parameters of which another layout's rank holds the same, by megatron-core's name;
+        their own memory."""
         wanted: dict[str, list[TensorSpec]] = {}
         for spec in self.table:
             wanted.setdefault(spec.parameter, []).append(spec)
         return {
             name: self.parameter(specs[0].name).data
             for name, specs in wanted.items()
-            if all(spec.name in self.slices and self.slices[spec.name] == slices.get(spec.name) for spec in specs)
+            if all(
+                spec.name in self.slices and self.slices[spec.name] == slices.get(spec.name)
+                for spec in specs
+            )
         }
 
-    def load_directory(self, directory: Path, *, optional: Sequence[str] = (), partial: bool = False) -> None:
+    def load_directory(
+        self, directory: Path, *, optional: Sequence[str] = (), partial: bool = False
+    ) -> None:
         """Read this rank's slices, and no others, from a Hugging Face directory's safetensors.
 
-        `optional` weights keep their values where the files have none; `partial` lets the files hold more than the model.
-        Raises ConfigError that names every tensor that is missing, unknown, or of another shape.
+        `optional` weights keep their values where the files have none; `partial` lets the files
+        hold more than the model. Raises ConfigError that names every tensor that is missing,
+        unknown, or of another shape.
         """
-        for name, tensor in read_slices(directory, self.table, self.slices, optional=optional, partial=partial):
+        for name, tensor in read_slices(
+            directory, self.table, self.slices, optional=optional, partial=partial
+        ):
             self.write(name, tensor)

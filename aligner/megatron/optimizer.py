@@ -1,4 +1,5 @@
-"""megatron-core's optimizer and learning-rate schedule from our configuration, and guarded steps."""
+"""megatron-core's optimizer and learning-rate schedule from our configuration, and guarded
+steps."""
 
 import itertools
 import math
@@ -39,15 +40,18 @@ def build_optimizer(
     total_steps: int,
     head_learning_rate: float | None = None,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with gradient clipping, Muon for the layers' matrices where it is asked for, and their schedule over
-    `total_steps` optimizer steps. `weights` are the chunks', or the adapters that are trained.
+    """AdamW with gradient clipping, Muon for the layers' matrices where it is asked for, and their
+    schedule over `total_steps` optimizer steps. `weights` are the chunks', or the adapters that are
+    trained.
 
-    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes from the peak to
-    min_learning_rate at k = total_steps. Weight decay leaves out biases and norms. On a CPU nothing is offloaded. The scalar
-    head's learning rate is in the same proportion to the others' at every step, `head_learning_rate` at the peak.
+    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes
+    from the peak to min_learning_rate at k = total_steps. Weight decay leaves out biases and norms.
+    On a CPU nothing is offloaded. The scalar head's learning rate is in the same proportion to the
+    others' at every step, `head_learning_rate` at the peak.
     """
     options = _options(settings, chunks[0].config.params_dtype)
-    # What the optimizer cuts out of the parameters must not record it: the graph would keep the model alive for good.
+    # What the optimizer cuts out of the parameters must not record it: the graph would keep the
+    # model alive for good.
     with torch.no_grad():
         overrides = _overrides(options, head_learning_rate)
         if settings.kind == "muon":
@@ -60,7 +64,8 @@ def build_optimizer(
         init_lr=0.0,
         max_lr=settings.learning_rate,
         min_lr=options.min_lr,
-        lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),  # a run that learns nothing reads no warm-up
+        # a run that learns nothing reads no warm-up
+        lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
@@ -91,9 +96,11 @@ def _options(settings: schema.OptimizerConfig, dtype: torch.dtype) -> OptimizerC
         overlap_cpu_optimizer_d2h_h2d=offload,
     )
     if offload and dtype != torch.float32:
-        # Main weights are then the offloading optimizer's alone. Given to the configuration itself, it would compare
-        # transformer-engine's version, which fails where that is not installed.
-        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        # Main weights are then the offloading optimizer's alone. Given to the configuration itself,
+        # it would compare transformer-engine's version, which fails where that is not installed.
+        options.use_precision_aware_optimizer = (
+            options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        ) = True
     return options
 
 
@@ -111,11 +118,16 @@ def _muon_beside_adam(
     adam = get_megatron_optimizer(options, chunks, overrides)
     for parameter in matrices:
         parameter.requires_grad_(True)
-    return ChainedOptimizer([*build_muon(options, settings, weights, matrices), *optimizer_parts(adam)])
+    return ChainedOptimizer(
+        [*build_muon(options, settings, weights, matrices), *optimizer_parts(adam)]
+    )
 
 
-def _overrides(options: OptimizerConfig, head_learning_rate: float | None) -> dict[ParamKey, ParamGroupOverride]:
-    """What is otherwise for some parameters: no weight decay, as megatron-core has it, and the head's learning rates."""
+def _overrides(
+    options: OptimizerConfig, head_learning_rate: float | None
+) -> dict[ParamKey, ParamGroupOverride]:
+    """What is otherwise for some parameters: no weight decay, as megatron-core has it, and the
+    head's learning rates."""
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(options)
     if head_learning_rate is not None:
         # The lowest is at most the peak; where that is 0 both are.
@@ -133,9 +145,12 @@ def _learning_rates(optimizer: MegatronOptimizer) -> dict[str, float]:
 
 
 def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW on a CPU go over each parameter once instead of a dozen times; it differs in the last digit."""
+    """Let torch's AdamW on a CPU go over each parameter once instead of a dozen times; it differs
+    in the last digit."""
     if torch.cuda.is_available():
-        return  # transformer-engine's or apex's are fused, and torch's default there goes over all parameters at once
+        # transformer-engine's or apex's are fused, and torch's default there goes over all
+        # parameters at once
+        return
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -144,13 +159,19 @@ def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
 
 def _is_fused(part: MegatronOptimizer) -> bool:
     """Whether torch's kernel for a CPU updates its parameters."""
-    return isinstance(part.optimizer, torch.optim.AdamW) and any(group["fused"] for group in part.param_groups)
+    return isinstance(part.optimizer, torch.optim.AdamW) and any(
+        group["fused"] for group in part.param_groups
+    )
 
 
-def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.OptimizerConfig) -> None:
-    """Make the next step t that of TensorFlow's Adam, which adds epsilon before the second moment's bias is corrected.
+def _place_epsilon_as_tensorflow(
+    optimizer: MegatronOptimizer, settings: schema.OptimizerConfig
+) -> None:
+    """Make the next step t that of TensorFlow's Adam, which adds epsilon before the second moment's
+    bias is corrected.
 
-    With torch's formula that is an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023, detail 14).
+    With torch's formula that is an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023,
+    detail 14).
     """
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, Muon):
@@ -161,7 +182,8 @@ def _place_epsilon_as_tensorflow(optimizer: MegatronOptimizer, settings: schema.
 
 
 def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    if "step" in group:  # transformer-engine's and apex's Adam count a group's steps, torch's each parameter's
+    # transformer-engine's and apex's Adam count a group's steps, torch's each parameter's
+    if "step" in group:
         return int(group["step"])
     states = (optimizer.state.get(parameter) for parameter in group["params"])
     return next((int(state["step"]) for state in states if state), 0)
@@ -169,7 +191,8 @@ def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int
 
 @dataclass
 class GuardedStep:
-    """Takes optimizer steps, and leaves out, on every rank, those whose gradients are not finite: all stays as it is then."""
+    """Takes optimizer steps, and leaves out, on every rank, those whose gradients are not finite:
+    all stays as it is then."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -180,11 +203,12 @@ class GuardedStep:
     skipped_in_a_row: int = 0
 
     def __call__(self) -> dict[str, float]:
-        """One step from the gradients in the buffers; returns `lr`, `head_lr` where the scalar head has one of its own,
-        `skipped` (1 or 0) and, if it is finite, `grad_norm`.
+        """One step from the gradients in the buffers; returns `lr`, `head_lr` where the scalar head
+        has one of its own, `skipped` (1 or 0) and, if it is finite, `grad_norm`.
 
-        The norm is that before clipping; the gradients are gone over once for it, whatever comes out. Collective. Raises
-        AlignerError on every rank at the `max_skipped_steps`-th step in a row that is left out.
+        The norm is that before clipping; the gradients are gone over once for it, whatever comes
+        out. Collective. Raises AlignerError on every rank at the `max_skipped_steps`-th step in a
+        row that is left out.
         """
         rates = _learning_rates(self.optimizer)
         self.optimizer.prepare_grads()
@@ -217,12 +241,15 @@ class GuardedStep:
 
     def _describe_failure(self, norm: float) -> str:
         found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))
-        named = ", ".join(found[:_NAMED_AT_MOST]) or "none of a single parameter, their sum overflows"
+        named = (
+            ", ".join(found[:_NAMED_AT_MOST]) or "none of a single parameter, their sum overflows"
+        )
         more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
         return (
-            f"the gradients' norm was {norm} at {self.skipped_in_a_row} updates in a row, none of which was applied"
-            f" (optimizer.max_skipped_steps={self.settings.max_skipped_steps}). Gradients that are not finite: {named}{more}."
-            " Look at the last samples and rewards, lower optimizer.learning_rate, or resume from an earlier checkpoint"
+            f"the gradients' norm was {norm} at {self.skipped_in_a_row} updates in a row, none of"
+            f" which was applied (optimizer.max_skipped_steps={self.settings.max_skipped_steps})."
+            f" Gradients that are not finite: {named}{more}. Look at the last samples and rewards,"
+            " lower optimizer.learning_rate, or resume from an earlier checkpoint"
         )
 
     def _not_finite(self) -> list[str]:
@@ -234,5 +261,7 @@ class GuardedStep:
                 continue
             piece = self.weights.gather(name, gradient)
             if count := piece.numel() - int(piece.isfinite().sum()):
-                found.append(f"{name} ({count} of {piece.numel()} values on rank {self.world.rank})")
+                found.append(
+                    f"{name} ({count} of {piece.numel()} values on rank {self.world.rank})"
+                )
         return found

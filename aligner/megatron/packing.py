@@ -1,12 +1,13 @@
 """Right-padded rows to packed micro-batches and back. No other room sees the packing.
 
-Sequences are laid end to end. Rows that begin alike share that beginning where attention runs over a tree: it is a sequence
-of its own, and so is what is left of each of them; its tokens stand in all of these rows, and what these hand back for it is
-added up. Where a layout cuts the tokens of a micro-batch, every sequence is padded until the cut is
-even: context rank r of C holds the chunks r and 2C-1-r of each sequence's 2C (which balances causal attention; it is what
-transformer-engine's attention and megatron-core's rotary embedding expect), and sequence parallelism then cuts these tokens
-evenly over the tensor ranks. Without either nothing is padded. Padding follows the tokens that it pads, so causal attention
-never reads it, and it belongs to no data row.
+Sequences are laid end to end. Rows that begin alike share that beginning where attention runs over
+a tree: it is a sequence of its own, and so is what is left of each of them; its tokens stand in all
+of these rows, and what these hand back for it is added up. Where a layout cuts the tokens of a
+micro-batch, every sequence is padded until the cut is even: context rank r of C holds the chunks r
+and 2C-1-r of each sequence's 2C (which balances causal attention; it is what transformer-engine's
+attention and megatron-core's rotary embedding expect), and sequence parallelism then cuts these
+tokens evenly over the tensor ranks. Without either nothing is padded. Padding follows the tokens
+that it pads, so causal attention never reads it, and it belongs to no data row.
 """
 
 import heapq
@@ -52,22 +53,26 @@ class Cut:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts that this rank's tokens of a micro-batch take: those with a successor; the others choose for themselves."""
+    """The experts that this rank's tokens of a micro-batch take: those with a successor; the others
+    choose for themselves."""
 
     places: Tensor
     """int64 [M]: their places among the tokens between attention and MLP"""
     experts: Tensor
     """uint8 or int16 [M, L, K], in host memory: a pipeline stage needs its own layers' alone"""
     differing: list[Tensor] = field(default_factory=list)
-    """For each pass of a layer, how many of the M the layer's router would have sent elsewhere: int64 []"""
+    """For each pass of a layer, how many of the M the layer's router would have sent elsewhere:
+    int64 []"""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch, and the rows of our attention: N padded sequences of L tokens."""
+    """megatron-core's description of a packed micro-batch, and the rows of our attention: N padded
+    sequences of L tokens."""
 
     key_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context ranks"""
+    """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context
+    ranks"""
     key_rows: tuple[int, int] = (0, 0)
     """(N, L)"""
     query_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -75,7 +80,8 @@ class PackedSequences(PackedSeqParams):
     query_rows: tuple[int, int] = (0, 0)
     """(N, L/C)"""
     query_positions: Tensor | None = None
-    """int64 [N, L/C]: position of each query in its sequence; None where row and position are the same (C = 1)"""
+    """int64 [N, L/C]: position of each query in its sequence; None where row and position are the
+    same (C = 1)"""
     context_group: dist.ProcessGroup | None = None
     routes: Routes | None = None
     tree: AttentionTree | None = None
@@ -88,7 +94,8 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch: N sequences, cut and padded to T tokens on this rank; N is 0 where it only fills the schedule."""
+    """A micro-batch: N sequences, cut and padded to T tokens on this rank; N is 0 where it only
+    fills the schedule."""
 
     tokens: Tensor
     """int64 [1, T]"""
@@ -116,19 +123,26 @@ class PackedBatch:
         return len(self.batch_rows) == 0
 
     def unpack_targets(self, values: Tensor) -> Tensor:
-        """[M, …] values about next tokens to [N, L-1, …], zeros elsewhere; differentiable, whole on every context rank."""
+        """[M, …] values about next tokens to [N, L-1, …], zeros elsewhere; differentiable, whole on
+        every context rank."""
         return self._unpack(values, self.target_rows, self.width - 1)
 
     def unpack_tokens(self, values: Tensor) -> Tensor:
-        """[T, …] values about tokens to [N, L, …], zeros elsewhere; differentiable, whole on every context rank."""
+        """[T, …] values about tokens to [N, L, …], zeros elsewhere; differentiable, whole on every
+        context rank."""
         return self._unpack(values.index_select(0, self.token_index), self.token_rows, self.width)
 
     def _unpack(self, values: Tensor, places: Tensor, width: int) -> Tensor:
         rows = len(self.batch_rows)
-        mine = values.new_zeros(rows * width, *values.shape[1:]).index_copy(0, places, values).unflatten(0, (rows, width))
+        mine = (
+            values.new_zeros(rows * width, *values.shape[1:])
+            .index_copy(0, places, values)
+            .unflatten(0, (rows, width))
+        )
         if self.sequences.context_group is None:
             return mine
-        # Every context rank computes the same loss of the sum; the backward pass hands each its own tokens' gradients.
+        # Every context rank computes the same loss of the sum; the backward pass hands each its own
+        # tokens' gradients.
         return reduce_from_tensor_model_parallel_region(mine, self.sequences.context_group)
 
 
@@ -142,8 +156,8 @@ def pack(
 ) -> PackedBatch:
     """Pack the bundled rows (none give a filler) of right-padded tokens [B, S] with lengths [B].
 
-    Only where the cut has a tree do bundles share anything. `routes` [B, S-1, L, K] are the experts that the tokens are to
-    take.
+    Only where the cut has a tree do bundles share anything. `routes` [B, S-1, L, K] are the experts
+    that the tokens are to take.
     """
     cut = cut or Cut()
     rows = torch.tensor([row for bundle in bundled for row in bundle.rows], dtype=torch.int64)
@@ -167,7 +181,9 @@ def pack(
     sequences.positions = position[mine].to(device)
     starts = padded.cumsum(0) - padded
     if cut.tree:
-        sequences.tree = AttentionTree.build(starts, padded, segments.lengths, segments.stems, device)
+        sequences.tree = AttentionTree.build(
+            starts, padded, segments.lengths, segments.stems, device
+        )
     # For each token of each row: where it lies among this rank's.
     here = torch.full((len(segment),), -1)
     here[mine] = torch.arange(len(mine))
@@ -175,7 +191,9 @@ def pack(
     its = here[segments.packed_places(starts, row, step)]
     held, asked = its >= 0, (its >= 0) & (step + 1 < counts[row])
     if routes is not None:
-        sequences.routes = _routes(its[asked], len(mine), routes[rows[row[asked]], step[asked]], cut, device)
+        sequences.routes = _routes(
+            its[asked], len(mine), routes[rows[row[asked]], step[asked]], cut, device
+        )
     return PackedBatch(
         tokens=chosen[mine][None].to(device),
         positions=position[mine][None].to(device),
@@ -192,7 +210,8 @@ def pack(
 
 @dataclass(frozen=True)
 class _Segments:
-    """What is laid end to end, M segments: the shared beginnings of some of N rows, and then what is left of each row."""
+    """What is laid end to end, M segments: the shared beginnings of some of N rows, and then what
+    is left of each row."""
 
     owners: Tensor
     """int64 [M]: a row that has the segment"""
@@ -204,10 +223,13 @@ class _Segments:
     """int64 [N]: the segment with which each row begins; -1 where it shares nothing"""
 
     def packed_places(self, starts: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Where the tokens at positions `step` [K] of rows `row` [K] lie, int64 [K]; `starts`: where segments begin."""
+        """Where the tokens at positions `step` [K] of rows `row` [K] lie, int64 [K]; `starts`:
+        where segments begin."""
         own = row + len(self.owners) - len(self.stems)
         in_stem = step < self.first[own]
-        return starts[torch.where(in_stem, self.stems[row], own)] + torch.where(in_stem, step, step - self.first[own])
+        return starts[torch.where(in_stem, self.stems[row], own)] + torch.where(
+            in_stem, step, step - self.first[own]
+        )
 
 
 def _segments(bundled: Sequence[Bundle], rows: Tensor, counts: Tensor) -> _Segments:
@@ -225,9 +247,11 @@ def _segments(bundled: Sequence[Bundle], rows: Tensor, counts: Tensor) -> _Segme
 
 
 def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
-    """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to the shorter sequences.
+    """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to
+    the shorter sequences.
 
-    That costs attention nothing, whose rows are as wide as the longest; what does not fit becomes a last one of padding alone.
+    That costs attention nothing, whose rows are as wide as the longest; what does not fit becomes a
+    last one of padding alone.
     """
     unit = cut.sequence_unit
     padded = -(-counts // unit) * unit
@@ -241,21 +265,31 @@ def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
 
 
 def _context_places(padded: Tensor, context: int, rank: int) -> Tensor:
-    """Packed places [T/C] of the tokens that a context rank holds: chunks `rank` and 2C-1-rank of each sequence."""
+    """Packed places [T/C] of the tokens that a context rank holds: chunks `rank` and 2C-1-rank of
+    each sequence."""
     if context == 1:
         return torch.arange(int(padded.sum()))
-    chunk = torch.cat([torch.arange(2 * context).repeat_interleave(int(length) // (2 * context)) for length in padded])
+    chunk = torch.cat(
+        [
+            torch.arange(2 * context).repeat_interleave(int(length) // (2 * context))
+            for length in padded
+        ]
+    )
     return ((chunk == rank) | (chunk == 2 * context - 1 - rank)).nonzero()[:, 0]
 
 
-def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device) -> PackedSequences:
+def _describe(
+    padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device
+) -> PackedSequences:
     cumulative = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32).to(device)
     (rows, longest), query_width = inside.shape, inside.shape[1] // cut.context
     in_rows = inside.flatten().nonzero()[:, 0]
     key_index = in_rows[torch.cat(places)].to(device)
     query_index, positions = key_index, None
     if cut.context > 1:
-        in_query_rows = (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
+        in_query_rows = (
+            (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
+        )
         filled = torch.zeros(rows * query_width, dtype=torch.int64)
         filled[in_query_rows] = in_rows[places[cut.context_rank]] % longest
         query_index, positions = in_query_rows.to(device), filled.view(rows, query_width).to(device)
@@ -275,7 +309,8 @@ def _describe(padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, de
 
 
 def _routes(places: Tensor, count: int, experts: Tensor, cut: Cut, device: torch.device) -> Routes:
-    """Of the experts [A, L, K] of tokens at `places` [A] among the context rank's `count`, those of this tensor rank's."""
+    """Of the experts [A, L, K] of tokens at `places` [A] among the context rank's `count`, those of
+    this tensor rank's."""
     each = count // cut.sequence
     places = places - cut.sequence_rank * each
     mine = (places >= 0) & (places < each)
@@ -295,50 +330,78 @@ def pack_share(
     group: int = 1,
     routes: Tensor | None = None,
 ) -> list[PackedBatch]:
-    """The micro-batches of one data rank: its share of the rows, packed within a token budget (padding aside).
+    """The micro-batches of one data rank: its share of the rows, packed within a token budget
+    (padding aside).
 
-    Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets as many micro-batches, a
-    multiple of `multiple`, since schedules and gradient reductions go in step; fillers make up the number.
+    Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets
+    as many micro-batches, a multiple of `multiple`, since schedules and gradient reductions go in
+    step; fillers make up the number.
     """
     cut = cut or Cut()
     ways = [alone(lengths, group)]
     if cut.tree:
         whole = bundles(tokens, lengths, budget, group)
-        # Bundles that are large beside a rank's share may be dealt so unevenly that cutting them costs less.
-        share, stem = sum(unit.tokens for unit in whole) // data_size, max((unit.shared for unit in whole), default=0)
-        smaller = [min(budget, part + stem) for part in (share, share // 2)] if data_size > 1 else []
+        # Bundles that are large beside a rank's share may be dealt so unevenly that cutting them
+        # costs less.
+        share, stem = (
+            sum(unit.tokens for unit in whole) // data_size,
+            max((unit.shared for unit in whole), default=0),
+        )
+        smaller = (
+            [min(budget, part + stem) for part in (share, share // 2)] if data_size > 1 else []
+        )
         ways = [whole, *(bundles(tokens, lengths, most, group) for most in smaller)]
-    dealt = [(units, data_parallel_share([unit.tokens for unit in units], data_size)) for units in ways]
-    units, shares = min(dealt, key=lambda way: max(sum(way[0][unit].tokens for unit in share) for share in way[1]))
+    dealt = [
+        (units, data_parallel_share([unit.tokens for unit in units], data_size)) for units in ways
+    ]
+    units, shares = min(
+        dealt, key=lambda way: max(sum(way[0][unit].tokens for unit in share) for share in way[1])
+    )
     sizes = [unit.tokens for unit in units]
-    fewest = max(len(token_budget_batches([sizes[unit] for unit in share], budget)) for share in shares)
+    fewest = max(
+        len(token_budget_batches([sizes[unit] for unit in share], budget)) for share in shares
+    )
     count = -(-fewest // multiple) * multiple
     mine = [units[unit] for unit in shares[data_rank]]
-    batches = token_budget_batches([unit.tokens for unit in mine], budget, count=min(count, len(mine)))
+    batches = token_budget_batches(
+        [unit.tokens for unit in mine], budget, count=min(count, len(mine))
+    )
     batches += [[] for _ in range(count - len(batches))]
-    return [pack(tokens, lengths, [mine[unit] for unit in batch], device, cut, routes) for batch in batches]
+    return [
+        pack(tokens, lengths, [mine[unit] for unit in batch], device, cut, routes)
+        for batch in batches
+    ]
 
 
-# Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time greedy, Graham 1969). Ties
-# go to the lower index, so equal lengths give equal answers on every rank.
+# Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time
+# greedy, Graham 1969). Ties go to the lower index, so equal lengths give equal answers on every
+# rank.
 
 
-def token_budget_batches(lengths: Sequence[int], budget: int, count: int | None = None) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: balanced, none empty, none above `budget` tokens.
+def token_budget_batches(
+    lengths: Sequence[int], budget: int, count: int | None = None
+) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch: balanced, none empty, none above `budget`
+    tokens.
 
-    As few batches as the greedy fits, or exactly `count` of them; a `count` at or above the fewest always fits, so
-    ranks agree by taking the largest of their fewest. Raises ValueError for a length outside [1, budget], and for a
-    count that the sequences cannot fill or the budget does not allow.
+    As few batches as the greedy fits, or exactly `count` of them; a `count` at or above the fewest
+    always fits, so ranks agree by taking the largest of their fewest. Raises ValueError for a
+    length outside [1, budget], and for a count that the sequences cannot fill or the budget does
+    not allow.
     """
     for index, length in enumerate(lengths):
         if not 1 <= length <= budget:
-            raise ValueError(f"sequence {index} has {length} tokens; allowed: 1 to micro_batch_tokens={budget}")
+            raise ValueError(
+                f"sequence {index} has {length} tokens; allowed: 1 to micro_batch_tokens={budget}"
+            )
     if count is not None:
         if not min(1, len(lengths)) <= count <= len(lengths):
             raise ValueError(f"{len(lengths)} sequences cannot fill exactly {count} micro-batches")
         batches = _least_loaded(lengths, count)
         if not _fits(batches, lengths, budget):
-            raise ValueError(f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget}")
+            raise ValueError(
+                f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget}"
+            )
         return batches
     fewest = -(-sum(lengths) // budget)
     # With as many batches as sequences each is alone, which fits.
@@ -350,10 +413,12 @@ def token_budget_batches(lengths: Sequence[int], budget: int, count: int | None 
 
 
 def data_parallel_share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of each rank's sequences: equally many a rank, or one less, in ascending order, with balanced token totals.
+    """Indices of each rank's sequences: equally many a rank, or one less, in ascending order, with
+    balanced token totals.
 
-    Of every `ranks` sequences in order of length, the rank with the fewest tokens takes the longest: where the count
-    divides, totals differ by at most the longest minus the shortest length. Rank 0 has a sequence if there is one.
+    Of every `ranks` sequences in order of length, the rank with the fewest tokens takes the
+    longest: where the count divides, totals differ by at most the longest minus the shortest
+    length. Rank 0 has a sequence if there is one.
     """
     order = _longest_first(lengths)
     shares: list[list[int]] = [[] for _ in range(ranks)]

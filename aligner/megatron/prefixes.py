@@ -11,7 +11,8 @@ _FEWEST = 4
 
 @dataclass(frozen=True)
 class Bundle:
-    """Rows that are computed together, whose first `shared` tokens are the same, and computed once."""
+    """Rows that are computed together, whose first `shared` tokens are the same, and computed
+    once."""
 
     rows: tuple[int, ...]
     shared: int
@@ -29,10 +30,12 @@ def alone(lengths: Tensor, group: int = 1) -> list[Bundle]:
 
 
 def bundles(tokens: Tensor, lengths: Tensor, most: int, group: int = 1) -> list[Bundle]:
-    """The rows of right-padded tokens int64 [B, S] with lengths int64 [B], bundled so that the fewest tokens are computed.
+    """The rows of right-padded tokens int64 [B, S] with lengths int64 [B], bundled so that the
+    fewest tokens are computed.
 
-    A row keeps one token of its own at least. No bundle computes more than `most` tokens, but where `group` rows in a row,
-    which stay together and in their order, have more. Any rows may be bundled where `group` is 1.
+    A row keeps one token of its own at least. No bundle computes more than `most` tokens, but where
+    `group` rows in a row, which stay together and in their order, have more. Any rows may be
+    bundled where `group` is 1.
     """
     if not len(tokens):
         return []
@@ -41,10 +44,15 @@ def bundles(tokens: Tensor, lengths: Tensor, most: int, group: int = 1) -> list[
     if group == 1:
         # Rows that begin alike follow each other in the order of their bytes.
         comparable = data.astype(">i8")
-        order = np.array(sorted(range(len(data)), key=lambda row: comparable[row, : counts[row]].tobytes()))
+        order = np.array(
+            sorted(range(len(data)), key=lambda row: comparable[row, : counts[row]].tobytes())
+        )
     alike = _common_beginnings(data[order], counts[order])
     sums = np.concatenate([[0], counts[order].cumsum()])
-    cheapest, cut = np.full(len(data) + 1, np.iinfo(np.int64).max), np.zeros(len(data) + 1, dtype=np.int64)
+    cheapest, cut = (
+        np.full(len(data) + 1, np.iinfo(np.int64).max),
+        np.zeros(len(data) + 1, dtype=np.int64),
+    )
     cheapest[0] = 0
     for start in range(0, len(data), group):
         # Bundles of the rows from `start`, which end with each of the following groups.
@@ -67,7 +75,8 @@ def bundles(tokens: Tensor, lengths: Tensor, most: int, group: int = 1) -> list[
 
 
 def _common_beginnings(data: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """How many first tokens a row [B, S] has in common with the next, [B-1]; a token of each is left out."""
+    """How many first tokens a row [B, S] has in common with the next, [B-1]; a token of each is
+    left out."""
     limit = np.minimum(counts[1:], counts[:-1]) - 1
     inside = np.arange(data.shape[1]) < limit[:, None]
     return np.logical_and.accumulate((data[1:] == data[:-1]) & inside, axis=1).sum(1)

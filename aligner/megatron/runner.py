@@ -32,16 +32,20 @@ from aligner.schema import ActorConfig, CriticConfig, MegatronModelConfig, Train
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]
 """Model output [1, T, …] of a micro-batch to what is wanted of it."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
-"""Model output of a micro-batch to its part of the loss and of each statistic, both over global denominators."""
+"""Model output of a micro-batch to its part of the loss and of each statistic, both over global
+denominators."""
 _FP8_ROWS = 32
-"""Tokens of an fp8 product on a rank are a multiple of it: the largest that any of transformer-engine's recipes asks for."""
+"""Tokens of an fp8 product on a rank are a multiple of it: the largest that any of
+transformer-engine's recipes asks for."""
 
 
 def offload(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Give up the parameters' memory on the device, gradient buffers' too, until the returned function is called.
+    """Give up the parameters' memory on the device, gradient buffers' too, until the returned
+    function is called.
 
-    The storages themselves are emptied and filled again, so that whatever looks into them stays valid: megatron-core's
-    parameter buffers, the distributed optimizer's shards, tied weights. Gradient buffers then hold anything.
+    The storages themselves are emptied and filled again, so that whatever looks into them stays
+    valid: megatron-core's parameter buffers, the distributed optimizer's shards, tied weights.
+    Gradient buffers then hold anything.
     """
     parameters = list(parameters)
     weights = [(storage, _to_host(storage)) for storage in _storages(parameters)]
@@ -99,12 +103,15 @@ class ModelRunner:
         *,
         exact: bool = False,
     ) -> None:
-        """`exact` is `engine.exact`. Raises ConfigError where that cannot be had on this machine."""
+        """`exact` is `engine.exact`. Raises ConfigError where that cannot be had on this
+        machine."""
         if exact:
             batch_invariant.require(shape)
         self.world, self.shape, self.head, self.settings = world, shape, head, settings
         self.chunks: list[GPTModel] = build_model(shape, world, head, settings, exact=exact)
-        self.weights = self.trained = NamedWeights(self.chunks, shape, world, weight_table(shape, head))
+        self.weights = self.trained = NamedWeights(
+            self.chunks, shape, world, weight_table(shape, head)
+        )
         if isinstance(settings, ActorConfig) and settings.lora.rank:
             if problems := list(lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))
@@ -123,12 +130,14 @@ class ModelRunner:
         )
         self.updates = 0
         self.routes_differing = math.nan
-        """Of the last pass with routes: the share of choices, in a layer each, that the router would have made otherwise."""
+        """Of the last pass with routes: the share of choices, in a layer each, that the router
+        would have made otherwise."""
         self._restore: Callable[[], None] | None = None
         self._gather: ParameterGather | None = None
 
     def start_training(self) -> None:
-        """Make gradient buffers and the optimizer, from the weights as they are now, but for those that stay frozen.
+        """Make gradient buffers and the optimizer, from the weights as they are now, but for those
+        that stay frozen.
 
         Raises ConfigError, on every rank alike, where `frozen_names` does.
         """
@@ -139,10 +148,16 @@ class ModelRunner:
         for name in frozen.intersection(self.weights):
             self.weights.parameter(name).requires_grad_(False)
         self.ddp = wrap_for_training(self.chunks, optimizer)
-        head_rate = self.settings.head_learning_rate if isinstance(self.settings, CriticConfig) else None
-        self.optimizer, self.scheduler = build_optimizer(self.ddp, self.trained, optimizer, self._total_steps, head_rate)
+        head_rate = (
+            self.settings.head_learning_rate if isinstance(self.settings, CriticConfig) else None
+        )
+        self.optimizer, self.scheduler = build_optimizer(
+            self.ddp, self.trained, optimizer, self._total_steps, head_rate
+        )
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
-        self._take_step = GuardedStep(self.optimizer, self.scheduler, optimizer, self.trained, self.world)
+        self._take_step = GuardedStep(
+            self.optimizer, self.scheduler, optimizer, self.trained, self.world
+        )
         if optimizer.overlap_param_gather:
             self._gather = ParameterGather(self.ddp)
             self.weights.finish_update = self.trained.finish_update = self._gather.finish
@@ -153,10 +168,12 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def room_for_moments(self) -> Iterator[None]:
-        """Take the device memory of moments and momentum meanwhile: they are made by the first update, after an engine has
-        asked how much is free.
+        """Take the device memory of moments and momentum meanwhile: they are made by the first
+        update, after an engine has asked how much is free.
         """
-        room = torch.empty(self.optimizer_state().missing_bytes, dtype=torch.uint8, device=self.world.device)
+        room = torch.empty(
+            self.optimizer_state().missing_bytes, dtype=torch.uint8, device=self.world.device
+        )
         try:
             yield
         finally:
@@ -171,17 +188,21 @@ class ModelRunner:
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def share(self, tokens: Tensor, lengths: Tensor, group: int = 1, routes: Tensor | None = None) -> list[PackedBatch]:
-        """`pack_share` of a whole batch for this rank's data rank: int64 [B, S], int64 [B] and routes [B, S-1, L, K].
+    def share(
+        self, tokens: Tensor, lengths: Tensor, group: int = 1, routes: Tensor | None = None
+    ) -> list[PackedBatch]:
+        """`pack_share` of a whole batch for this rank's data rank: int64 [B, S], int64 [B] and
+        routes [B, S-1, L, K].
 
-        Raises AlignerError for a sequence that is longer than the model's positions, and for routes of another model.
+        Raises AlignerError for a sequence that is longer than the model's positions, and for routes
+        of another model.
         """
         place, layout = self.world.place, self.world.layout
         longest = int(lengths.max())
         if longest > self.shape.max_positions:
             raise AlignerError(
-                f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model has"
-                f" {self.shape.max_positions} positions; shorten the prompts or the responses"
+                f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model"
+                f" has {self.shape.max_positions} positions; shorten the prompts or the responses"
             )
         if routes is not None:
             self._check_routes(routes)
@@ -193,28 +214,45 @@ class ModelRunner:
             budget=self.settings.micro_batch_tokens,
             device=self.world.device,
             cut=self._cut,
-            # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many as there are stages.
+            # The interleaved schedule hands micro-batches from chunk to chunk in groups of as many
+            # as there are stages.
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             group=group,
             routes=routes,
         )
 
     def _check_routes(self, routes: Tensor) -> None:
-        """Experts that are not there would fail on some rank alone, while the others wait for it."""
+        """Experts that are not there would fail on some rank alone, while the others wait for
+        it."""
         shape = self.shape
-        wanted, most = (shape.num_layers, shape.experts_per_token), int(routes.max()) if routes.numel() else 0
+        wanted, most = (
+            (shape.num_layers, shape.experts_per_token),
+            (int(routes.max()) if routes.numel() else 0),
+        )
         if routes.shape[2:] != wanted or not 0 <= most < shape.num_experts:
             raise AlignerError(
-                f"routes of {tuple(routes.shape[2:])} layers and experts a token, up to expert {most}: the model has {wanted},"
-                f" of {shape.num_experts} experts"
+                f"routes of {tuple(routes.shape[2:])} layers and experts a token, up to expert"
+                f" {most}: the model has {wanted}, of {shape.num_experts} experts"
             )
 
-    def rows(self, tokens: Tensor, lengths: Tensor, width: int, read: ReadOutput, routes: Tensor | None = None) -> Tensor:
-        """What `read` makes of each sequence, for the whole batch and on every rank: float32 [B, width].
+    def rows(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        width: int,
+        read: ReadOutput,
+        routes: Tensor | None = None,
+    ) -> Tensor:
+        """What `read` makes of each sequence, for the whole batch and on every rank: float32 [B,
+        width].
 
-        `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is zero.
+        `read` gives [N, up to width] for a micro-batch of N sequences; what it does not fill is
+        zero.
         """
-        collected, batches = torch.zeros(tokens.shape[0], width), self.share(tokens, lengths, routes=routes)
+        collected, batches = (
+            torch.zeros(tokens.shape[0], width),
+            self.share(tokens, lengths, routes=routes),
+        )
         parts = self.forward(batches, read)
         if self.world.speaks_for_outputs:
             for batch, part in zip(batches, parts, strict=True):
@@ -226,15 +264,24 @@ class ModelRunner:
         passed = [batch.sequences.routes for batch in batches if batch.sequences.routes is not None]
         if not passed:
             return
-        counts = [[float(sum(each.differing)), float(len(each.places) * len(each.differing))] for each in passed]
-        # What ranks have in common, and a pass that recomputes, counts several times, above and below the line.
-        differing, choices = self.world.sum_(torch.tensor(counts, dtype=torch.float64).sum(0)).tolist()
+        counts = [
+            [float(sum(each.differing)), float(len(each.places) * len(each.differing))]
+            for each in passed
+        ]
+        # What ranks have in common, and a pass that recomputes, counts several times, above and
+        # below the line.
+        differing, choices = self.world.sum_(
+            torch.tensor(counts, dtype=torch.float64).sum(0)
+        ).tolist()
         self.routes_differing = differing / max(choices, 1)
 
     def forward(self, batches: Sequence[PackedBatch], read: ReadOutput) -> list[Tensor]:
-        """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list elsewhere."""
+        """What `read` makes of each micro-batch's output, on last-stage ranks; an empty list
+        elsewhere."""
 
-        def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def step(
+            iterator: Iterator[PackedBatch], model: Any
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
             def result(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,18 +294,24 @@ class ModelRunner:
             return self._run_schedule(self.chunks, step, batches, forward_only=True)
 
     def update(self, batches: Sequence[PackedBatch], loss: OutputLoss) -> dict[str, float]:
-        """One optimizer step on the micro-batches' summed losses; AlignerError when too many in a row are skipped.
+        """One optimizer step on the micro-batches' summed losses; AlignerError when too many in a
+        row are skipped.
 
-        Returns on every rank what `GuardedStep` does, `skipped_total`, and the statistics over all data ranks (a name that
-        ends in _max by maximum, others by sum); what is not finite in a skipped update is absent.
+        Returns on every rank what `GuardedStep` does, `skipped_total`, and the statistics over all
+        data ranks (a name that ends in _max by maximum, others by sum); what is not finite in a
+        skipped update is absent.
         """
 
-        def step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def step(
+            iterator: Iterator[PackedBatch], model: Any
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(iterator)
 
             def scored(output: Tensor) -> tuple[Tensor, Tensor, Stats]:
                 # A filler goes through the backward pass too: ranks meet in its collectives.
-                value, stats = (self._no_loss(output), {}) if batch.is_filler else loss(output, batch)
+                value, stats = (
+                    (self._no_loss(output), {}) if batch.is_filler else loss(output, batch)
+                )
                 return value, _no_tokens(output), stats
 
             return _apply(model, batch), scored
@@ -279,7 +332,12 @@ class ModelRunner:
         return stats | taken | {"skipped_total": float(self.updates - self.scheduler.num_steps)}
 
     def _run_schedule(
-        self, chunks: Sequence[nn.Module], step: Any, batches: Sequence[PackedBatch], *, forward_only: bool
+        self,
+        chunks: Sequence[nn.Module],
+        step: Any,
+        batches: Sequence[PackedBatch],
+        *,
+        forward_only: bool,
     ) -> list[Any]:
         if self._restore is not None:
             raise RuntimeError("the model is asleep: its weights are in host memory")
@@ -297,8 +355,13 @@ class ModelRunner:
         return results
 
     def _no_loss(self, output: Tensor) -> Tensor:
-        """0, whose gradients are 0; they come to the head's weights too where the ranks wait for each while they add up."""
-        head = self.chunks[-1].output_layer.parameters() if self.ddp[-1].ddp_config.overlap_grad_reduce else ()
+        """0, whose gradients are 0; they come to the head's weights too where the ranks wait for
+        each while they add up."""
+        head = (
+            self.chunks[-1].output_layer.parameters()
+            if self.ddp[-1].ddp_config.overlap_grad_reduce
+            else ()
+        )
         return output.sum() * 0 + sum(weight.sum() * 0 for weight in head if weight.requires_grad)
 
     def _reduce_stats(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -308,14 +371,17 @@ class ModelRunner:
         sums = torch.zeros(len(names), dtype=torch.float64)
         peaks = torch.full((len(names),), -torch.inf, dtype=torch.float64)
         if self.world.speaks_for_outputs and parts:
-            table = torch.stack([torch.stack([part[name].double().cpu() for name in names]) for part in parts])
+            table = torch.stack(
+                [torch.stack([part[name].double().cpu() for name in names]) for part in parts]
+            )
             sums, peaks = table.sum(0), table.amax(0)
         self.world.sum_(sums)
         self.world.max_(peaks)
         return dict(zip(names, torch.where(is_max, peaks, sums).tolist(), strict=True))
 
     def sleep(self) -> None:
-        """Keep the weights in host memory and free the device's, until `wake`; nothing may use them in between."""
+        """Keep the weights in host memory and free the device's, until `wake`; nothing may use them
+        in between."""
         if self._restore is None:
             self._restore = offload(parameter for _, parameter in self.parameters())
 
@@ -327,7 +393,8 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run with other weights, given by the names of `parameters`; the own ones come back at the end."""
+        """Run with other weights, given by the names of `parameters`; the own ones come back at the
+        end."""
         own = {name: parameter.data for name, parameter in self.parameters()}
         try:
             for name, parameter in self.parameters():
@@ -338,20 +405,29 @@ class ModelRunner:
                 parameter.data = own[name]
 
     def copy_of_weights(self, *, on_device: bool) -> dict[str, Tensor]:
-        """This rank's weights by the names of `parameters`, where they are or, for a GPU to read fast, in host memory."""
+        """This rank's weights by the names of `parameters`, where they are or, for a GPU to read
+        fast, in host memory."""
 
         def copied(weight: Tensor) -> Tensor:
             if on_device:
                 return weight.clone()
-            return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
+            return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(
+                weight
+            )
 
         return {name: copied(parameter.detach()) for name, parameter in self.parameters()}
 
 
 def _attends_over_trees(shape: ModelShape, world: World) -> bool:
-    """Whether rows may share what they begin with: not where tokens are cut or hidden, or rows bring routes of their own."""
+    """Whether rows may share what they begin with: not where tokens are cut or hidden, or rows
+    bring routes of their own."""
     on_cpu = world.device.type == "cpu"
-    return on_cpu and world.layout.context == 1 and shape.sliding_window is None and not shape.num_experts
+    return (
+        on_cpu
+        and world.layout.context == 1
+        and shape.sliding_window is None
+        and not shape.num_experts
+    )
 
 
 def _apply(model: Any, batch: PackedBatch) -> Tensor:

@@ -1,4 +1,5 @@
-"""A role's ranks: where this one stands in the layout, and the few collectives that the role needs."""
+"""A role's ranks: where this one stands in the layout, and the few collectives that the role
+needs."""
 
 import os
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ class World:
 
     @property
     def speaks_for_outputs(self) -> bool:
-        """Whether it contributes its data rank's model outputs: the first of the last stage's ranks, which hold the same."""
+        """Whether it contributes its data rank's model outputs: the first of the last stage's
+        ranks, which hold the same."""
         return self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
 
     @property
@@ -41,7 +43,8 @@ class World:
         return self.layout.ranks // self.layout.pipeline * (self.layout.pipeline - 1)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over all ranks, in place; adding zeros is exact, so this also assembles disjoint parts."""
+        """Add a tensor up over all ranks, in place; adding zeros is exact, so this also assembles
+        disjoint parts."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -67,10 +70,11 @@ def _meet(rank: int, size: int, timeout: timedelta) -> None:
 
 
 def compute_deterministically() -> None:
-    """Have torch, cuBLAS, transformer-engine and NCCL take what sums in one order, for good; to be called before their first.
+    """Have torch, cuBLAS, transformer-engine and NCCL take what sums in one order, for good; to be
+    called before their first.
 
-    On a CPU all do so anyway. An algorithm of NCCL that the environment names stays. An operation without such a kernel then
-    raises RuntimeError.
+    On a CPU all do so anyway. An algorithm of NCCL that the environment names stays. An operation
+    without such a kernel then raises RuntimeError.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -98,7 +102,8 @@ def join(ranks: int, timeout_s: float) -> torch.device:
 
 
 def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
-    """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups for the layout.
+    """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups
+    for the layout.
 
     Raises AlignerError when the environment's world size is not the layout's.
     """
@@ -114,7 +119,9 @@ def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+        ),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
@@ -125,13 +132,15 @@ def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
 
 
 def shutdown() -> None:
-    """Leave the world, and the threads of its process groups with it once no model is left that refers to them."""
+    """Leave the world, and the threads of its process groups with it once no model is left that
+    refers to them."""
     if dist.is_initialized():
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         parallel_state.destroy_model_parallel()
-        # megatron-core forgets these two, and its cache of rotary embeddings remembers the models' groups.
+        # megatron-core forgets these two, and its cache of rotary embeddings remembers the models'
+        # groups.
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         RotaryEmbedding.forward.cache_clear()

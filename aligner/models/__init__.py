@@ -1,1 +1,2 @@
-"""Models as numbers: families, shapes, which slice of a weight lies where, adapters, Hugging Face and GGUF headers."""
+"""Models as numbers: families, shapes, which slice of a weight lies where, adapters, Hugging Face
+and GGUF headers."""

@@ -1,7 +1,7 @@
 """The header of a GGUF file: enough to know a model's shape without reading a weight.
 
-The gguf package's reader wraps every one of the tokenizer's 150,000 strings in arrays, which takes seconds; a
-configuration check may not, so the few fields wanted are read here.
+The gguf package's reader wraps every one of the tokenizer's 150,000 strings in arrays, which takes
+seconds; a configuration check may not, so the few fields wanted are read here.
 """
 
 import struct
@@ -15,7 +15,19 @@ from aligner.models.shape import ModelShape
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 
 _HF_NAMES = {
@@ -71,7 +83,8 @@ def _read(path: Path) -> tuple[Mapping[str, Any], set[str]]:
 
 
 def gguf_shape(path: Path) -> ModelShape:
-    """The shape of the model in a GGUF file; raises ConfigError for a damaged file or an unsupported architecture."""
+    """The shape of the model in a GGUF file; raises ConfigError for a damaged file or an
+    unsupported architecture."""
     try:
         fields, tensors = _read(path)
     except (struct.error, KeyError, UnicodeDecodeError) as error:

@@ -1,4 +1,5 @@
-"""Models that are named as on the Hugging Face Hub: their directories in its cache, downloaded where that is possible."""
+"""Models that are named as on the Hugging Face Hub: their directories in its cache, downloaded
+where that is possible."""
 
 import json
 import re
@@ -17,8 +18,9 @@ _WAIT_S = 10.0
 def with_found_models(config: Config, *, weights: bool) -> Config:
     """The configuration with directories of the cache instead of names such as `Qwen/Qwen3-0.6B`.
 
-    Without `weights` a model whose weights are not there is found too: enough to check a run. A directory of that name, or a
-    described model (`model.config`) that is still to come, stays as it is. Raises ConfigError as `find_model` does.
+    Without `weights` a model whose weights are not there is found too: enough to check a run. A
+    directory of that name, or a described model (`model.config`) that is still to come, stays as it
+    is. Raises ConfigError as `find_model` does.
     """
 
     def found(key: str, path: str) -> str:
@@ -26,24 +28,37 @@ def with_found_models(config: Config, *, weights: bool) -> Config:
         is_model = key.endswith(".path") and section in ("model", "critic", "reward", "teacher")
         if not is_model or Path(path).exists() or not _NAME.fullmatch(path):
             return path
-        is_reward = section == "reward" or (config.reward.kind == "model" and path == config.reward.path)
-        described = {} if section == "teacher" else config.model.config or (config.reward.config if is_reward else {})
+        is_reward = section == "reward" or (
+            config.reward.kind == "model" and path == config.reward.path
+        )
+        described = (
+            {}
+            if section == "teacher"
+            else config.model.config or (config.reward.config if is_reward else {})
+        )
         return path if described else str(find_model(path, key, weights=weights))
 
     return map_paths(config, found)
 
 
 def find_model(name: str, key: str, *, weights: bool = True) -> Path:
-    """The directory in the Hugging Face cache of the model `name`; what is missing there is downloaded.
+    """The directory in the Hugging Face cache of the model `name`; what is missing there is
+    downloaded.
 
-    `key` is the configuration key that names it. Raises ConfigError where there is no such model, or no way to it.
+    `key` is the configuration key that names it. Raises ConfigError where there is no such model,
+    or no way to it.
     """
     # A fifth of a second, for those who name a model.
     from huggingface_hub import constants, snapshot_download
 
     patterns = [*_SMALL, _WEIGHTS] if weights else _SMALL
-    why = "what is there lacks config.json, tokenizer.json" + (" or files of its .safetensors" if weights else "")
-    for settings in ({"local_files_only": True}, {"allow_patterns": patterns, "etag_timeout": _WAIT_S}):
+    why = "what is there lacks config.json, tokenizer.json" + (
+        " or files of its .safetensors" if weights else ""
+    )
+    for settings in (
+        {"local_files_only": True},
+        {"allow_patterns": patterns, "etag_timeout": _WAIT_S},
+    ):
         try:
             # Without a network the second gives what the cache has of it.
             directory = Path(snapshot_download(name, **settings))
@@ -53,14 +68,16 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
         except Exception as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise ConfigError(
-        f"{key}={name}: no such directory, not complete in the Hugging Face cache ({constants.HF_HUB_CACHE}), and it"
-        f" cannot be downloaded: {why}; where there is a network run `hf download {name}`, copy the directory that it"
-        f" prints, and give {key}=DIRECTORY, or copy the cache and set HF_HUB_CACHE to it"
+        f"{key}={name}: no such directory, not complete in the Hugging Face cache"
+        f" ({constants.HF_HUB_CACHE}), and it cannot be downloaded: {why}; where there is a network"
+        f" run `hf download {name}`, copy the directory that it prints, and give {key}=DIRECTORY,"
+        " or copy the cache and set HF_HUB_CACHE to it"
     )
 
 
 def _is_whole(directory: Path, weights: bool) -> bool:
-    """Whether a snapshot has a configuration and a tokenizer and, if they are wanted, all files of weights."""
+    """Whether a snapshot has a configuration and a tokenizer and, if they are wanted, all files of
+    weights."""
     if not (directory / "config.json").is_file() or not (directory / "tokenizer.json").is_file():
         return False
     index = directory / "model.safetensors.index.json"

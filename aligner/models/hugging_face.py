@@ -1,6 +1,8 @@
-"""Hugging Face's config.json: the architectures that are supported, and a model's shape from it and as one.
+"""Hugging Face's config.json: the architectures that are supported, and a model's shape from it and
+as one.
 
-An architecture is a table of entries, read and written by the same functions. One with rotary positions has their entries too.
+An architecture is a table of entries, read and written by the same functions. One with rotary
+positions has their entries too.
 """
 
 import dataclasses
@@ -71,10 +73,23 @@ _NO_WINDOW = {**_SILU, "use_sliding_window": False}
 _QWEN3 = {**_ROTARY, "head_dim": ("head_dim", 128)}
 
 _ARCHITECTURES = (
-    Architecture("Llama", "llama", "llama", _ROTARY, supported={"attention_bias": False, "mlp_bias": False, **_SILU}),
+    Architecture(
+        "Llama",
+        "llama",
+        "llama",
+        _ROTARY,
+        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+    ),
     Architecture("Mistral", "mistral", "llama", {**_ROTARY, **_WINDOW}, supported=_SILU),
     Architecture("Qwen2", "qwen2", "llama", _ROTARY, {"qkv_bias": True}, _NO_WINDOW),
-    Architecture("Qwen3", "qwen3", "llama", _QWEN3, {"qk_norm": True}, {**_NO_WINDOW, "attention_bias": False}),
+    Architecture(
+        "Qwen3",
+        "qwen3",
+        "llama",
+        _QWEN3,
+        {"qk_norm": True},
+        {**_NO_WINDOW, "attention_bias": False},
+    ),
     Architecture(
         "Mixtral",
         "mixtral",
@@ -106,7 +121,11 @@ _ARCHITECTURES = (
         "gpt_neox",
         "gpt_neox",
         {
-            **{attribute: entry for attribute, entry in _ROTARY.items() if attribute != "num_kv_heads"},
+            **{
+                attribute: entry
+                for attribute, entry in _ROTARY.items()
+                if attribute != "num_kv_heads"
+            },
             "norm_epsilon": ("layer_norm_eps", 1e-5),
             "activation": ("hidden_act", REQUIRED),
             "parallel_residual": ("use_parallel_residual", True),
@@ -132,7 +151,11 @@ _ARCHITECTURES = (
             "tied_embeddings": ("tie_word_embeddings", True),
         },
         {**_BIASED, "position": "learned", "rope_theta": 0.0},
-        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        {
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
         causal_suffix="LMHeadModel",
     ),
 )
@@ -160,19 +183,25 @@ _SCALING = {
 
 
 def read_config(config: Any, origin: str) -> ModelShape:
-    """The shape that a Hugging Face configuration describes; `origin` (a path or key) names it in errors.
+    """The shape that a Hugging Face configuration describes; `origin` (a path or key) names it in
+    errors.
 
-    Raises ConfigError for what is no configuration, an architecture that is not known, a missing entry, or a variant that is
-    not supported.
+    Raises ConfigError for what is no configuration, an architecture that is not known, a missing
+    entry, or a variant that is not supported.
     """
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{origin}: a config.json is an object of entries, got {type(config).__name__}")
+        raise ConfigError(
+            f"{origin}: a config.json is an object of entries, got {type(config).__name__}"
+        )
     named = config.get("architectures") or ["<none>"]
     if not isinstance(named, list) or not isinstance(named[0], str):
         raise ConfigError(f"{origin}: architectures={named!r}: must be a list of names")
     architecture = ARCHITECTURES.get(named[0])
     if architecture is None:
-        raise ConfigError(f"{origin}: architecture {named[0]} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ConfigError(
+            f"{origin}: architecture {named[0]} is not supported; supported:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
     # transformers 5 writes num_local_experts, earlier releases num_experts.
     entries = {
         "num_experts": config.get("num_local_experts"),
@@ -181,20 +210,34 @@ def read_config(config: Any, origin: str) -> ModelShape:
     try:
         shape = _read_shape(architecture, entries, origin)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{origin}: a value is not of the type that a config.json has there: {error}") from error
+        raise ConfigError(
+            f"{origin}: a value is not of the type that a config.json has there: {error}"
+        ) from error
     if shape.num_heads % shape.num_kv_heads:
-        raise ConfigError(f"{origin}: {shape.num_heads} attention heads do not divide by {shape.num_kv_heads} key-value heads")
+        raise ConfigError(
+            f"{origin}: {shape.num_heads} attention heads do not divide by {shape.num_kv_heads}"
+            " key-value heads"
+        )
     if shape.num_experts and shape.experts_per_token == 1 and shape.normalize_expert_weights:
-        raise ConfigError(f"{origin}: one expert a token, its weight scaled to one, leaves the router nothing to learn from")
+        raise ConfigError(
+            f"{origin}: one expert a token, its weight scaled to one, leaves the router nothing to"
+            " learn from"
+        )
     return shape
 
 
 def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: str) -> ModelShape:
     for key, supported in architecture.supported.items():
         if (value := config.get(key, supported)) != supported:
-            raise ConfigError(f"{origin}: {key}={value!r} is not supported; supported: {supported!r}")
+            raise ConfigError(
+                f"{origin}: {key}={value!r} is not supported; supported: {supported!r}"
+            )
     table = architecture.entries
-    missing = [key for key, default in table.values() if default in (SIZE, REQUIRED) and config.get(key) is None]
+    missing = [
+        key
+        for key, default in table.values()
+        if default in (SIZE, REQUIRED) and config.get(key) is None
+    ]
     if missing:
         raise ConfigError(f"{origin}: the model's configuration lacks {', '.join(missing)}")
     values = {attribute: config.get(key, default) for attribute, (key, default) in table.items()}
@@ -206,13 +249,17 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         elif isinstance(default, bool):
             values[attribute] = bool(value)
     if "activation" in values:
-        values["activation"] = _activation(values["activation"], f"{origin}: {table['activation'][0]}")
+        values["activation"] = _activation(
+            values["activation"], f"{origin}: {table['activation'][0]}"
+        )
     hidden, heads, eos = values["hidden_size"], values["num_heads"], config.get("eos_token_id")
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
     if not values.get("head_dim"):
         if hidden % heads:
-            raise ConfigError(f"{origin}: a hidden size of {hidden} does not divide by {heads} attention heads")
+            raise ConfigError(
+                f"{origin}: a hidden size of {hidden} does not divide by {heads} attention heads"
+            )
         values["head_dim"] = hidden // heads
     if architecture.is_rotary:
         values |= _read_rope(config, architecture.rotary_fraction, origin)
@@ -220,25 +267,32 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         **values,
         **architecture.implied,
         family=architecture.family,
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        eos_token_ids=(
+            tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+        ),
         pad_token_id=config.get("pad_token_id", 0),
     )
 
 
 def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     if name not in _ACTIVATIONS:
-        raise ConfigError(f"{entry}={name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(
+            f"{entry}={name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
 def _read_rope(config: Mapping[str, Any], fraction: float, origin: str) -> dict[str, Any]:
-    """Theta, rotated fraction and scaling; transformers 5 moved all of them into rope_parameters."""
+    """Theta, rotated fraction and scaling; transformers 5 moved all of them into
+    rope_parameters."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     fraction = 1.0 if config.get("rope_parameters") else fraction
     kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
     wanted = {"default": (), "linear": ("factor",), "llama3": tuple(_SCALING.values())}.get(kind)
     if wanted is None:
-        raise ConfigError(f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
+        raise ConfigError(
+            f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+        )
     if missing := [name for name in wanted if name not in rope]:
         raise ConfigError(f"{origin}: rope scaling {kind} lacks {', '.join(missing)}")
     if kind == "linear":
@@ -247,16 +301,22 @@ def _read_rope(config: Mapping[str, Any], fraction: float, origin: str) -> dict[
         factor, low, high, positions = (rope[name] for name in _SCALING.values())
         scaling = RopeScaling("llama3", float(factor), float(low), float(high), int(positions))
     return {
-        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))),
+        "rope_theta": float(
+            rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+        ),
         "rotary_fraction": float(
-            rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", fraction)))
+            rope.get(
+                "partial_rotary_factor",
+                config.get("partial_rotary_factor", config.get("rotary_pct", fraction)),
+            )
         ),
         "rope_scaling": scaling,
     }
 
 
 def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[str, Any]:
-    """The configuration that `read_config` reads this shape from, with a language model's or a scalar head."""
+    """The configuration that `read_config` reads this shape from, with a language model's or a
+    scalar head."""
     for architecture in _ARCHITECTURES:
         if architecture.family == shape.family:
             config = _written(architecture, shape, head)
@@ -266,9 +326,13 @@ def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[st
 
 
 def _written(architecture: Architecture, shape: ModelShape, head: Head) -> dict[str, Any]:
-    config = {key: getattr(shape, attribute) for attribute, (key, _) in architecture.entries.items()}
+    config = {
+        key: getattr(shape, attribute) for attribute, (key, _) in architecture.entries.items()
+    }
     if "activation" in architecture.entries:
-        names = [name for name, activation in _ACTIVATIONS.items() if activation == shape.activation]
+        names = [
+            name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
+        ]
         config[architecture.entries["activation"][0]] = names[0]
     if architecture.is_rotary:
         scaling = {} if shape.rope_scaling is None else dataclasses.asdict(shape.rope_scaling)
@@ -279,7 +343,9 @@ def _written(architecture: Architecture, shape: ModelShape, head: Head) -> dict[
             **{entry: scaling[attribute] for attribute, entry in _SCALING.items() if scaling},
         }
     return {
-        "architectures": [architecture.causal_name if head == "vocabulary" else architecture.scalar_name],
+        "architectures": [
+            architecture.causal_name if head == "vocabulary" else architecture.scalar_name
+        ],
         "model_type": architecture.model_type,
         **config,
         "eos_token_id": list(shape.eos_token_ids),

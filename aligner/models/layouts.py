@@ -7,15 +7,20 @@ from aligner.schema import EngineParallelConfig, ParallelConfig
 
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
-    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks, at so many bytes a number."""
+    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks, at so many
+    bytes a number."""
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
 
 
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """One line for each thing that keeps a model from running at a layout; `key` is the layout's key."""
+    """One line for each thing that keeps a model from running at a layout; `key` is the layout's
+    key."""
     yield from tensor_problems(key, layout.tensor, shape)
     if layout.sequence and layout.tensor == 1:
-        yield f"{key}.sequence=true: it cuts tokens over the tensor ranks, so it needs {key}.tensor above 1"
+        yield (
+            f"{key}.sequence=true: it cuts tokens over the tensor ranks, so it needs {key}.tensor"
+            " above 1"
+        )
     yield from _stages(key, layout, shape)
     yield from _experts(key, layout, shape)
 
@@ -25,8 +30,8 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
     if shape.num_experts and shape.ffn_hidden_size % layout.tensor:
         yield (
-            f"engine.parallel.tensor={layout.tensor}: the model's {shape.ffn_hidden_size} feed-forward rows of an expert do"
-            f" not divide by {layout.tensor}"
+            f"engine.parallel.tensor={layout.tensor}: the model's {shape.ffn_hidden_size}"
+            f" feed-forward rows of an expert do not divide by {layout.tensor}"
         )
 
 
@@ -43,7 +48,11 @@ def _cut_dimensions(shape: ModelShape) -> dict[str, int]:
         "vocabulary entries": shape.vocab_size,
     }
     # Experts have a tensor-parallel size of their own.
-    return dimensions if shape.num_experts else dimensions | {"feed-forward rows": shape.ffn_hidden_size}
+    return (
+        dimensions
+        if shape.num_experts
+        else dimensions | {"feed-forward rows": shape.ffn_hidden_size}
+    )
 
 
 def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
@@ -59,21 +68,33 @@ def _stages(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str
     layers, stages, chunks = shape.num_layers, layout.pipeline, layout.virtual_pipeline
     if chunks > 1:
         if stages == 1:
-            yield f"{key}.virtual_pipeline={chunks}: it interleaves pipeline stages, so it needs {key}.pipeline above 1"
+            yield (
+                f"{key}.virtual_pipeline={chunks}: it interleaves pipeline stages, so it needs"
+                f" {key}.pipeline above 1"
+            )
         elif layers % (stages * chunks):
-            yield (f"{key}.virtual_pipeline={chunks}: {layers} layers do not divide by {stages} stages x {chunks} chunks")
+            yield (
+                f"{key}.virtual_pipeline={chunks}: {layers} layers do not divide by {stages} stages"
+                f" x {chunks} chunks"
+            )
         if layout.last_stage_layers is not None:
-            yield f"{key}.last_stage_layers={layout.last_stage_layers}: an interleaved pipeline has equal chunks"
+            yield (
+                f"{key}.last_stage_layers={layout.last_stage_layers}: an interleaved pipeline has"
+                " equal chunks"
+            )
     elif layout.last_stage_layers is not None and stages > 1:
         before, earlier = layers - layout.last_stage_layers, stages - 1
         if before < earlier or before % earlier:
             yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: it leaves {before} of the model's {layers} layers,"
-                f" which do not divide over the {earlier} stages before it"
+                f"{key}.last_stage_layers={layout.last_stage_layers}: it leaves {before} of the"
+                f" model's {layers} layers, which do not divide over the {earlier} stages before it"
             )
     elif layers % stages:
         fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        yield f"{key}.pipeline={stages}: {layers} layers do not divide by {stages}; sizes that fit: {fitting}"
+        yield (
+            f"{key}.pipeline={stages}: {layers} layers do not divide by {stages}; sizes that fit:"
+            f" {fitting}"
+        )
 
 
 def _experts(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
@@ -84,17 +105,22 @@ def _experts(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[st
         return
     size, inside = layout.expert, layout.expert_tensor_size
     if shape.num_experts % size:
-        yield f"{key}.expert={size}: the model's {shape.num_experts} experts do not divide by {size}"
+        yield (
+            f"{key}.expert={size}: the model's {shape.num_experts} experts do not divide by {size}"
+        )
     if shape.ffn_hidden_size % inside:
         yield (
-            f"{key}.expert_tensor={inside}: the model's {shape.ffn_hidden_size} feed-forward rows of an expert do not divide"
-            f" by {inside}"
+            f"{key}.expert_tensor={inside}: the model's {shape.ffn_hidden_size} feed-forward rows"
+            f" of an expert do not divide by {inside}"
         )
     ranks = layout.tensor * layout.context * layout.data
     if ranks % (size * inside):
         yield (
-            f"{key}.expert={size} x expert_tensor={inside}: they do not divide the {ranks} ranks of a pipeline stage"
-            f" (tensor {layout.tensor} x context {layout.context} x data {layout.data})"
+            f"{key}.expert={size} x expert_tensor={inside}: they do not divide the {ranks} ranks of"
+            f" a pipeline stage (tensor {layout.tensor} x context {layout.context} x data"
+            f" {layout.data})"
         )
     if layout.tensor > 1 and not layout.sequence:
-        yield f"{key}.tensor={layout.tensor}: a mixture of experts needs {key}.sequence=true with it"
+        yield (
+            f"{key}.tensor={layout.tensor}: a mixture of experts needs {key}.sequence=true with it"
+        )

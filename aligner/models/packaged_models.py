@@ -1,7 +1,8 @@
-"""Python packages that ship a model's file: those that are installed, and those that were fetched for that file alone.
+"""Python packages that ship a model's file: those that are installed, and those that were fetched
+for that file alone.
 
-What such a package imports is of no use here, and may take minutes to compile: it is unpacked into the cache, where Python
-does not look for modules, and what it depends on stays away.
+What such a package imports is of no use here, and may take minutes to compile: it is unpacked into
+the cache, where Python does not look for modules, and what it depends on stays away.
 """
 
 import importlib.util
@@ -21,11 +22,16 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(==[\w.+!-]+)?")
 
 
 def package_directory(package: str) -> Path | None:
-    """Where the files of an importable package are, installed or fetched; None where it is neither."""
+    """Where the files of an importable package are, installed or fetched; None where it is
+    neither."""
     spec = importlib.util.find_spec(package)
     if spec is not None and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
-    found = (directory for directory in _fetched().glob(f"*/{package}") if "." not in directory.parent.name)
+    found = (
+        directory
+        for directory in _fetched().glob(f"*/{package}")
+        if "." not in directory.parent.name
+    )
     return next(found, None)  # the names of what is still being fetched have dots
 
 
@@ -38,21 +44,34 @@ def package_version(package: str) -> str:
 
 
 def fetch_package(requirement: str) -> Path:
-    """Fetch a package, `NAME` or `NAME==VERSION`, without what it depends on; returns where it is unpacked.
+    """Fetch a package, `NAME` or `NAME==VERSION`, without what it depends on; returns where it is
+    unpacked.
 
-    None of its code is run, and it replaces one that was fetched before. Raises ConfigError for another requirement, and
-    AlignerError with what pip, or uv where there is no pip, says.
+    None of its code is run, and it replaces one that was fetched before. Raises ConfigError for
+    another requirement, and AlignerError with what pip, or uv where there is no pip, says.
     """
     named = _REQUIREMENT.fullmatch(requirement)
     if named is None:
         raise ConfigError(f"{requirement}: must be a package's NAME, or NAME==VERSION")
     target = _fetched() / re.sub(r"[-_.]+", "_", named[1].lower())
     started = start_directory(target)
-    command = [*_installer(), "--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(started), requirement]
+    command = [
+        *_installer(),
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--target",
+        str(started),
+        requirement,
+    ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(started)
-        raise AlignerError(f"{requirement} cannot be fetched: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise AlignerError(
+            f"{requirement} cannot be fetched:"
+            f" {done.stderr.strip() or f'exit code {done.returncode}'}"
+        )
     finish_directory(started, target)
     return target
 

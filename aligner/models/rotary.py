@@ -5,9 +5,11 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the first dimensions of each head, pair i being dimensions i and i + rotated / 2, as Llama has them.
+    """Turn the first dimensions of each head, pair i being dimensions i and i + rotated / 2, as
+    Llama has them.
 
-    x [N, heads, head dim] of any layout, cosine and sine of the angles [N, 1, rotated / 2], to the same shape.
+    x [N, heads, head dim] of any layout, cosine and sine of the angles [N, 1, rotated / 2], to the
+    same shape.
     """
     half = cosine.shape[-1]
     turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -62,7 +62,8 @@ class ModelShape:
 
 
 def inverse_frequencies(shape: ModelShape) -> list[float]:
-    """Radians a position, one for each rotated pair of a head's dimensions (Su et al. 2021, "RoFormer", section 3.2.2)."""
+    """Radians a position, one for each rotated pair of a head's dimensions (Su et al. 2021,
+    "RoFormer", section 3.2.2)."""
     rotated = int(shape.head_dim * shape.rotary_fraction)
     plain = [shape.rope_theta ** (-pair / rotated) for pair in range(0, rotated, 2)]
     scaling = shape.rope_scaling
@@ -70,9 +71,11 @@ def inverse_frequencies(shape: ModelShape) -> list[float]:
 
 
 def _scaled(frequency: float, scaling: RopeScaling) -> float:
-    """A frequency stretched by `factor`; llama3 leaves short wavelengths alone and blends in between.
+    """A frequency stretched by `factor`; llama3 leaves short wavelengths alone and blends in
+    between.
 
-    The blend is that of Llama 3.1's model code (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.4.2).
+    The blend is that of Llama 3.1's model code (Grattafiori et al. 2024, "The Llama 3 Herd of
+    Models", section 3.4.2).
     """
     stretched = frequency / scaling.factor
     if scaling.kind == "linear":

@@ -1,5 +1,5 @@
-"""Which weights of a model are trained: all but those that patterns freeze, or low-rank adapters (Hu et al. 2021) alone; and
-which of them Muon may update."""
+"""Which weights of a model are trained: all but those that patterns freeze, or low-rank adapters
+(Hu et al. 2021) alone; and which of them Muon may update."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,35 +10,42 @@ from aligner.models.weight_slices import Stored, TensorSpec
 from aligner.schema import LoraConfig
 
 TARGETS = {"attention": "self_attention", "mlp": "mlp"}
-"""A target of the configuration to the part of megatron-core's layer that holds its linear layers."""
+"""A target of the configuration to the part of megatron-core's layer that holds its linear layers.
+"""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of what is added to a weight W [out, in]: (alpha / rank) x up [out, rank] x down [rank, in]."""
+    """The factors of what is added to a weight W [out, in]: (alpha / rank) x up [out, rank] x down
+    [rank, in]."""
 
     weight: TensorSpec
     down: TensorSpec
-    """PEFT's lora_A. Weights that lie in one tensor of the file (GPT-2's query, key, value) share it, as they do in PEFT."""
+    """PEFT's lora_A. Weights that lie in one tensor of the file (GPT-2's query, key, value) share
+    it, as they do in PEFT."""
     up: TensorSpec
     """PEFT's lora_B."""
 
 
 def adapter_map(table: Iterable[TensorSpec], lora: LoraConfig) -> dict[str, Adapter]:
-    """The adapters of a model by the name of their weight, in the table's order; none when the rank is 0."""
+    """The adapters of a model by the name of their weight, in the table's order; none when the rank
+    is 0."""
     if not lora.rank:
         return {}
     modules = tuple(f".{TARGETS[target]}.linear_" for target in lora.targets)
     return {
         spec.name: _adapter(spec, lora.rank)
         for spec in table
-        if spec.parameter.endswith(".weight") and any(module in spec.parameter for module in modules)
+        if spec.parameter.endswith(".weight")
+        and any(module in spec.parameter for module in modules)
     }
 
 
 def adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ...]:
     """Every tensor of the adapters once."""
-    return tuple(dict.fromkeys(spec for adapter in adapters.values() for spec in (adapter.down, adapter.up)))
+    return tuple(
+        dict.fromkeys(spec for adapter in adapters.values() for spec in (adapter.down, adapter.up))
+    )
 
 
 def _adapter(weight: TensorSpec, rank: int) -> Adapter:
@@ -69,27 +76,38 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
 
 
 def is_layer_matrix(spec: TensorSpec) -> bool:
-    """Whether Muon updates a weight: a matrix of a decoder layer. Embeddings, heads, norms and biases are Adam's."""
+    """Whether Muon updates a weight: a matrix of a decoder layer. Embeddings, heads, norms and
+    biases are Adam's."""
     return spec.layer is not None and len(spec.shape) == 2
 
 
-def frozen_names(table: Iterable[TensorSpec], patterns: Sequence[str], key: str = "frozen") -> frozenset[str]:
+def frozen_names(
+    table: Iterable[TensorSpec], patterns: Sequence[str], key: str = "frozen"
+) -> frozenset[str]:
     """The names of the weights that the patterns freeze; `key` names the setting in errors.
 
-    A pattern is a shell's (`*`, `?`, `[0-7]`, as in fnmatch) over Hugging Face names, and matches a weight by its own name or
-    by that of the file's tensor that it is a part of. Raises ConfigError for a pattern that matches nothing, for a parameter
-    of which only a part would be frozen, and when nothing is left to train.
+    A pattern is a shell's (`*`, `?`, `[0-7]`, as in fnmatch) over Hugging Face names, and matches a
+    weight by its own name or by that of the file's tensor that it is a part of. Raises ConfigError
+    for a pattern that matches nothing, for a parameter of which only a part would be frozen, and
+    when nothing is left to train.
     """
     specs = tuple(table)
     frozen: set[str] = set()
     for pattern in patterns:
-        matched = {spec.name for spec in specs if fnmatchcase(spec.name, pattern) or fnmatchcase(spec.stored.name, pattern)}
+        matched = {
+            spec.name
+            for spec in specs
+            if fnmatchcase(spec.name, pattern) or fnmatchcase(spec.stored.name, pattern)
+        }
         if not matched:
-            raise ConfigError(f"{key}: the pattern {pattern!r} matches no weight; there are {_examples(specs)}")
+            raise ConfigError(
+                f"{key}: the pattern {pattern!r} matches no weight; there are {_examples(specs)}"
+            )
         frozen |= matched
     if frozen and len(frozen) == len(specs):
         raise ConfigError(
-            f"{key}: {', '.join(patterns)} freeze all of the model's {len(specs)} weights; nothing is left to train"
+            f"{key}: {', '.join(patterns)} freeze all of the model's {len(specs)} weights; nothing"
+            " is left to train"
         )
     _check_whole_parameters(specs, frozen, key)
     return frozenset(frozen)
@@ -108,13 +126,18 @@ def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str]
         left = [spec.name for spec in parts if spec.name not in frozen]
         if chosen and left:
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(left)} not, but they are one parameter;"
-                " freeze all of them, or none"
+                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(left)} not, but they"
+                " are one parameter; freeze all of them, or none"
             )
         # megatron-core's product with a frozen weight gives the bias that it adds no gradient.
         bias = fused.get(parameter.removesuffix("weight") + "bias", [])
-        if chosen and parameter.endswith("linear_qkv.weight") and any(spec.name not in frozen for spec in bias):
+        if (
+            chosen
+            and parameter.endswith("linear_qkv.weight")
+            and any(spec.name not in frozen for spec in bias)
+        ):
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(spec.name for spec in bias)} not;"
-                " freeze the biases of query, key and value with the weights"
+                f"{key}: {', '.join(chosen)} would be frozen and"
+                f" {', '.join(spec.name for spec in bias)} not; freeze the biases of query, key and"
+                " value with the weights"
             )

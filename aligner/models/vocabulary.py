@@ -10,7 +10,8 @@ _SHOWN = 3
 
 
 def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
-    """Tokens by id, special ones included; None for a directory without a tokenizer that can be read.
+    """Tokens by id, special ones included; None for a directory without a tokenizer that can be
+    read.
 
     What is wrong with a tokenizer is told when it is opened.
     """
@@ -18,30 +19,42 @@ def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
         tokenizer = json.loads((directory / "tokenizer.json").read_bytes())
         words, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
         by_id = {id: word for word, id in words.items()} if isinstance(words, dict) else {}
-        by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}  # of a unigram model: pieces and scores
+        # of a unigram model: pieces and scores
+        by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}
         return by_id | {token["id"]: token["content"] for token in added}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def vocabulary_difference(written: Mapping[int, str] | None, known: Mapping[int, str] | None) -> str | None:
+def vocabulary_difference(
+    written: Mapping[int, str] | None, known: Mapping[int, str] | None
+) -> str | None:
     """How the tokens that another model knows differ from those that the policy writes, in words.
 
-    None where each of the policy's ids is the same token to both, and where one of them has no tokenizer to compare.
+    None where each of the policy's ids is the same token to both, and where one of them has no
+    tokenizer to compare.
     """
     if written is None or known is None:
         return None
     others = [id for id, token in written.items() if known.get(id) != token]
     if not others:
         return None
-    shown = ", ".join(f"{id} ({written[id]!r} and {known.get(id, 'nothing')!r})" for id in sorted(others)[:_SHOWN])
-    return f"{len(others)} of the policy's {len(written)} token ids mean something else to it, as {shown}"
+    shown = ", ".join(
+        f"{id} ({written[id]!r} and {known.get(id, 'nothing')!r})" for id in sorted(others)[:_SHOWN]
+    )
+    return (
+        f"{len(others)} of the policy's {len(written)} token ids mean something else to it, as"
+        f" {shown}"
+    )
 
 
 def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
-    """Raise ConfigError, naming the key and the first differing tokens, unless a model reads the policy's tokens as its own.
+    """Raise ConfigError, naming the key and the first differing tokens, unless a model reads the
+    policy's tokens as its own.
 
     For a role that starts: before the launch the policy's directory may not be there.
     """
-    if (difference := vocabulary_difference(read_vocabulary(policy), read_vocabulary(directory))) is not None:
+    if (
+        difference := vocabulary_difference(read_vocabulary(policy), read_vocabulary(directory))
+    ) is not None:
         raise ConfigError(f"{key}={directory}: {difference}; give one with the policy's tokenizer")

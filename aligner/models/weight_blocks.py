@@ -1,4 +1,5 @@
-"""Which weights travel in blocks of eight bits a number (`engine.publish`), and whether layouts leave the blocks whole."""
+"""Which weights travel in blocks of eight bits a number (`engine.publish`), and whether layouts
+leave the blocks whole."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +11,8 @@ BLOCK = 32
 
 
 def is_in_blocks(spec: TensorSpec) -> bool:
-    """Whether a tensor is quantized: matrices of the layers are, but for those that choose experts."""
+    """Whether a tensor is quantized: matrices of the layers are, but for those that choose
+    experts."""
     return spec.layer is not None and len(spec.shape) == 2 and "router" not in spec.parameter
 
 
@@ -22,4 +24,7 @@ def block_problems(table: Iterable[TensorSpec], slices: Iterable[Slice]) -> Iter
         if spec is None or piece.axis != 1:
             continue
         if piece.start % BLOCK or (piece.stop % BLOCK and piece.stop < spec.shape[1]):
-            yield f"{spec.name} {spec.shape} is cut into columns {piece.start} to {piece.stop}, within a block of {BLOCK}"
+            yield (
+                f"{spec.name} {spec.shape} is cut into columns {piece.start} to {piece.stop},"
+                f" within a block of {BLOCK}"
+            )

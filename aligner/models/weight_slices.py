@@ -1,7 +1,8 @@
 """Which slice of which weight lives where: pure functions of a model's shape and a parallel layout.
 
-Tensors go by their Hugging Face names and in their orientation everywhere. The Megatron room, the resharding plan and the
-engines all read their slices from here, so there is one definition of how a model is cut.
+Tensors go by their Hugging Face names and in their orientation everywhere. The Megatron room, the
+resharding plan and the engines all read their slices from here, so there is one definition of how a
+model is cut.
 """
 
 import math
@@ -33,9 +34,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     axis: int | None
-    """Dimension that tensor parallelism cuts evenly; None: every tensor-parallel rank holds all of it."""
+    """Dimension that tensor parallelism cuts evenly; None: every tensor-parallel rank holds all of
+    it."""
     unit: int = 1
-    """How much of that dimension belongs together, so that no cut goes through it: an attention head."""
+    """How much of that dimension belongs together, so that no cut goes through it: an attention
+    head."""
     layer: int | None = None
     """Decoder layer that it belongs to; None: an embedding, final norm or head."""
     stages: tuple[str, ...] = ()
@@ -73,12 +76,14 @@ class Slice:
 
 
 def cut_shape(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[int, ...]:
-    """Shape of the part `[start, stop)` along `axis` of a tensor; `axis` None is the whole tensor."""
+    """Shape of the part `[start, stop)` along `axis` of a tensor; `axis` None is the whole
+    tensor."""
     return tuple(stop - start if at == axis else size for at, size in enumerate(shape))
 
 
 def stored_tensors(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    """The tensors of a file by name, each with those of the table that lie in it, in their order there."""
+    """The tensors of a file by name, each with those of the table that lie in it, in their order
+    there."""
     tensors: dict[str, list[TensorSpec]] = {}
     for spec in table:
         tensors.setdefault(spec.stored.name, []).append(spec)
@@ -88,7 +93,8 @@ def stored_tensors(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
 def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSpec, ...]:
     """Every weight of a model, in checkpoint order.
 
-    The head is the language model's (none of its own when it is tied to the embedding), or one number a token.
+    The head is the language model's (none of its own when it is tied to the embedding), or one
+    number a token.
     """
     sizes = {
         "one": 1,
@@ -102,7 +108,9 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "positions": shape.max_positions,
         "experts": shape.num_experts,
     }
-    weights = [weight for weight in WEIGHTS[shape.family] if not weight.when or getattr(shape, weight.when)]
+    weights = [
+        weight for weight in WEIGHTS[shape.family] if not weight.when or getattr(shape, weight.when)
+    ]
     in_layer = [weight for weight in weights if "{layer}" in weight.name]
     outside = [weight for weight in weights if "{layer}" not in weight.name]
     tied = shape.tied_embeddings and head == "vocabulary"
@@ -114,13 +122,22 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
     after = [weight for weight in outside if not weight.parameter.startswith("embedding.")]
     embedding_stages = ("first", "last") if tied else ("first",)
     return (
-        *(_spec(weight, sizes, stages=embedding_stages if weight.cut == 0 else ("first",)) for weight in before),
-        *(spec for layer in range(shape.num_layers) for spec in _layer_specs(in_layer, sizes, layer, shape.num_experts)),
+        *(
+            _spec(weight, sizes, stages=embedding_stages if weight.cut == 0 else ("first",))
+            for weight in before
+        ),
+        *(
+            spec
+            for layer in range(shape.num_layers)
+            for spec in _layer_specs(in_layer, sizes, layer, shape.num_experts)
+        ),
         *(_spec(weight, sizes, stages=("last",)) for weight in after),
     )
 
 
-def _layer_specs(weights: Iterable[Weight], sizes: dict[str, int], layer: int, experts: int) -> Iterator[TensorSpec]:
+def _layer_specs(
+    weights: Iterable[Weight], sizes: dict[str, int], layer: int, experts: int
+) -> Iterator[TensorSpec]:
     of_experts = [weight for weight in weights if "{expert}" in weight.name]
     yield from (_spec(weight, sizes, layer) for weight in weights if weight not in of_experts)
     for expert in range(experts):
@@ -128,11 +145,19 @@ def _layer_specs(weights: Iterable[Weight], sizes: dict[str, int], layer: int, e
 
 
 def _spec(
-    weight: Weight, sizes: dict[str, int], layer: int | None = None, expert: int | None = None, stages: tuple[str, ...] = ()
+    weight: Weight,
+    sizes: dict[str, int],
+    layer: int | None = None,
+    expert: int | None = None,
+    stages: tuple[str, ...] = (),
 ) -> TensorSpec:
     shape = tuple(sizes[size] for size in weight.sizes)
     axis = weight.cut
-    units = {"query": sizes["head"], "key": sizes["head"], "qkv": sizes["head"] * sizes["qkv"] // sizes["key"]}
+    units = {
+        "query": sizes["head"],
+        "key": sizes["head"],
+        "qkv": sizes["head"] * sizes["qkv"] // sizes["key"],
+    }
     unit = 1 if axis is None else units.get(weight.sizes[axis], 1)
     if weight.transposed:
         shape = shape[::-1]
@@ -142,7 +167,9 @@ def _spec(
         assert axis is not None
         parts = ("query", "key", "value")
         whole = tuple(size * len(parts) if at == axis else size for at, size in enumerate(shape))
-        fused = Stored(weight.fused_in.format(layer=layer), whole, axis, parts.index(weight.part) * shape[axis])
+        fused = Stored(
+            weight.fused_in.format(layer=layer), whole, axis, parts.index(weight.part) * shape[axis]
+        )
     return TensorSpec(
         name=weight.name.format(layer=layer, expert=expert),
         shape=shape,
@@ -160,7 +187,8 @@ def _spec(
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in a layout. The expert dimensions cut the same ranks of a pipeline stage in their own way."""
+    """A rank's place in a layout. The expert dimensions cut the same ranks of a pipeline stage in
+    their own way."""
 
     tensor: int
     context: int
@@ -171,7 +199,8 @@ class Coordinates:
 
 
 def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
-    """Place of a rank in Megatron's default order: tensor fastest, then context, data, and pipeline slowest.
+    """Place of a rank in Megatron's default order: tensor fastest, then context, data, and pipeline
+    slowest.
 
     For experts: the expert's tensor ranks fastest, then experts, then their data-parallel replicas.
     """
@@ -188,26 +217,33 @@ def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
 
 
 def tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
-    """What a tensor-parallel rank, of so many, holds of a tensor that is cut as if it had the next `multiple` of entries."""
+    """What a tensor-parallel rank, of so many, holds of a tensor that is cut as if it had the next
+    `multiple` of entries."""
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
     entries = spec.shape[spec.axis]
     step = -(-entries // multiple) * multiple // size
     start, stop = (min(at * step, entries) for at in (rank, rank + 1))
     # Padding alone has no slice.
-    return Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
+    return (
+        Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
+    )
 
 
 def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[range]:
     """The decoder layers of a pipeline stage, one range for each of its model chunks.
 
-    Plain pipelines have one chunk a stage, and the last stage may have fewer layers. With `virtual_pipeline` chunks,
-    chunk c of stage s is the (c x stages + s)-th of equal parts (Narayanan et al. 2021, section 2.2).
+    Plain pipelines have one chunk a stage, and the last stage may have fewer layers. With
+    `virtual_pipeline` chunks, chunk c of stage s is the (c x stages + s)-th of equal parts
+    (Narayanan et al. 2021, section 2.2).
     """
     stages, chunks = layout.pipeline, layout.virtual_pipeline
     if chunks > 1:
         size = num_layers // (stages * chunks)
-        return [range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size) for chunk in range(chunks)]
+        return [
+            range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size)
+            for chunk in range(chunks)
+        ]
     if stages == 1:
         return [range(num_layers)]
     last = num_layers // stages if layout.last_stage_layers is None else layout.last_stage_layers
@@ -215,17 +251,25 @@ def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[ra
     return [range(stage * size, num_layers if stage == stages - 1 else (stage + 1) * size)]
 
 
-def trainer_slices(table: tuple[TensorSpec, ...], num_layers: int, layout: ParallelConfig, rank: int) -> dict[str, Slice]:
+def trainer_slices(
+    table: tuple[TensorSpec, ...], num_layers: int, layout: ParallelConfig, rank: int
+) -> dict[str, Slice]:
     """The slices that a Megatron rank holds, by tensor name."""
     place = coordinates(rank, layout)
-    layers = {layer for chunk in stage_layers(num_layers, layout, place.pipeline) for layer in chunk}
-    here = {stage for stage, at in (("first", 0), ("last", layout.pipeline - 1)) if at == place.pipeline}
+    layers = {
+        layer for chunk in stage_layers(num_layers, layout, place.pipeline) for layer in chunk
+    }
+    here = {
+        stage for stage, at in (("first", 0), ("last", layout.pipeline - 1)) if at == place.pipeline
+    }
     experts = 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
 
     def holds(spec: TensorSpec) -> bool:
         if spec.layer is None:
             return bool(here.intersection(spec.stages))
-        return spec.layer in layers and (spec.expert is None or spec.expert * layout.expert // experts == place.expert)
+        return spec.layer in layers and (
+            spec.expert is None or spec.expert * layout.expert // experts == place.expert
+        )
 
     def piece(spec: TensorSpec) -> Slice:
         if spec.expert is not None:
@@ -236,13 +280,23 @@ def trainer_slices(table: tuple[TensorSpec, ...], num_layers: int, layout: Paral
 
 
 def engine_slices(
-    table: tuple[TensorSpec, ...], layout: EngineParallelConfig, rank: int, vocabulary_multiple: int = 1
+    table: tuple[TensorSpec, ...],
+    layout: EngineParallelConfig,
+    rank: int,
+    vocabulary_multiple: int = 1,
 ) -> dict[str, Slice]:
-    """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas slowest.
+    """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas
+    slowest.
 
-    An engine that pads the vocabulary cuts it as if it had the next multiple of `vocabulary_multiple` entries.
+    An engine that pads the vocabulary cuts it as if it had the next multiple of
+    `vocabulary_multiple` entries.
     """
     return {
-        spec.name: tensor_slice(spec, rank % layout.tensor, layout.tensor, vocabulary_multiple if spec.layer is None else 1)
+        spec.name: tensor_slice(
+            spec,
+            rank % layout.tensor,
+            layout.tensor,
+            vocabulary_multiple if spec.layer is None else 1,
+        )
         for spec in table
     }

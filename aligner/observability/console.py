@@ -1,4 +1,5 @@
-"""What a run shows on a console: its steps as they come, samples, and a summary of its first steps and its last."""
+"""What a run shows on a console: its steps as they come, samples, and a summary of its first steps
+and its last."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,15 +76,25 @@ class Pace:
         return None if pace is None else pace * (self.steps - self.done)
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """What the step has learned, and pace and time left; what it did not measure is left out."""
-        pace = (self.seconds_per_step, self.seconds_left) if "time/step" in metrics else (None, None)
+        """What the step has learned, and pace and time left; what it did not measure is left
+        out."""
+        pace = (
+            (self.seconds_per_step, self.seconds_left) if "time/step" in metrics else (None, None)
+        )
         return "  ".join(describe_step(metrics, *pace))
 
 
-def describe_step(metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None) -> list[str]:
-    """A step's reward, KL, loss and evaluation, the pace and the time left, as far as they are known."""
+def describe_step(
+    metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None
+) -> list[str]:
+    """A step's reward, KL, loss and evaluation, the pace and the time left, as far as they are
+    known."""
     parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
-    parts += [f"{name} {_SHOWN[key].format(value)}" for name, key, value in suite_metrics(metrics) if key in _SHOWN]
+    parts += [
+        f"{name} {_SHOWN[key].format(value)}"
+        for name, key, value in suite_metrics(metrics)
+        if key in _SHOWN
+    ]
     if seconds_per_step is not None:
         parts.append(f"{seconds_per_step:.2f} s/step")
     if seconds_left is not None:
@@ -121,10 +132,19 @@ class PlainProgress:
 
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Show samples of one step that have been recorded; control characters are escaped."""
-        table = Table("prompt", "response", title=f"samples of step {records[0]['step']}", title_justify="left")
+        table = Table(
+            "prompt",
+            "response",
+            title=f"samples of step {records[0]['step']}",
+            title_justify="left",
+        )
         table.add_column("reward", justify="right")
         for record in records:
-            table.add_row(_printable(record["prompt"]), _printable(record["response"]), f"{record['reward']:.3f}")
+            table.add_row(
+                _printable(record["prompt"]),
+                _printable(record["response"]),
+                f"{record['reward']:.3f}",
+            )
         self._console.print(table)
 
     def close(self) -> None:
@@ -136,9 +156,16 @@ class LiveProgress(PlainProgress):
 
     def __init__(self, steps: int, console: Console) -> None:
         super().__init__(steps, console)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}", markup=False))
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
         # No redirection: the launcher's own prints go through the console or come after close().
-        self._bar = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+        self._bar = Progress(
+            *columns, console=console, redirect_stdout=False, redirect_stderr=False
+        )
         self._task = self._bar.add_task("", total=steps)
         self._bar.start()
 
@@ -149,7 +176,9 @@ class LiveProgress(PlainProgress):
     def step(self, metrics: Mapping[str, float]) -> None:
         """Advance the bar."""
         self._pace.add(metrics)
-        self._bar.update(self._task, completed=int(metrics["step"]), description=self._pace.describe(metrics))
+        self._bar.update(
+            self._task, completed=int(metrics["step"]), description=self._pace.describe(metrics)
+        )
 
     def close(self) -> None:
         """Stop drawing."""
@@ -170,7 +199,9 @@ def _table(title: str, label: str, *columns: str) -> Table:
 
 
 def _printable(text: str) -> Text:
-    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+    return Text(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
 
 
 def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | None:
@@ -182,9 +213,20 @@ def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | Non
 def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
     """Means over the first and the last five steps (fewer when the run is shorter)."""
     first, last = metrics[:WINDOW], metrics[-WINDOW:]
-    phases = sorted({key for record in metrics for key in record if key.startswith("time/")} - {"time/step"})
-    table = _table(f"summary of {len(metrics)} steps", "mean of", f"first {len(first)}", f"last {len(last)}", "change")
-    for key, name in {**_COMPARED, **{phase: f"  {phase.removeprefix('time/')}" for phase in phases}}.items():
+    phases = sorted(
+        {key for record in metrics for key in record if key.startswith("time/")} - {"time/step"}
+    )
+    table = _table(
+        f"summary of {len(metrics)} steps",
+        "mean of",
+        f"first {len(first)}",
+        f"last {len(last)}",
+        "change",
+    )
+    for key, name in {
+        **_COMPARED,
+        **{phase: f"  {phase.removeprefix('time/')}" for phase in phases},
+    }.items():
         before, after = window_mean(first, key), window_mean(last, key)
         if before is not None and after is not None:
             table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
@@ -193,11 +235,15 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
 
 def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
     """The first evaluation of responses against the last, with 95 % intervals; None without one."""
-    evaluated = [record for record in metrics if "eval/score" in record or any(suite_metrics(record))]
+    evaluated = [
+        record for record in metrics if "eval/score" in record or any(suite_metrics(record))
+    ]
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
-    table = _table("evaluation", "", f"step {int(first['step'])}", f"step {int(last['step'])}", "change")
+    table = _table(
+        "evaluation", "", f"step {int(first['step'])}", f"step {int(last['step'])}", "change"
+    )
     for key in last:
         if key.startswith("eval/") and not key.endswith(_BOUNDS):
             change = f"{last[key] - first[key]:+.3f}" if key in first else ""
@@ -219,13 +265,17 @@ def _shown(record: Mapping[str, float], key: str) -> str:
     if key not in record:
         return ""
     low, high = record.get(f"{key}_low"), record.get(f"{key}_high")
-    return f"{record[key]:.3f}" + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
+    return f"{record[key]:.3f}" + (
+        "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    )
 
 
 def totals(metrics: Sequence[Mapping[str, float]]) -> str:
     """The worst mismatch and the run's totals, a line each."""
     lines, worst = [], "mismatch/logprob_abs"
-    if mismatches := [(record[worst], int(record["step"])) for record in metrics if worst in record]:
+    if mismatches := [
+        (record[worst], int(record["step"])) for record in metrics if worst in record
+    ]:
         lines.append("largest {}: {:.2e} (step {})".format(worst, *max(mismatches)))
     seconds = sum(record.get("time/step", 0.0) for record in metrics)
     line = f"total: {len(metrics)} steps, {seconds:.1f} s"
@@ -237,9 +287,12 @@ def totals(metrics: Sequence[Mapping[str, float]]) -> str:
     return "\n".join([*lines, line])
 
 
-def print_summary(metrics: Sequence[Mapping[str, float]], paths: RunPaths, console: Console) -> None:
+def print_summary(
+    metrics: Sequence[Mapping[str, float]], paths: RunPaths, console: Console
+) -> None:
     """Print the table, the totals and where the run's files are."""
-    steps = [record for record in metrics if record["step"] > 0]  # an evaluation of the initial policy is no step
+    # an evaluation of the initial policy is no step
+    steps = [record for record in metrics if record["step"] > 0]
     if steps:
         console.print(summary_table(steps))
     if (evaluations := evaluation_table(metrics)) is not None:

@@ -1,4 +1,5 @@
-"""What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a line."""
+"""What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a
+line."""
 
 import json
 import logging
@@ -18,16 +19,20 @@ _log = logging.getLogger("aligner")
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     """Set up Python's logging in a rank's process; `rank` is the environment's RANK if not given.
 
-    As text our own records are lines of standard output, and all else stays as it is; as JSON all records, warnings and
-    printed lines are objects, but for what other processes or libraries write to the file directly.
+    As text our own records are lines of standard output, and all else stays as it is; as JSON all
+    records, warnings and printed lines are objects, but for what other processes or libraries write
+    to the file directly.
     """
     handler = _Handler(sys.stdout)
     _log.setLevel(logging.INFO)
     if format == "text":
         _log.handlers, _log.propagate = [handler], False
         return
-    handler.addFilter(_is_ours_or_a_warning)  # some libraries tell everything, and leave it to others to listen
-    handler.setFormatter(_JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank))
+    # some libraries tell everything, and leave it to others to listen
+    handler.addFilter(_is_ours_or_a_warning)
+    handler.setFormatter(
+        _JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank)
+    )
     logging.getLogger().handlers = [handler]
     logging.captureWarnings(True)
     sys.stdout = cast(TextIO, _Lines(sys.stdout, "stdout", logging.INFO))
@@ -41,7 +46,8 @@ def at_step(step: int) -> None:
 
 
 def log_failure(error: BaseException, message: str | None) -> bool:
-    """Log why this process ends, as a message or with its traceback; False, and nothing is logged, where logs are text."""
+    """Log why this process ends, as a message or with its traceback; False, and nothing is logged,
+    where logs are text."""
     if not _json_formatters():
         return False
     if message is None:
@@ -60,7 +66,8 @@ def launcher_line(format: str, role: str, rank: int, message: str) -> str:
 
 
 def text_lines(lines: list[str]) -> list[str]:
-    """A log's lines as text, whatever its format: of a JSON object the message, with a traceback's lines where it has one."""
+    """A log's lines as text, whatever its format: of a JSON object the message, with a traceback's
+    lines where it has one."""
     found = []
     for line in lines:
         try:
@@ -80,8 +87,15 @@ class _JsonFormatter(logging.Formatter):
         self._role, self._rank = role, rank
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        entry: dict[str, Any] = {"time": time, "level": record.levelname.lower(), "role": self._role, "rank": self._rank}
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(
+            timespec="milliseconds"
+        )
+        entry: dict[str, Any] = {
+            "time": time,
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "rank": self._rank,
+        }
         if self.step is not None:
             entry["step"] = self.step
         entry |= {"logger": record.name, "message": record.getMessage().rstrip()}
@@ -91,7 +105,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in ("aligner", "stdout")
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in (
+        "aligner",
+        "stdout",
+    )
 
 
 class _Handler(logging.StreamHandler):  # of TextIO; not subscriptable before Python 3.11
@@ -128,4 +145,6 @@ class _Lines:
 
 def _json_formatters() -> list[_JsonFormatter]:
     handlers = logging.getLogger().handlers
-    return [handler.formatter for handler in handlers if isinstance(handler.formatter, _JsonFormatter)]
+    return [
+        handler.formatter for handler in handlers if isinstance(handler.formatter, _JsonFormatter)
+    ]

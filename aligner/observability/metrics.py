@@ -1,4 +1,5 @@
-"""A run's `metrics.jsonl` and `samples.jsonl`: writing, cutting back on resume, reading, following."""
+"""A run's `metrics.jsonl` and `samples.jsonl`: writing, cutting back on resume, reading,
+following."""
 
 import json
 import math
@@ -31,7 +32,8 @@ class MetricsSink(Protocol):
         """Take the metrics of a step; one that it has is not taken again."""
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """The run goes on after these records, each with its `step`: hold those, and nothing of later steps."""
+        """The run goes on after these records, each with its `step`: hold those, and nothing of
+        later steps."""
 
     def close(self, failed: bool) -> None:
         """The run has ended; write out what is held back."""
@@ -46,13 +48,18 @@ class RecordWriter:
 
     @writing()
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Record a step's, JSON values all, at once; the file is there from then on, also where a step has none."""
-        lines = [json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+        """Record a step's, JSON values all, at once; the file is there from then on, also where a
+        step has none."""
+        lines = [
+            json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n"
+            for record in records
+        ]
         append(self._path, "".join(lines))
 
     @writing()
     def truncate_after(self, step: int) -> None:
-        """Drop the records of steps after `step`, and what a killed writer left unfinished: one truncation, to a prefix."""
+        """Drop the records of steps after `step`, and what a killed writer left unfinished: one
+        truncation, to a prefix."""
         if not self._path.exists():
             return
         kept = 0
@@ -65,14 +72,17 @@ class RecordWriter:
 
 
 def _record(line: bytes, path: Path, start: int) -> dict[str, Any]:
-    """What a line says that begins at this byte of the file. Raises AlignerError, naming it, for what no writer wrote."""
+    """What a line says that begins at this byte of the file. Raises AlignerError, naming it, for
+    what no writer wrote."""
     try:
         record = json.loads(line)
     except ValueError:  # a machine that went down may leave zeros for what it had not yet written
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), (int, float)):
         number = path.read_bytes()[:start].count(b"\n") + 1
-        raise AlignerError(f"{path}: line {number} is not a JSON object with a step; remove the line")
+        raise AlignerError(
+            f"{path}: line {number} is not a JSON object with a step; remove the line"
+        )
     return record
 
 
@@ -91,8 +101,11 @@ def read_newest_metrics(path: Path) -> list[dict[str, float]]:
     return with_records([], FileFollower(path, newest_bytes=_NEWEST_BYTES).new_records())
 
 
-def with_records(steps: list[dict[str, float]], records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics by step, and what was read behind them: more of the last step, further steps, or steps that were done again."""
+def with_records(
+    steps: list[dict[str, float]], records: Sequence[dict[str, float]]
+) -> list[dict[str, float]]:
+    """Metrics by step, and what was read behind them: more of the last step, further steps, or
+    steps that were done again."""
     for record in records:
         while steps and steps[-1]["step"] > record["step"]:
             steps.pop()
@@ -107,7 +120,8 @@ class FileFollower:
     """Reads the records that another process appends to a JSON-lines file."""
 
     def __init__(self, path: Path, *, newest_bytes: int | None = None) -> None:
-        """Begins with the first line that begins among the last so many bytes; with the file's first if not given."""
+        """Begins with the first line that begins among the last so many bytes; with the file's
+        first if not given."""
         self._path, self._offset = path, 0
         if newest_bytes is not None and path.exists():
             with path.open("rb") as file:
@@ -117,7 +131,8 @@ class FileFollower:
                     self._offset = file.tell()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """The lines completed since the last call. Raises AlignerError for one that is no record."""
+        """The lines completed since the last call. Raises AlignerError for one that is no
+        record."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -136,12 +151,16 @@ def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:
     record = {key: float(value) for key, value in stats.items()}
     for key, value in record.items():
         if not math.isfinite(value):
-            raise AlignerError(f"step {step}: metric {key} is {value}; the run stops, for training on is meaningless")
+            raise AlignerError(
+                f"step {step}: metric {key} is {value}; the run stops, for training on is"
+                " meaningless"
+            )
     return record
 
 
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with` block closes those."""
+    """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with`
+    block closes those."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
         self._path, self._file, self._sinks = paths.metrics, RecordWriter(paths.metrics), sinks
@@ -149,12 +168,18 @@ class MetricsWriter:
     def __enter__(self) -> "MetricsWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(failed=kind is not None)
 
     @writing()
     def write(self, step: int, stats: Mapping[str, float]) -> None:
-        """Record one step. Raises AlignerError, before anything is written, for a value that is not finite."""
+        """Record one step. Raises AlignerError, before anything is written, for a value that is not
+        finite."""
         record = _finite(step, stats)
         self._file.write(step, [record])
         for sink in self._sinks:
@@ -162,7 +187,8 @@ class MetricsWriter:
 
     @writing()
     def amend(self, step: int, stats: Mapping[str, float]) -> None:
-        """Add to the last step, on a line of its own for who follows the file. Raises as `write` does."""
+        """Add to the last step, on a line of its own for who follows the file. Raises as `write`
+        does."""
         self._file.write(step, [_finite(step, stats)])
         whole = {key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"}
         for sink in self._sinks:
@@ -170,9 +196,12 @@ class MetricsWriter:
 
     @writing()
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
-        """Drop what was recorded after `step`, in the sinks too; one to be amended they get then, as a whole."""
+        """Drop what was recorded after `step`, in the sinks too; one to be amended they get then,
+        as a whole."""
         self._file.truncate_after(step)
-        kept = [record for record in read_metrics(self._path) if not amends or record["step"] < step]
+        kept = [
+            record for record in read_metrics(self._path) if not amends or record["step"] < step
+        ]
         for sink in self._sinks:
             sink.resume(kept)
 
@@ -185,7 +214,8 @@ class MetricsWriter:
 
 @contextmanager
 def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator[None]:
-    """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at SIGTERM."""
+    """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at
+    SIGTERM."""
     if writer is None:
         yield
         return

@@ -1,8 +1,10 @@
-"""What a run sampled, all of it: two columnar files a step in its directory `samples/`, written, bounded, and read.
+"""What a run sampled, all of it: two columnar files a step in its directory `samples/`, written,
+bounded, and read.
 
-`step_000012.parquet` has a row a sample, and one a branch of it; `tokens_000012.parquet` the same rows in the same order, with
-a list over the response's tokens for each quantity of a token. docs/observing.md has the columns. A file gets its name when it
-is whole: whoever reads while the run goes on sees all of a step or nothing. pyarrow is imported where a file is made or read.
+`step_000012.parquet` has a row a sample, and one a branch of it; `tokens_000012.parquet` the same
+rows in the same order, with a list over the response's tokens for each quantity of a token.
+docs/observing.md has the columns. A file gets its name when it is whole: whoever reads while the
+run goes on sees all of a step or nothing. pyarrow is imported where a file is made or read.
 """
 
 from __future__ import annotations
@@ -63,11 +65,26 @@ def token_schema() -> pa.Schema:
     """The columns of `tokens_…` files."""
     import pyarrow as pa
 
-    numbers = ("engine_logprob", "trainer_logprob", "reference_logprob", "advantage", "entropy", "value", "return")
-    quantities = {"token_id": pa.int32(), "text": pa.string(), "drawn": pa.bool_(), "version": pa.int32()}
+    numbers = (
+        "engine_logprob",
+        "trainer_logprob",
+        "reference_logprob",
+        "advantage",
+        "entropy",
+        "value",
+        "return",
+    )
+    quantities = {
+        "token_id": pa.int32(),
+        "text": pa.string(),
+        "drawn": pa.bool_(),
+        "version": pa.int32(),
+    }
     quantities |= dict.fromkeys(numbers, pa.float32())
     rows = dict.fromkeys(("step", "group", "sample", "branch"), pa.int32())
-    return pa.schema([*rows.items(), *((name, pa.list_(kind)) for name, kind in quantities.items())])
+    return pa.schema(
+        [*rows.items(), *((name, pa.list_(kind)) for name, kind in quantities.items())]
+    )
 
 
 class SampleFiles:
@@ -78,22 +95,28 @@ class SampleFiles:
         self._directory, self._limit = directory, limit_mib * _MIB
         self._is_over = False
         self._sizes: dict[tuple[int, int], int] | None = None
-        """Bytes of each file by its place among the kinds and its step, which order them as the budget drops them; None: not
-        looked yet. To look at each step costs more the longer the run is."""
+        """Bytes of each file by its place among the kinds and its step, which order them as the
+        budget drops them; None: not looked yet. To look at each step costs more the longer the run
+        is."""
 
     @writing()
     def write(self, step: int, samples: Mapping[str, Column], tokens: Mapping[str, Column]) -> None:
-        """Write a step's, in the place of what there is of it, and drop the oldest files where the budget asks for it.
+        """Write a step's, in the place of what there is of it, and drop the oldest files where the
+        budget asks for it.
 
-        `samples` are columns of `sample_schema` [N], and `tokens` the quantities of `token_schema` [sum of
-        `response_tokens`], a row's behind those of the row before it; what is missing, not a number, or masked is null.
+        `samples` are columns of `sample_schema` [N], and `tokens` the quantities of `token_schema`
+        [sum of `response_tokens`], a row's behind those of the row before it; what is missing, not
+        a number, or masked is null.
         """
         import pyarrow as pa
 
         lengths = np.asarray(samples["response_tokens"])
         offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
         samples = {**samples, "step": np.full(len(lengths), step)}
-        columns = {field.name: _array(samples.get(field.name), field.type, len(lengths)) for field in sample_schema()}
+        columns = {
+            field.name: _array(samples.get(field.name), field.type, len(lengths))
+            for field in sample_schema()
+        }
         lists = {}
         for field in token_schema():
             if not pa.types.is_list(field.type):
@@ -105,7 +128,8 @@ class SampleFiles:
                 lists[field.name] = pa.nulls(len(lengths), field.type)
         self._directory.mkdir(exist_ok=True)
         self._write_table("tokens", step, pa.table(lists, token_schema()))
-        self._write_table("step", step, pa.table(columns, sample_schema()))  # last: who sees it finds the tokens
+        # last: who sees it finds the tokens
+        self._write_table("step", step, pa.table(columns, sample_schema()))
         self._keep_to_budget()
 
     @writing()
@@ -136,7 +160,11 @@ class SampleFiles:
             return
         if not self._is_over:
             self._is_over = True
-            _log.info("%s: has logging.samples_mib=%d: the oldest samples go", self._directory, self._limit // _MIB)
+            _log.info(
+                "%s: has logging.samples_mib=%d: the oldest samples go",
+                self._directory,
+                self._limit // _MIB,
+            )
         for place, step in sorted(self._sizes):
             if excess <= 0:
                 return
@@ -156,20 +184,26 @@ def read_samples(
     steps: Collection[int] | None = None,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The samples of a run, also of one that goes on: a row each, in the order of steps, groups, samples and branches.
+    """The samples of a run, also of one that goes on: a row each, in the order of steps, groups,
+    samples and branches.
 
-    With `tokens` the lists over response tokens, of the steps whose token files the budget has left. `steps` and `columns`
-    are those that are wanted, all where None; a step that is not there has no rows. Raises KeyError for an unknown column.
+    With `tokens` the lists over response tokens, of the steps whose token files the budget has
+    left. `steps` and `columns` are those that are wanted, all where None; a step that is not there
+    has no rows. Raises KeyError for an unknown column.
     """
     import pyarrow as pa
 
     schema = token_schema() if tokens else sample_schema()
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
-    return pa.concat_tables([schema.empty_table(), *_tables(Path(run_dir), _KINDS[not tokens], steps, schema.names)])
+    return pa.concat_tables(
+        [schema.empty_table(), *_tables(Path(run_dir), _KINDS[not tokens], steps, schema.names)]
+    )
 
 
-def _tables(run_dir: Path, kind: str, steps: Collection[int] | None, columns: Sequence[str]) -> Iterator[pa.Table]:
+def _tables(
+    run_dir: Path, kind: str, steps: Collection[int] | None, columns: Sequence[str]
+) -> Iterator[pa.Table]:
     import pyarrow.parquet as pq
 
     directory = RunPaths(run_dir).sample_files
@@ -194,7 +228,10 @@ def _array(values: Column | None, kind: pa.DataType, count: int = 0) -> pa.Array
 
 
 def _steps(directory: Path, kind: str) -> list[int]:
-    names = (re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name) for file in directory.glob(f"{kind}_*"))
+    names = (
+        re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name)
+        for file in directory.glob(f"{kind}_*")
+    )
     return sorted(int(name[1]) for name in names if name is not None)
 
 
@@ -202,10 +239,19 @@ def _parquet(table: pa.Table) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Lists of numbers hardly repeat: their bytes compress better by place than through a dictionary.
-    numbers = [f"{field.name}.list.element" for field in table.schema if field.type == pa.list_(pa.float32())]
-    others = [f"{field.name}.list.element" for field in table.schema if pa.types.is_list(field.type)]
+    # Lists of numbers hardly repeat: their bytes compress better by place than through a
+    # dictionary.
+    numbers = [
+        f"{field.name}.list.element"
+        for field in table.schema
+        if field.type == pa.list_(pa.float32())
+    ]
+    others = [
+        f"{field.name}.list.element" for field in table.schema if pa.types.is_list(field.type)
+    ]
     chosen: Any = [name for name in others if name not in numbers] or True
     content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd", use_dictionary=chosen, use_byte_stream_split=numbers)
+    pq.write_table(
+        table, content, compression="zstd", use_dictionary=chosen, use_byte_stream_split=numbers
+    )
     return content.getvalue()

@@ -20,7 +20,8 @@ from aligner.schema import Config
 from aligner.schema.keys import shown
 
 SUPERSEDED = "superseded"
-"""Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its steps are recorded anew."""
+"""Where, below the run's `wandb` directory, what was recorded offline before a resume is kept: its
+steps are recorded anew."""
 
 _PARAMETERS_AT_ONCE = 100
 _log = logging.getLogger(__name__)
@@ -37,13 +38,18 @@ def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
         ("wandb", settings.wandb.enabled, lambda: WandbSink(config, paths)),
         ("mlflow", settings.mlflow.enabled, lambda: MlflowSink(config, paths)),
     )
-    return [BackgroundSink(name, opened, lambda: read_metrics(paths.metrics)) for name, chosen, opened in known if chosen]
+    return [
+        BackgroundSink(name, opened, lambda: read_metrics(paths.metrics))
+        for name, chosen, opened in known
+        if chosen
+    ]
 
 
 class BackgroundSink:
     """A sink with a thread of its own: training never waits for a server, and does not end with it.
 
-    The first failure is told as a warning; the sink is opened again after a while, and then gets all that it lacks.
+    The first failure is told as a warning; the sink is opened again after a while, and then gets
+    all that it lacks.
     """
 
     def __init__(
@@ -54,7 +60,8 @@ class BackgroundSink:
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
         retry_s: float = _RETRY_S,
     ) -> None:
-        """`open_sink` is called in the thread, too; `recorded` gives what it should have got. `close` waits for so long."""
+        """`open_sink` is called in the thread, too; `recorded` gives what it should have got.
+        `close` waits for so long."""
         self._name, self._open, self._recorded = name, open_sink, recorded
         self._close_timeout_s, self._retry_s = close_timeout_s, retry_s
         self._sink: MetricsSink | None = None
@@ -83,10 +90,16 @@ class BackgroundSink:
         """Wait until all is written, but not forever."""
         deadline = time.monotonic() + self._close_timeout_s
         with contextlib.suppress(queue.Full):
-            self._waiting.put((lambda sink: sink.close(failed), True), timeout=self._close_timeout_s)
+            self._waiting.put(
+                (lambda sink: sink.close(failed), True), timeout=self._close_timeout_s
+            )
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() or self._is_behind:
-            _log.warning("%s failed %d times and lacks steps; metrics.jsonl has all", self._name, self.failures)
+            _log.warning(
+                "%s failed %d times and lacks steps; metrics.jsonl has all",
+                self._name,
+                self.failures,
+            )
 
     def _put(self, action: _Action) -> None:
         try:
@@ -106,7 +119,8 @@ class BackgroundSink:
             self._sink = self._sink or self._open()
             if self._is_behind:
                 self._is_behind = False
-                if self._to_resume is not None:  # what was done after that point before would stay otherwise
+                # what was done after that point before would stay otherwise
+                if self._to_resume is not None:
                     self._sink.resume(self._to_resume)
                     self._to_resume = None
                 self._sink.resume(self._recorded())
@@ -117,7 +131,9 @@ class BackgroundSink:
             self._retry_at = time.monotonic() + self._retry_s
             if self.failures == 1:
                 what = f"{type(error).__name__}: {error}"
-                _log.warning("%s does not record the metrics, but the run goes on: %s", self._name, what)
+                _log.warning(
+                    "%s does not record the metrics, but the run goes on: %s", self._name, what
+                )
 
 
 class TensorBoardSink:
@@ -137,18 +153,25 @@ class TensorBoardSink:
         if step in self._shown:
             return
         values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items()]
-        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._events.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        )
         self._events.flush()
         self._shown.add(step)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Tell TensorBoard to hide what was written from the first step on that it lacks, and write all from there again."""
+        """Tell TensorBoard to hide what was written from the first step on that it lacks, and write
+        all from there again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         steps = [int(record["step"]) for record in kept]
         after = steps[-1] + 1 if steps else 0
         start = next((step for step in steps if step not in self._shown), after)
-        self._events.add_event(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
+        self._events.add_event(
+            Event(
+                wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)
+            )
+        )
         self._events.flush()
         self._shown = {step for step in self._shown if step < start}
         for step, record in zip(steps, kept, strict=True):
@@ -160,7 +183,8 @@ class TensorBoardSink:
 
 
 def _shown_steps(directory: Path) -> set[int]:
-    """What TensorBoard shows of a directory's event files: from where a run started again, nothing of before."""
+    """What TensorBoard shows of a directory's event files: from where a run started again, nothing
+    of before."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -206,7 +230,8 @@ class WandbSink:
         self._next = int(self._run.step)
 
     def write(self, step: int, record: Record) -> None:
-        """Log a step, at once; one that the server has already, from before the run was resumed, stays as it is there."""
+        """Log a step, at once; one that the server has already, from before the run was resumed,
+        stays as it is there."""
         if step >= self._next:
             self._run.log(dict(record), step=step, commit=True)
             self._next = step + 1
@@ -214,7 +239,9 @@ class WandbSink:
     def resume(self, kept: Sequence[Record]) -> None:
         """Log again what this run does not have: offline everything, for it begins anew."""
         for record in kept:
-            self.write(int(record["step"]), {key: value for key, value in record.items() if key != "step"})
+            self.write(
+                int(record["step"]), {key: value for key, value in record.items() if key != "step"}
+            )
 
     def close(self, failed: bool) -> None:
         """Finish the run, and wait for wandb's own process, which is still writing then."""
@@ -231,7 +258,8 @@ class MlflowSink:
         uri = config.logging.mlflow.tracking_uri or paths.mlflow.as_uri()
         self._files = _local_directory(uri)
         if self._files is not None:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would rather have a database
+            # MLflow would rather have a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(uri)
@@ -247,23 +275,34 @@ class MlflowSink:
         self._add_parameters(config)
 
     def write(self, step: int, record: Record) -> None:
-        """Log a step; one that the store has already, from before the run was resumed, stays as it is there."""
+        """Log a step; one that the store has already, from before the run was resumed, stays as it
+        is there."""
         if step > self._last:
             self._log(step, record)
 
     def resume(self, kept: Sequence[Record]) -> None:
-        """Log what the store lacks, and drop what was done after it. A server drops nothing: there the first values stay.
+        """Log what the store lacks, and drop what was done after it. A server drops nothing: there
+        the first values stay.
 
-        A file store may have a part of the step in which the run was killed: it writes a file a metric.
+        A file store may have a part of the step in which the run was killed: it writes a file a
+        metric.
         """
         last = int(kept[-1]["step"]) if kept else -1
         if self._files is not None:
             _cut_after(self._run_directory / "metrics", last)
         keys = self._client.get_run(self._id).data.metrics
-        found = {(metric.step, key) for key in keys for metric in self._client.get_metric_history(self._id, key)}
+        found = {
+            (metric.step, key)
+            for key in keys
+            for metric in self._client.get_metric_history(self._id, key)
+        }
         for record in kept:
             step = int(record["step"])
-            lacking = {key: value for key, value in record.items() if (step, metric_name(key)) not in found and key != "step"}
+            lacking = {
+                key: value
+                for key, value in record.items()
+                if (step, metric_name(key)) not in found and key != "step"
+            }
             if lacking:
                 self._log(step, lacking)
         self._last = max([last, *(step for step, _ in found)])
@@ -280,7 +319,8 @@ class MlflowSink:
         return next(self._files.glob(f"*/{self._id}"))
 
     def _keep_description(self) -> None:
-        """A file store empties the run's description before it writes it anew: who is killed in between has a copy."""
+        """A file store empties the run's description before it writes it anew: who is killed in
+        between has a copy."""
         if self._files is not None:
             description = self._run_directory / "meta.yaml"
             copy = description.with_suffix(".before")
@@ -291,16 +331,25 @@ class MlflowSink:
     def _create(self, config: Config) -> str:
         settings = config.logging.mlflow
         found = self._client.get_experiment_by_name(settings.experiment)
-        experiment = self._client.create_experiment(settings.experiment) if found is None else found.experiment_id
+        experiment = (
+            self._client.create_experiment(settings.experiment)
+            if found is None
+            else found.experiment_id
+        )
         tags = {key: str(value) for key, value in settings.tags.items()}
-        return str(self._client.create_run(experiment, run_name=config.run.name, tags=tags).info.run_id)
+        return str(
+            self._client.create_run(experiment, run_name=config.run.name, tags=tags).info.run_id
+        )
 
     def _add_parameters(self, config: Config) -> None:
-        """The configuration. MLflow's parameters never change: of a resumed run they are those that it was begun with."""
+        """The configuration. MLflow's parameters never change: of a resumed run they are those that
+        it was begun with."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
-        parameters = [Param(key, str(value)) for key, value in _flat(shown(config)) if key not in known]
+        parameters = [
+            Param(key, str(value)) for key, value in _flat(shown(config)) if key not in known
+        ]
         for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
 
@@ -308,11 +357,14 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
-        self._client.log_batch(self._id, [Metric(metric_name(key), value, now, step) for key, value in record.items()])
+        self._client.log_batch(
+            self._id, [Metric(metric_name(key), value, now, step) for key, value in record.items()]
+        )
 
 
 def metric_name(key: str) -> str:
-    """What a metric is called in MLflow, which takes no other characters: `eval/pass@1` is `eval/pass_1`."""
+    """What a metric is called in MLflow, which takes no other characters: `eval/pass@1` is
+    `eval/pass_1`."""
     return re.sub(r"[^\w\-. :/]", "_", key)
 
 
@@ -333,7 +385,8 @@ def _local_directory(uri: str) -> Path | None:
 
 
 def _cut_after(directory: Path, step: int) -> None:
-    """Drop what a file store has of later steps: its clients cannot. A line is a time, a value and a step."""
+    """Drop what a file store has of later steps: its clients cannot. A line is a time, a value and
+    a step."""
     for file in [path for path in directory.rglob("*") if path.is_file()]:
         lines = file.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and int(line.split()[2]) <= step]

@@ -1,4 +1,5 @@
-"""What each role is at while it starts, in a line of a file, and how whoever watches is told of what takes long."""
+"""What each role is at while it starts, in a line of a file, and how whoever watches is told of
+what takes long."""
 
 import contextlib
 import os
@@ -23,7 +24,8 @@ _FIRST_STEP = {
 
 
 def tell_stage(config: Config, role: str, stage: str | None) -> None:
-    """The first rank of a role, or server group, is at this now; None: it has started. Other ranks say nothing."""
+    """The first rank of a role, or server group, is at this now; None: it has started. Other ranks
+    say nothing."""
     if int(os.environ.get("RANK", "0")):
         return
     file = run_paths(config).stages / role
@@ -57,7 +59,12 @@ class _Stage:
 class StageWatch:
     """Tells what each role is at, once that has taken a while, and how long it took."""
 
-    def __init__(self, paths: RunPaths, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory, self._tell, self._clock = paths.stages, tell, clock
         self._now: dict[str, _Stage] = {}
 

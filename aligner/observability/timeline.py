@@ -1,7 +1,9 @@
-"""What each process of a run does when: a step's phases, and spans of time appended to `timeline/<role>-<rank>.jsonl`.
+"""What each process of a run does when: a step's phases, and spans of time appended to
+`timeline/<role>-<rank>.jsonl`.
 
-The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file; from there its monotonic
-clock counts. `clock_offset_us`, what would make it the clock of the trainer's rank 0, is not measured, and 0.
+The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file;
+from there its monotonic clock counts. `clock_offset_us`, what would make it the clock of the
+trainer's rank 0, is not measured, and 0.
 """
 
 import json
@@ -21,7 +23,8 @@ from aligner.paths import run_paths
 from aligner.schema import Config
 
 PHASES = {"reshard": "publish", "server_wait": "wait"}
-"""What the trainer's phases are called in the timeline, where they are not called as in the metrics."""
+"""What the trainer's phases are called in the timeline, where they are not called as in the
+metrics."""
 
 CUT = b'{"cut": true}'
 """The first line of a file whose older half was dropped."""
@@ -30,7 +33,8 @@ _TAIL_BYTES = 1 << 20
 
 
 class Timeline:
-    """One process's spans, kept until `flush`: what a killed process had not flushed is lost. Those of one thread nest."""
+    """One process's spans, kept until `flush`: what a killed process had not flushed is lost. Those
+    of one thread nest."""
 
     def __init__(
         self,
@@ -40,7 +44,8 @@ class Timeline:
         wall_clock: Callable[[], float] = time.time,
         limit: int = sys.maxsize,
     ) -> None:
-        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file calls some spans.
+        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file
+        calls some spans.
 
         The older half of a file of more than `limit` bytes is dropped.
         """
@@ -55,11 +60,16 @@ class Timeline:
             self.flush()
 
     def add(self, name: str, start: float, end: float, **about: Any) -> None:
-        """A span from `start` to `end`, in seconds of the clock; `about` must be JSON values. From any thread."""
+        """A span from `start` to `end`, in seconds of the clock; `about` must be JSON values. From
+        any thread."""
         if self._path is None:
             return
         began, ended = self._microseconds(start), self._microseconds(end)
-        span: dict[str, Any] = {"name": self._names.get(name, name), "start": began, "us": ended - began}
+        span: dict[str, Any] = {
+            "name": self._names.get(name, name),
+            "start": began,
+            "us": ended - began,
+        }
         if self._step is not None:
             span["step"] = self._step
         if threading.current_thread() is not threading.main_thread():
@@ -76,13 +86,15 @@ class Timeline:
             self.add(name, start, self._clock(), **about)
 
     def begin_run(self, steps_done: int) -> None:
-        """A trainer is about to do what comes after so many steps: what was done after them before does not count."""
+        """A trainer is about to do what comes after so many steps: what was done after them before
+        does not count."""
         if self._path is not None:
             self._pending.append({"steps_done": steps_done})
             self.flush()
 
     def begin_step(self, step: int) -> None:
-        """What is added, and logged, from now on belongs to `step`; what was added before is written."""
+        """What is added, and logged, from now on belongs to `step`; what was added before is
+        written."""
         self.flush()
         self._step = step
         at_step(step)
@@ -105,7 +117,8 @@ class Timeline:
 
 
 class PhaseTimer:
-    """Adds up seconds by phase over a step; different phases may overlap. `listener` gets each block's name and times."""
+    """Adds up seconds by phase over a step; different phases may overlap. `listener` gets each
+    block's name and times."""
 
     def __init__(
         self,
@@ -141,21 +154,30 @@ class PhaseTimer:
                 self._listener(name, start, end)
 
     def take(self) -> dict[str, float]:
-        """Seconds by metric name, `time/<phase>` and `time/step` since the last take; counting starts anew."""
+        """Seconds by metric name, `time/<phase>` and `time/step` since the last take; counting
+        starts anew."""
         if self._open:
             raise ValueError(f"phases still being timed: {', '.join(sorted(self._open))}")
         now = self._clock()
-        taken = {"time/step": now - self._since, **{f"time/{name}": spent for name, spent in self._seconds.items()}}
+        taken = {
+            "time/step": now - self._since,
+            **{f"time/{name}": spent for name, spent in self._seconds.items()},
+        }
         self._seconds, self._since = {}, now
         return taken
 
 
-def open_timeline(config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES) -> Timeline:
-    """The timeline of a rank of a role or server group; nothing is written with `logging.timeline=false`."""
+def open_timeline(
+    config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES
+) -> Timeline:
+    """The timeline of a rank of a role or server group; nothing is written with
+    `logging.timeline=false`."""
     path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
         names = {**names, "generate": "wait"}
-    return Timeline(path if config.logging.timeline else None, names, limit=config.logging.file_mib << 20)
+    return Timeline(
+        path if config.logging.timeline else None, names, limit=config.logging.file_mib << 20
+    )
 
 
 def _cut_unfinished_line(path: Path) -> None:

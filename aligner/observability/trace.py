@@ -1,4 +1,5 @@
-"""A run's timeline as a whole: read from its processes' files, written as `trace.json`, and summed up."""
+"""A run's timeline as a whole: read from its processes' files, written as `trace.json`, and summed
+up."""
 
 import bisect
 import itertools
@@ -36,31 +37,42 @@ class Span:
     start: int
     end: int
     step: int | None = None
-    """The training step that it belongs to; of a server's, the one that the trainer was at when it began"""
+    """The training step that it belongs to; of a server's, the one that the trainer was at when it
+    began"""
     thread: str = ""
     """Empty for the main thread"""
     about: Mapping[str, Any] | None = None
 
 
 def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
-    """The spans of a run by their start, those left out that a resumed run has done again; none without a timeline.
+    """The spans of a run by their start, those left out that a resumed run has done again; none
+    without a timeline.
 
-    Of a timeline of more than `newest_bytes` the newest part. Raises AlignerError for a file that is none of ours.
+    Of a timeline of more than `newest_bytes` the newest part. Raises AlignerError for a file that
+    is none of ours.
     """
     files = sorted(paths.timeline.glob("*-*.jsonl"))
     read = {file: _records(file, newest_bytes // len(files)) for file in files}
     undone = _undone(read.get(paths.timeline / "trainer-0.jsonl", ([], False))[0])
     spans = [span for file, (records, _) in read.items() for span in _spans(file, records)]
     # Where a part was left out, all processes begin where the one does whose part begins last.
-    begins = max((records[0]["start"] for records, cut in read.values() if cut and records), default=0)
-    kept = [span for span in spans if span.start >= begins and not any(a <= span.start < b for a, b in undone)]
+    begins = max(
+        (records[0]["start"] for records, cut in read.values() if cut and records), default=0
+    )
+    kept = [
+        span
+        for span in spans
+        if span.start >= begins and not any(a <= span.start < b for a, b in undone)
+    ]
     return sorted(_with_steps(kept), key=lambda span: (span.start, -span.end))
 
 
 def write_trace(paths: RunPaths) -> list[Span]:
-    """Write `trace.json` anew, in Chrome's trace event format; returns its spans, none and no file without a timeline.
+    """Write `trace.json` anew, in Chrome's trace event format; returns its spans, none and no file
+    without a timeline.
 
-    Roles are its processes, ranks their threads, and times count from the first span. Raises AlignerError and OSError.
+    Roles are its processes, ranks their threads, and times count from the first span. Raises
+    AlignerError and OSError.
     """
     spans = read_spans(paths)
     if not spans:
@@ -73,7 +85,8 @@ def write_trace(paths: RunPaths) -> list[Span]:
 
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Complete events (`ph` X) of spans in order of their start, and metadata events that name roles and ranks."""
+    """Complete events (`ph` X) of spans in order of their start, and metadata events that name
+    roles and ranks."""
     events: list[dict[str, Any]] = []
     tracks: dict[tuple[str, int, str], tuple[int, int]] = {}
     for pid, role in enumerate(roles_of(spans), 1):
@@ -81,7 +94,8 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         lanes = sorted({(span.rank, span.thread) for span in spans if span.role == role})
         ranks = max(rank for rank, _ in lanes) + 1
         for place, (rank, thread) in enumerate(lanes):
-            # A rank's number is its main thread's; other threads come after all ranks, but are shown below theirs.
+            # A rank's number is its main thread's; other threads come after all ranks, but are
+            # shown below theirs.
             tid = ranks + place if thread else rank
             tracks[role, rank, thread] = pid, tid
             events += _metadata("thread", pid, tid, f"rank {rank} {thread}".rstrip(), place)
@@ -89,7 +103,9 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         pid, tid = tracks[span.role, span.rank, span.thread]
         arguments = dict(span.about or {}) | ({} if span.step is None else {"step": span.step})
         times = {"ts": span.start - spans[0].start, "dur": span.end - span.start}
-        events.append({"name": span.name, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments})
+        events.append(
+            {"name": span.name, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}
+        )
     return events
 
 
@@ -104,7 +120,8 @@ def roles_of(spans: Iterable[Span]) -> list[str]:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """The spans of a thread cut so that none covers another: each moment belongs to the one that began last."""
+    """The spans of a thread cut so that none covers another: each moment belongs to the one that
+    began last."""
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     cut: list[Span] = []
     under_way: list[Span] = []
@@ -124,7 +141,8 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
 
 def steps_window(spans: Iterable[Span], steps: int) -> tuple[int, int]:
-    """From the start of the trainer's last `steps` whole steps to the end of the last; (0, 0) without a training step."""
+    """From the start of the trainer's last `steps` whole steps to the end of the last; (0, 0)
+    without a training step."""
     bounds = step_bounds(spans)
     last = sorted(step for step in bounds if step > 0)[-steps:]
     return (bounds[last[0]][0], bounds[last[-1]][1]) if last else (0, 0)
@@ -141,7 +159,8 @@ def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
 
 
 def busy_shares(spans: Iterable[Span], window: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """By role, the trainer first, which share of the window its ranks spent on what, waiting left out; a mean over ranks."""
+    """By role, the trainer first, which share of the window its ranks spent on what, waiting left
+    out; a mean over ranks."""
     begin, end = window
     during = [span for span in spans if span.end > begin and span.start < end]
     threads: dict[tuple[str, int, str], list[Span]] = {}
@@ -149,18 +168,23 @@ def busy_shares(spans: Iterable[Span], window: tuple[int, int]) -> dict[str, dic
         threads.setdefault((span.role, span.rank, span.thread), []).append(span)
     ranks: dict[tuple[str, int], list[Span]] = {}
     for (role, rank, _), own in threads.items():
-        ranks.setdefault((role, rank), []).extend(span for span in innermost(own) if span.name != WAIT)
+        ranks.setdefault((role, rank), []).extend(
+            span for span in innermost(own) if span.name != WAIT
+        )
     counts = {role: sum(1 for known, _ in ranks if known == role) for role in roles_of(during)}
     shares: dict[str, dict[str, float]] = {role: {} for role in counts}
     for (role, _), own in ranks.items():
         for span in innermost(own):
             inside = max(0, min(span.end, end) - max(span.start, begin))
-            shares[role][span.name] = shares[role].get(span.name, 0.0) + inside / (end - begin) / counts[role]
+            shares[role][span.name] = (
+                shares[role].get(span.name, 0.0) + inside / (end - begin) / counts[role]
+            )
     return shares
 
 
 def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """The whole lines among a file's last `limit` bytes, and whether there were others before them."""
+    """The whole lines among a file's last `limit` bytes, and whether there were others before
+    them."""
     with file.open("rb") as content:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - limit))
@@ -170,14 +194,17 @@ def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
     try:
         records = [json.loads(line) for line in (whole[1:] if cut else whole)]
     except ValueError as error:
-        raise AlignerError(f"{file}: not a timeline, a line of it is not JSON ({error}); remove the file") from error
+        raise AlignerError(
+            f"{file}: not a timeline, a line of it is not JSON ({error}); remove the file"
+        ) from error
     if cut:
         records = list(itertools.dropwhile(lambda record: "start" not in record, records))
     return records, cut
 
 
 def _undone(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """From when to when what was done was lost: it came after the checkpoint from which the trainer was resumed."""
+    """From when to when what was done was lost: it came after the checkpoint from which the trainer
+    was resumed."""
     lost: list[tuple[int, int]] = []
     counting: list[Mapping[str, Any]] = []
     opened = 0
@@ -213,7 +240,9 @@ def _with_steps(spans: Sequence[Span]) -> list[Span]:
     found = []
     for span in spans:
         place = bisect.bisect_right(begins, span.start, key=itemgetter(0)) - 1
-        found.append(span if span.step is not None or place < 0 else replace(span, step=begins[place][1]))
+        found.append(
+            span if span.step is not None or place < 0 else replace(span, step=begins[place][1])
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Addresses of a run's servers: ports and interfaces that are asked for, where they listen, and the key and TLS they want."""
+"""Addresses of a run's servers: ports and interfaces that are asked for, where they listen, and the
+key and TLS they want."""
 
 import ipaddress
 import json
@@ -39,8 +40,9 @@ def interface_address(interface: str) -> str:
     }
     if interface not in known:
         raise ConfigError(
-            f"server.interface={interface}: neither an IPv4 address nor an interface of this machine;"
-            f" allowed: {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
+            f"server.interface={interface}: neither an IPv4 address nor an interface of this"
+            " machine; allowed:"
+            f" {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
         )
     return known[interface]
 
@@ -80,12 +82,19 @@ def explicit_ports(config: Config) -> dict[str, int]:
         role, _, replica = group.partition(".")
         offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
         section = "engine" if role == "generator" else role
-        found.update({f"{section}.ports.{name}{offset}": port for name, port in asdict(ports).items() if port})
+        found.update(
+            {
+                f"{section}.ports.{name}{offset}": port
+                for name, port in asdict(ports).items()
+                if port
+            }
+        )
     return found
 
 
 def port_is_free(interface: str, port: int) -> bool:
-    """Whether a server could listen there now; raises OSError for an interface that this machine does not have."""
+    """Whether a server could listen there now; raises OSError for an interface that this machine
+    does not have."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -129,7 +138,8 @@ def create_access_key(config: Config) -> None:
         return
     if not path.exists():
         path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
-        create_private_file(path, secrets.token_urlsafe(32) + "\n")  # servers started together agree on the first one's
+        # servers started together agree on the first one's
+        create_private_file(path, secrets.token_urlsafe(32) + "\n")
     _read_key(path)
 
 
@@ -137,22 +147,28 @@ def _read_key(path: Path) -> str:
     try:
         key = path.read_text(encoding="ascii", errors="replace").strip()
     except OSError as error:
-        raise ConfigError(f"server.guard=key: cannot read the run's access key {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"server.guard=key: cannot read the run's access key {path}: {error.strerror}"
+        ) from error
     if not re.fullmatch(r"[!-~]+", key):  # a header's value
         raise ConfigError(
-            f"server.guard=key: the run's access key {path} is {'not one' if key else 'empty'}; allowed: one line of printable"
-            " ASCII characters without spaces; remove the file, and the next launch makes one"
+            f"server.guard=key: the run's access key {path} is {'not one' if key else 'empty'};"
+            " allowed: one line of printable ASCII characters without spaces; remove the file, and"
+            " the next launch makes one"
         )
     return key
 
 
 def run_access(config: Config) -> Access:
-    """How the run's own processes reach its servers. Raises ConfigError where the run has no key, or a file that is none."""
+    """How the run's own processes reach its servers. Raises ConfigError where the run has no key,
+    or a file that is none."""
     key = _read_key(run_paths(config).access_key) if config.server.guard == "key" else None
     tls = tls_files(config)
     if tls is None:
         return Access(key)
-    return Access(key, tls.authorities, *((tls.certificate, tls.key) if tls.mutual else (None, None)))
+    return Access(
+        key, tls.authorities, *((tls.certificate, tls.key) if tls.mutual else (None, None))
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +183,11 @@ class Endpoint:
 
 def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
     """Write the addresses by server group, atomically."""
-    write_file(path, json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1) + "\n")
+    write_file(
+        path,
+        json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1)
+        + "\n",
+    )
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:

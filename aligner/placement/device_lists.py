@@ -14,16 +14,21 @@ def numbers(text: str) -> Iterator[int]:
 
 
 def device_list(key: str, text: str, count: int, limit: str) -> tuple[int, ...]:
-    """The devices that a key's value names, of `count` ones; `limit` is what an error says that the count comes from.
+    """The devices that a key's value names, of `count` ones; `limit` is what an error says that the
+    count comes from.
 
-    Raises ConfigError, with the key, for what is no list, for devices that are not there and for one that is named twice.
+    Raises ConfigError, with the key, for what is no list, for devices that are not there and for
+    one that is named twice.
     """
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
-    is_known = all(int(end) < count for end in re.findall(r"\d+", text))  # first of all: a range may be too long to write out
+    # first of all: a range may be too long to write out
+    is_known = all(int(end) < count for end in re.findall(r"\d+", text))
     found = list(numbers(text)) if is_known else []
     if not found or len(set(found)) < len(found):
-        raise ConfigError(f"{key}={text}: allowed are different ones from 0 to {count - 1} ({limit})")
+        raise ConfigError(
+            f"{key}={text}: allowed are different ones from 0 to {count - 1} ({limit})"
+        )
     return tuple(found)
 
 

@@ -9,15 +9,24 @@ from aligner.schema import Config
 def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
     """The GPUs of a role or server group, one a rank, by their places among those that may be used.
 
-    Of `cluster.devices` where that names them; the others get the next ones that nobody has, the trainer first. Empty
-    where the run's roles are not on GPUs of this machine. Raises ConfigError where there are too few.
+    Of `cluster.devices` where that names them; the others get the next ones that nobody has, the
+    trainer first. Empty where the run's roles are not on GPUs of this machine. Raises ConfigError
+    where there are too few.
     """
     count = gpu_count()
     if config.cluster.kind != "local" or not count:
         return {}
-    ranks = {group: size for group, size in role_ranks(config).items() if computes_on_devices(config, group)}
+    ranks = {
+        group: size
+        for group, size in role_ranks(config).items()
+        if computes_on_devices(config, group)
+    }
     in_order = {"trainer": ranks["trainer"], **ranks}
-    found = {group: devices for group in in_order if (devices := _named(config, group, in_order, count)) is not None}
+    found = {
+        group: devices
+        for group in in_order
+        if (devices := _named(config, group, in_order, count)) is not None
+    }
     _check_generator(config, found)
     taken = {device for devices in found.values() for device in devices}
     free = [device for device in range(count) if device not in taken]
@@ -30,7 +39,8 @@ def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tuple[int, ...] | None:
-    """What `cluster.devices` says of a group; replicas have their parts of it in turn, or share what is one's alone."""
+    """What `cluster.devices` says of a group; replicas have their parts of it in turn, or share
+    what is one's alone."""
     role, size = role_of(group), ranks[group]
     text: str | None = getattr(config.cluster.devices, role)
     if text is None:
@@ -38,7 +48,10 @@ def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tup
     key = f"cluster.devices.{role}"
     devices = device_list(key, text, count, f"the GPUs of this machine that may be used: {count}")
     if len(devices) % size:
-        raise ConfigError(f"{key}={text}: {size} ranks need a device each; name {size}, or for replicas a multiple of it")
+        raise ConfigError(
+            f"{key}={text}: {size} ranks need a device each; name {size}, or for replicas a"
+            " multiple of it"
+        )
     first = [other for other in ranks if role_of(other) == role].index(group) * size % len(devices)
     return devices[first : first + size]
 
@@ -47,15 +60,16 @@ def _check_generator(config: Config, named: dict[str, tuple[int, ...]]) -> None:
     shared = {*named.get("trainer", ())} & {*named.get("generator", ())}
     if shared:
         raise ConfigError(
-            f"cluster.devices.generator={config.cluster.devices.generator}: device {min(shared)} is the trainer's, and NCCL,"
-            " which brings the generator its weights, takes no device twice; name others, or give engine.placement=colocated"
+            f"cluster.devices.generator={config.cluster.devices.generator}: device {min(shared)} is"
+            " the trainer's, and NCCL, which brings the generator its weights, takes no device"
+            " twice; name others, or give engine.placement=colocated"
         )
 
 
 def _too_few(wanting: dict[str, int], free: int, count: int) -> str:
     asked = ", ".join(f"{group} {size}" for group, size in wanting.items())
     return (
-        f"cluster.devices: a rank takes a GPU of its own, {asked}, and {free} of this machine's {count} are free for these;"
-        " give smaller layouts, or have roles share devices by naming them, such as cluster.devices.trainer=0"
-        " cluster.devices.critic=0"
+        f"cluster.devices: a rank takes a GPU of its own, {asked}, and {free} of this machine's"
+        f" {count} are free for these; give smaller layouts, or have roles share devices by naming"
+        " them, such as cluster.devices.trainer=0 cluster.devices.critic=0"
     )

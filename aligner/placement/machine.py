@@ -33,13 +33,16 @@ class Machine:
 
 
 def machine_of(config: Config) -> Machine:
-    """Where a run's roles are to be placed. Raises ConfigError where it cannot be told what memory the GPUs have."""
+    """Where a run's roles are to be placed. Raises ConfigError where it cannot be told what memory
+    the GPUs have."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
     if _LIMIT.is_file() and (limit := _LIMIT.read_text().strip()).isdecimal():
         memory = min(memory, int(limit) / 2**30)
     if config.cluster.kind == "slurm":
         of_gpu = (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
-        return Machine(cores, memory, config.cluster.devices_per_node if of_gpu else 0, of_gpu, most_nodes=64)
+        return Machine(
+            cores, memory, config.cluster.devices_per_node if of_gpu else 0, of_gpu, most_nodes=64
+        )
     if not (gpus := gpu_count()):
         return Machine(cores, memory)
     return Machine(cores, memory, gpus, config.cluster.device_memory_gib or min(_gpu_memory()))
@@ -49,10 +52,12 @@ def _gpu_memory() -> list[float]:
     """GiB of each GPU."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
         return [float(line) / 2**10 - _CONTEXT_GIB for line in told.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"nvidia-smi does not tell the GPUs' memory ({error}); give cluster.device_memory_gib, or an experiment,"
-            " experiment=NAME"
+            f"nvidia-smi does not tell the GPUs' memory ({error}); give cluster.device_memory_gib,"
+            " or an experiment, experiment=NAME"
         ) from error

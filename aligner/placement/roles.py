@@ -15,7 +15,8 @@ PRETENDED_GPUS = "ALIGNER_GPUS"
 
 
 def gpu_count() -> int:
-    """GPUs of this machine that may be used: asking the driver's files costs nothing, asking torch costs its import.
+    """GPUs of this machine that may be used: asking the driver's files costs nothing, asking torch
+    costs its import.
 
     ALIGNER_GPUS says of how many configurations are checked on a machine that has others, or none.
     """
@@ -43,7 +44,8 @@ def has_gpu() -> bool:
 def uses_gpus(config: Config) -> bool:
     """Whether the roles' devices are GPUs: of this machine where the run stays here.
 
-    A Slurm job's are, whatever the machine that submits it has, unless none are asked for and nothing needs one.
+    A Slurm job's are, whatever the machine that submits it has, unless none are asked for and
+    nothing needs one.
     """
     if config.cluster.kind == "local":
         return has_gpu()
@@ -70,10 +72,14 @@ def has_generator(config: Config) -> bool:
 
 
 def server_ranks(config: Config) -> dict[str, int]:
-    """Number of processes of each server group: `generator`, `critic`, `reward`, `teacher`, further replicas `reward.1`, …."""
+    """Number of processes of each server group: `generator`, `critic`, `reward`, `teacher`, further
+    replicas `reward.1`, …."""
     if not config.algorithm.generates:
         return {}
-    rewards, teachers = 0 if config.critic_scores else config.reward.replicas, config.teacher.replicas * config.has_teacher
+    rewards, teachers = (
+        (0 if config.critic_scores else config.reward.replicas),
+        config.teacher.replicas * config.has_teacher,
+    )
     generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
     return {
@@ -95,17 +101,20 @@ def role_ranks(config: Config) -> dict[str, int]:
 
 
 def role_of(group: str) -> str:
-    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so in the trainer's place."""
+    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so
+    in the trainer's place."""
     return "trainer" if group == "prepare" else group.partition(".")[0]
 
 
 def computes_on_devices(config: Config, group: str) -> bool:
-    """Whether the ranks of a role, or a server group, have models; a scoring function needs no device."""
+    """Whether the ranks of a role, or a server group, have models; a scoring function needs no
+    device."""
     return role_of(group) != "reward" or has_reward_model(config.reward)
 
 
 def threads_per_rank(config: Config) -> int:
-    """OpenMP threads of each process of a run on this machine: as decided, else this process's cores over all ranks."""
+    """OpenMP threads of each process of a run on this machine: as decided, else this process's
+    cores over all ranks."""
     ranks = sum(role_ranks(config).values())
     return configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
 
@@ -113,8 +122,9 @@ def threads_per_rank(config: Config) -> int:
 def configured_threads(config: Config) -> int | None:
     """OpenMP threads of a rank where the configuration decides them.
 
-    One on GPUs, as torchrun has it, unless the processor is to take part in the optimizer's steps: what else it computes there
-    is small, and dealt out over a pool of threads took longer than what the GPU did meanwhile.
+    One on GPUs, as torchrun has it, unless the processor is to take part in the optimizer's steps:
+    what else it computes there is small, and dealt out over a pool of threads took longer than what
+    the GPU did meanwhile.
     """
     if config.engine.exact:
         return 1
@@ -127,18 +137,24 @@ def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
     return sum(spec.numel for spec in weight_table(shape, head))
 
 
-def describe_model(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """A line each: the shape and size of the policy, or the reward model that is trained, and, if there is one, the critic."""
+def describe_model(
+    config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> str:
+    """A line each: the shape and size of the policy, or the reward model that is trained, and, if
+    there is one, the critic."""
     trained, model = "policy", shape
     head: Head = "vocabulary"
     if config.algorithm.trainer == "reward_model":
         trained, model, head = "reward model", first_layers(config, shape), "scalar"
     described = (
-        f"{trained}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads,"
-        f" {model.num_kv_heads} key-value heads, vocabulary {model.vocab_size},"
+        f"{trained}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads}"
+        f" heads, {model.num_kv_heads} key-value heads, vocabulary {model.vocab_size},"
         f" {parameter_count(model, head) / 1e6:.1f} M parameters"
     )
     if not config.algorithm.has_critic:
         return described
     critic = critic_shape(config, shape, expected)
-    return f"{described}\ncritic: {critic.num_layers} layers, {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"
+    return (
+        f"{described}\ncritic: {critic.num_layers} layers,"
+        f" {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"
+    )

@@ -11,14 +11,16 @@ from aligner.schema import Config, SlurmRoleConfig
 
 
 def container_mounts(config: Config) -> list[str]:
-    """What a container sees: the run directory and the cache, at their own places, and what is configured."""
+    """What a container sees: the run directory and the cache, at their own places, and what is
+    configured."""
     always = [str(path) for path in (run_paths(config).root, cache_directory())]
     return [*(f"{path}:{path}" for path in always), *config.cluster.slurm.mounts]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a role or server group run: so many on each of some nodes of a component."""
+    """Where the ranks of a role or server group run: so many on each of some nodes of a
+    component."""
 
     component: int
     first_node: int
@@ -34,7 +36,9 @@ class Place:
 
     def meets(self, other: "Place") -> bool:
         """Whether both are on some node."""
-        return self.component == other.component and not {*self.node_range}.isdisjoint(other.node_range)
+        return self.component == other.component and not {*self.node_range}.isdisjoint(
+            other.node_range
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def container_image(config: Config, group: str) -> str | None:
 
 
 def slurm_layout(config: Config) -> Layout:
-    """Where every role runs. Raises ConfigError for what does not go on nodes so, naming its key."""
+    """Where every role runs. Raises ConfigError for what does not go on nodes so, naming its
+    key."""
     groups = role_ranks(config)
     roles = list(dict.fromkeys(role_of(group) for group in ("trainer", *groups)))
     if problems := [*_role_problems(config, roles)]:
@@ -98,11 +103,17 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
         settings, key = slurm_role(config, role), f"cluster.slurm.roles.{role}"
         if settings.beside is not None:
             if settings.beside not in roles:
-                yield f"{key}.beside={settings.beside}: the run has no such role; it has {', '.join(roles)}"
+                yield (
+                    f"{key}.beside={settings.beside}: the run has no such role; it has"
+                    f" {', '.join(roles)}"
+                )
             elif settings.beside == role or slurm_role(config, settings.beside).beside is not None:
                 yield f"{key}.beside={settings.beside}: name a role with nodes of its own"
             if settings.nodes is not None:
-                yield f"{key}.nodes={settings.nodes}: it runs on the nodes of {settings.beside}; leave one of both out"
+                yield (
+                    f"{key}.nodes={settings.nodes}: it runs on the nodes of {settings.beside};"
+                    " leave one of both out"
+                )
         try:
             _chosen_devices(config, role)
         except ConfigError as error:
@@ -110,26 +121,35 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
 
 
 def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
-    """The devices that a role names. Raises ConfigError for what is no list, and for those a node lacks."""
+    """The devices that a role names. Raises ConfigError for what is no list, and for those a node
+    lacks."""
     text, most = slurm_role(config, role).devices, config.cluster.devices_per_node
     if text is None:
         return None
-    return device_list(f"cluster.slurm.roles.{role}.devices", text, most, f"cluster.devices_per_node={most}")
+    return device_list(
+        f"cluster.slurm.roles.{role}.devices", text, most, f"cluster.devices_per_node={most}"
+    )
 
 
 def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
     """Where the groups of a role are: one, or the replicas of the reward."""
-    replicas = {group: ranks for group, ranks in role_ranks(config).items() if role_of(group) == role}
+    replicas = {
+        group: ranks for group, ranks in role_ranks(config).items() if role_of(group) == role
+    }
     ranks, nodes = next(iter(replicas.values())), slurm_role(config, role).nodes
     chosen = _chosen_devices(config, role)
     slots = tuple(range(config.cluster.devices_per_node)) if chosen is None else chosen
     packing = _packing(ranks, len(replicas), len(slots), nodes)
     if packing is None:
-        what = f"{len(replicas)} replicas of {ranks} ranks" if len(replicas) > 1 else f"{ranks} ranks"
-        limit = "cluster.devices_per_node" if chosen is None else f"cluster.slurm.roles.{role}.devices"
+        what = (
+            f"{len(replicas)} replicas of {ranks} ranks" if len(replicas) > 1 else f"{ranks} ranks"
+        )
+        limit = (
+            "cluster.devices_per_node" if chosen is None else f"cluster.slurm.roles.{role}.devices"
+        )
         raise ConfigError(
-            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {what} do not go evenly on nodes of"
-            f" {len(slots)} devices ({limit}); change one, or the layout"
+            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {what} do not"
+            f" go evenly on nodes of {len(slots)} devices ({limit}); change one, or the layout"
         )
     nodes_each, together = packing
     per_node = ranks // nodes_each
@@ -138,12 +158,15 @@ def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
     for index, group in enumerate(replicas):
         first = index % together * per_node
         devices = slots[first : first + per_node] if is_part else None
-        places[group] = Place(component, index // together * nodes_each, nodes_each, per_node, devices)
+        places[group] = Place(
+            component, index // together * nodes_each, nodes_each, per_node, devices
+        )
     return places
 
 
 def _packing(ranks: int, replicas: int, slots: int, nodes: int | None) -> tuple[int, int] | None:
-    """Nodes of each replica, and replicas that share a node; None where they do not go evenly on nodes with so many slots."""
+    """Nodes of each replica, and replicas that share a node; None where they do not go evenly on
+    nodes with so many slots."""
     if nodes is None:
         each = -(-ranks // slots)
         together = 1 if each > 1 else min(replicas, slots // ranks)
@@ -159,20 +182,29 @@ def _packing(ranks: int, replicas: int, slots: int, nodes: int | None) -> tuple[
 
 
 def _check_shared(config: Config, host: str, places: Mapping[str, Place]) -> None:
-    """Raise ConfigError where roles on the same nodes have not said which devices are whose, or where one has no room."""
+    """Raise ConfigError where roles on the same nodes have not said which devices are whose, or
+    where one has no room."""
     if all(role_of(group) == host for group in places):
         return
-    nodes = 1 + max(place.node_range[-1] for group, place in places.items() if role_of(group) == host)
+    nodes = 1 + max(
+        place.node_range[-1] for group, place in places.items() if role_of(group) == host
+    )
     is_divided = len({role_of(group) for group in places if _needs_device(config, group)}) > 1
     owners: dict[int, str] = {}
     for group, place in places.items():
         role, key = role_of(group), f"cluster.slurm.roles.{role_of(group)}"
         if place.node_range[-1] >= nodes:
-            raise ConfigError(f"{key}.beside={host}: it needs {place.node_range[-1] + 1} nodes, {host} has {nodes}")
+            raise ConfigError(
+                f"{key}.beside={host}: it needs {place.node_range[-1] + 1} nodes, {host} has"
+                f" {nodes}"
+            )
         if not _needs_device(config, group) or not is_divided:
             continue
         if place.devices is None:
-            raise ConfigError(f"{key}.devices=null: {host} shares its nodes; say which devices are whose, such as 0-3")
+            raise ConfigError(
+                f"{key}.devices=null: {host} shares its nodes; say which devices are whose, such"
+                " as 0-3"
+            )
         for device in place.devices:
             if owners.setdefault(device, role) != role:
                 given = slurm_role(config, role).devices
@@ -189,7 +221,10 @@ def _component(config: Config, host: str, places: Mapping[str, Place]) -> Compon
 
     def busiest(groups: Iterable[str]) -> int:
         here = [places[group] for group in groups]
-        return max(sum(place.ranks_per_node for place in here if node in place.node_range) for node in nodes)
+        return max(
+            sum(place.ranks_per_node for place in here if node in place.node_range)
+            for node in nodes
+        )
 
     on_devices = [group for group in places if _needs_device(config, group)]
     # Devices are numbered over the whole node.
@@ -200,7 +235,10 @@ def _component(config: Config, host: str, places: Mapping[str, Place]) -> Compon
 
 def _as_one(layout: Layout) -> Layout:
     """The components' nodes one after another in a single one."""
-    offsets = [sum(part.nodes for part in layout.components[:index]) for index in range(len(layout.components))]
+    offsets = [
+        sum(part.nodes for part in layout.components[:index])
+        for index in range(len(layout.components))
+    ]
     whole = Component(
         layout.components[0].role,
         sum(part.nodes for part in layout.components),

@@ -1,4 +1,5 @@
-"""TLS of a run's servers: the files that they take, and the certificate that a run makes for itself."""
+"""TLS of a run's servers: the files that they take, and the certificate that a run makes for
+itself."""
 
 import contextlib
 import ipaddress
@@ -58,15 +59,20 @@ def tls_files(config: Config) -> TLSFiles | None:
         return None
     if tls.certificate == AUTO:
         own = run_paths(config).tls
-        return TLSFiles(own / "certificate.pem", own / "key.pem", own / "certificate.pem", tls.mutual)
-    return TLSFiles(Path(tls.certificate), Path(tls.key or ""), Path(tls.authorities or ""), tls.mutual)
+        return TLSFiles(
+            own / "certificate.pem", own / "key.pem", own / "certificate.pem", tls.mutual
+        )
+    return TLSFiles(
+        Path(tls.certificate), Path(tls.key or ""), Path(tls.authorities or ""), tls.mutual
+    )
 
 
 def create_certificate(config: Config, hosts: Collection[str] = ()) -> None:
-    """Make the certificate of a run with server.tls.certificate=auto, for these hosts and this machine, unless it has one.
+    """Make the certificate of a run with server.tls.certificate=auto, for these hosts and this
+    machine, unless it has one.
 
-    It signs itself, so that it is its own authority: whoever has it trusts this run's servers and no others. Its key is
-    readable by the owner alone.
+    It signs itself, so that it is its own authority: whoever has it trusts this run's servers and
+    no others. Its key is readable by the owner alone.
     """
     directory = run_paths(config).tls
     if config.server.tls.certificate != AUTO or directory.exists():
@@ -87,7 +93,9 @@ def renew_certificate(config: Config, hosts: Collection[str]) -> None:
 
 def _names_of_this_machine() -> set[str]:
     addresses = [address for interface in psutil.net_if_addrs().values() for address in interface]
-    return {"localhost", socket.gethostname()} | {each.address for each in addresses if each.family == socket.AF_INET}
+    return {"localhost", socket.gethostname()} | {
+        each.address for each in addresses if each.family == socket.AF_INET
+    }
 
 
 def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
@@ -105,16 +113,23 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "aligner run")])
     now, public = datetime.now(timezone.utc), key.public_key()
-    usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+    usage = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+    )
     usage |= {"crl_sign": False, "encipher_only": False, "decipher_only": False}
     certificate = (
         x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCKS_DIFFER)
         .not_valid_after(now + _LIFETIME)
-        .add_extension(x509.SubjectAlternativeName([general_name(host) for host in sorted(hosts)]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([general_name(host) for host in sorted(hosts)]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True)
+        .add_extension(
+            x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .sign(key, hashes.SHA256())
     )

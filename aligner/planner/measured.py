@@ -37,41 +37,52 @@ class Measured:
     counted: int
     """Steps that this is the mean of"""
     publish_s: float
-    """Mean seconds of a publish, from when the trainer begins to send until the engine has the weights"""
+    """Mean seconds of a publish, from when the trainer begins to send until the engine has the
+    weights"""
     has_servers: bool
-    """Whether a timeline tells what the servers computed, rather than how long the trainer waited for them"""
+    """Whether a timeline tells what the servers computed, rather than how long the trainer waited
+    for them"""
 
 
 def read_run(directory: Path) -> Measured:
     """Read `config.yaml`, `metrics.jsonl` and, where there is one, the timeline.
 
-    The newest steps count, but not the run's first, which warms up, and with samples drawn ahead none in which these are not
-    both drawn and trained on. Raises ConfigError for a directory without them, and for runs that have no such pipeline.
+    The newest steps count, but not the run's first, which warms up, and with samples drawn ahead
+    none in which these are not both drawn and trained on. Raises ConfigError for a directory
+    without them, and for runs that have no such pipeline.
     """
     paths = RunPaths(directory)
     config = load_config(paths.config)
     if config.algorithm.trainer != "online":
         raise ConfigError(
-            f"--measured {directory}: algorithm.trainer={config.algorithm.trainer} is no pipeline; allowed: online"
+            f"--measured {directory}: algorithm.trainer={config.algorithm.trainer} is no pipeline;"
+            " allowed: online"
         )
     ahead, records = config.rollout.max_staleness, read_metrics(paths.metrics)
-    steps = _counted([record for record in records if record["step"] > 0 and "time/step" in record], ahead, config.run.steps)
+    steps = _counted(
+        [record for record in records if record["step"] > 0 and "time/step" in record],
+        ahead,
+        config.run.steps,
+    )
     if not steps:
         raise ConfigError(
-            f"--measured {directory}: no training step in metrics.jsonl yet that counts; let the run do {2 * ahead + 2}"
+            f"--measured {directory}: no training step in metrics.jsonl yet that counts; let the"
+            f" run do {2 * ahead + 2}"
         )
     spans = read_spans(paths)
     if ahead and not any(span.role == "generator" for span in spans):
         raise ConfigError(
-            f"--measured {directory}: without a timeline it is not known what the generator did beside training; measure with"
-            " logging.timeline=true, or rollout.max_staleness=0"
+            f"--measured {directory}: without a timeline it is not known what the generator did"
+            " beside training; measure with logging.timeline=true, or rollout.max_staleness=0"
         )
     return _measured(_Recording(config, steps, spans))
 
 
-def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Sequence[Mapping[str, float]]:
-    """The newest steps but the first; with samples drawn `ahead`, those that draw one batch and train on another, if possible
-    without evaluations, during which the generator draws on.
+def _counted(
+    steps: Sequence[Mapping[str, float]], ahead: int, last: int
+) -> Sequence[Mapping[str, float]]:
+    """The newest steps but the first; with samples drawn `ahead`, those that draw one batch and
+    train on another, if possible without evaluations, during which the generator draws on.
     """
     if not ahead:
         return (steps[1:] or steps)[-_NEWEST:]
@@ -82,7 +93,9 @@ def _counted(steps: Sequence[Mapping[str, float]], ahead: int, last: int) -> Seq
 class _Recording:
     """The steps of a run that count, and what its processes did."""
 
-    def __init__(self, config: Config, steps: Sequence[Mapping[str, float]], spans: Sequence[Span]) -> None:
+    def __init__(
+        self, config: Config, steps: Sequence[Mapping[str, float]], spans: Sequence[Span]
+    ) -> None:
         self.config, self._steps = config, steps
         self.numbers = [int(record["step"]) for record in steps]
         self.trainer = [span for span in spans if span.role == "trainer" and span.rank == 0]
@@ -90,7 +103,11 @@ class _Recording:
         work = [span for span in spans if span.name in _SERVERS and span.rank == 0]
         # A generator that takes weights while it draws does not draw then.
         work += innermost(span for span in spans if span.role == "generator" and span.rank == 0)
-        self._work = [span for span in work if not any(during.start <= span.start < during.end for during in evaluations)]
+        self._work = [
+            span
+            for span in work
+            if not any(during.start <= span.start < during.end for during in evaluations)
+        ]
 
     def timed(self, phase: str) -> list[float]:
         """Seconds of a phase in each step, as the trainer timed it."""
@@ -103,7 +120,10 @@ class _Recording:
     def worked(self, name: str) -> list[float]:
         """Its seconds in each step."""
         spans = self.work(name)
-        return [sum(span.end - span.start for span in spans if span.step == number) * 1e-6 for number in self.numbers]
+        return [
+            sum(span.end - span.start for span in spans if span.step == number) * 1e-6
+            for number in self.numbers
+        ]
 
 
 def _measured(run: _Recording) -> Measured:
@@ -111,33 +131,64 @@ def _measured(run: _Recording) -> Measured:
     ranks, ahead = config.actor.parallel.ranks, config.rollout.max_staleness
     engine = _engine_ahead(run) if ahead else _engine_in_turn(run)
     answered = _answered(run)
-    served = [_server_phase(run, name, answered) for name in _SERVERS if any(s.step in run.numbers for s in run.work(name))]
-    trainer = {"logprobs": run.timed("logprobs"), "train": run.timed("train"), "publish": engine.publish}
+    served = [
+        _server_phase(run, name, answered)
+        for name in _SERVERS
+        if any(s.step in run.numbers for s in run.work(name))
+    ]
+    trainer = {
+        "logprobs": run.timed("logprobs"),
+        "train": run.timed("train"),
+        "publish": engine.publish,
+    }
     beside = [*map(run.timed, _NO_PART), *trainer.values(), *engine.awaited]
-    if served:  # without a timeline it is not known what the trainer waited for: as good as work of its own
+    # without a timeline it is not known what the trainer waited for: as good as work of its own
+    if served:
         beside.append(run.timed("server_wait"))
-    trainer["other"] = [max(0.0, step - sum(parts)) for step, *parts in zip(run.timed("step"), *beside, strict=True)]
+    trainer["other"] = [
+        max(0.0, step - sum(parts)) for step, *parts in zip(run.timed("step"), *beside, strict=True)
+    ]
     role = "trainer" if config.engine.placement == "colocated" else "generator"
     phases = [
-        *(_phase(name, role, each, config.engine.parallel.ranks) for name, each in engine.phases.items()),
+        *(
+            _phase(name, role, each, config.engine.parallel.ranks)
+            for name, each in engine.phases.items()
+        ),
         *(_phase(name, "trainer", each, ranks) for name, each in trainer.items()),
         *served,
     ]
-    whole = [step - sum(parts) for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)]
+    whole = [
+        step - sum(parts)
+        for step, *parts in zip(run.timed("step"), *map(run.timed, _NO_PART), strict=True)
+    ]
     parts = config.rollout.micro_batches
-    models = {"trainer": config.actor, "critic": config.critic, "reward": config.reward, "teacher": config.teacher}
+    models = {
+        "trainer": config.actor,
+        "critic": config.critic,
+        "reward": config.reward,
+        "teacher": config.teacher,
+    }
     layouts = {role: model.parallel for role, model in models.items()}
-    units = {role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()}
+    units = {
+        role: layout.tensor * layout.pipeline * layout.context for role, layout in layouts.items()
+    }
     units |= {"generator": config.engine.parallel.tensor}
     return Measured(
-        pipeline=PipelineModel(tuple(phases), micro_batches=parts, max_staleness=ahead, stepwise=True),
-        placement={"trainer": ranks} | {phase.role: phase.devices for phase in phases if phase.role != HOST},
+        pipeline=PipelineModel(
+            tuple(phases), micro_batches=parts, max_staleness=ahead, stepwise=True
+        ),
+        placement={"trainer": ranks}
+        | {phase.role: phase.devices for phase in phases if phase.role != HOST},
         units=units,
         steps=config.run.steps,
         seed=config.seed,
         step_s=sum(whole) / len(whole),
         counted=len(whole),
-        publish_s=sum(phase.seconds for phase in phases if phase.name == "load" or (phase.name == "publish" and not ahead)),
+        publish_s=sum(
+            phase.seconds
+            for phase in phases
+            if phase.name == "load" or (phase.name == "publish" and not ahead)
+        ),
         has_servers=bool(served),
     )
 
@@ -157,8 +208,12 @@ class _Engine:
 def _engine_in_turn(run: _Recording) -> _Engine:
     """Where the trainer waits for all that the engine does."""
     generate, load = run.timed("generate"), run.worked("receive")
-    publish = [max(0.0, whole - taken) for whole, taken in zip(run.timed("reshard"), load, strict=True)]
-    return _Engine({"generate": generate} | ({"load": load} if any(load) else {}), publish, [generate, load])
+    publish = [
+        max(0.0, whole - taken) for whole, taken in zip(run.timed("reshard"), load, strict=True)
+    ]
+    return _Engine(
+        {"generate": generate} | ({"load": load} if any(load) else {}), publish, [generate, load]
+    )
 
 
 def _engine_ahead(run: _Recording) -> _Engine:
@@ -166,21 +221,29 @@ def _engine_ahead(run: _Recording) -> _Engine:
     load, generate = run.worked("receive"), run.worked("generate")
     if run.config.engine.in_flight == "finish" and (cycles := _generator_cycles(run)):
         load, generate = (list(each) for each in zip(*cycles, strict=True))
-    # Each step's work was for the batch that so many steps later trained on; of the last steps, for the first ones.
+    # Each step's work was for the batch that so many steps later trained on; of the last steps, for
+    # the first ones.
     place = len(load) - run.config.rollout.max_staleness % len(load)
-    phases = {"load": [*load[place:], *load[:place]], "generate": [*generate[place:], *generate[:place]]}
+    phases = {
+        "load": [*load[place:], *load[:place]],
+        "generate": [*generate[place:], *generate[:place]],
+    }
     return _Engine(phases, publish=run.timed("snapshot"), awaited=[run.timed("generate")])
 
 
 def _generator_cycles(run: _Recording) -> list[tuple[float, float]]:
-    """Seconds in which a thread of the trainer's rank 0 had a version served, and then the batch drawn that it admits.
+    """Seconds in which a thread of the trainer's rank 0 had a version served, and then the batch
+    drawn that it admits.
 
-    The thread goes on with the next version as soon as that is there. Where it waited for it, the batch counts until the
-    generator had drawn the last of it, for when the thread had it is not known.
+    The thread goes on with the next version as soon as that is there. Where it waited for it, the
+    batch counts until the generator had drawn the last of it, for when the thread had it is not
+    known.
     """
     offers = [span.end for span in run.trainer if span.name == "snapshot"]
     drawn, cycles = run.work("generate"), []
-    for served, following in itertools.pairwise(span for span in run.trainer if span.name == "publish" and span.thread):
+    for served, following in itertools.pairwise(
+        span for span in run.trainer if span.name == "publish" and span.thread
+    ):
         ends = [span.end for span in drawn if served.end <= span.start < following.start]
         if not ends or served.step not in run.numbers:
             continue
@@ -191,12 +254,18 @@ def _generator_cycles(run: _Recording) -> list[tuple[float, float]]:
 
 
 def _answered(run: _Recording) -> dict[int, float]:
-    """By step, seconds from the request for the critic's updates to their answer, where the trainer waited for it."""
+    """By step, seconds from the request for the critic's updates to their answer, where the trainer
+    waited for it."""
     trained = {span.step: span for span in run.trainer if span.name == "train"}
     seconds = {}
     for wait in run.trainer:
         train = trained.get(wait.step) if wait.name == WAIT else None
-        if train is not None and wait.start >= train.end and wait.end - wait.start > _ANSWERED_US and wait.step is not None:
+        if (
+            train is not None
+            and wait.start >= train.end
+            and wait.end - wait.start > _ANSWERED_US
+            and wait.step is not None
+        ):
             seconds[wait.step] = (wait.end - train.start) * 1e-6
     return seconds
 
@@ -204,11 +273,14 @@ def _answered(run: _Recording) -> dict[int, float]:
 def _phase(name: str, role: str, seconds: Sequence[float], devices: int) -> Phase:
     """A phase that took so long in each of the steps."""
     mean = sum(seconds) / len(seconds)
-    return Phase(name, role, mean, devices, varies=tuple(each / mean for each in seconds) if mean else (1.0,))
+    return Phase(
+        name, role, mean, devices, varies=tuple(each / mean for each in seconds) if mean else (1.0,)
+    )
 
 
 def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> Phase:
-    """What a server's first ranks computed in each step, shared by replicas; of the critic's updates what the trainer saw."""
+    """What a server's first ranks computed in each step, shared by replicas; of the critic's
+    updates what the trainer saw."""
     own = [span.role for span in run.work(name) if span.step in run.numbers]
     role, replicas, config = own[0].partition(".")[0], len(set(own)), run.config
     models = {"critic": config.critic, "reward": config.reward, "teacher": config.teacher}
@@ -217,5 +289,8 @@ def _server_phase(run: _Recording, name: str, answered: Mapping[int, float]) -> 
         role, ranks = HOST, 1  # a function needs none of the devices
     seconds = [each / replicas for each in run.worked(name)]
     if name == "critic_train":
-        seconds = [max(each, answered.get(number, 0.0)) for each, number in zip(seconds, run.numbers, strict=True)]
+        seconds = [
+            max(each, answered.get(number, 0.0))
+            for each, number in zip(seconds, run.numbers, strict=True)
+        ]
     return _phase(name, role, seconds, ranks)

@@ -1,4 +1,5 @@
-"""The pipeline that is to be predicted: its phases, which role runs each for how long, and how far generation runs ahead."""
+"""The pipeline that is to be predicted: its phases, which role runs each for how long, and how far
+generation runs ahead."""
 
 import functools
 import heapq
@@ -26,7 +27,10 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "load": Kind(("generator", "trainer"), "the generator takes a batch's weights, and reads prompts under way anew"),
+    "load": Kind(
+        ("generator", "trainer"),
+        "the generator takes a batch's weights, and reads prompts under way anew",
+    ),
     "generate": Kind(("generator", "trainer"), "samples are drawn"),
     "score": Kind(("reward", "critic", "trainer", "generator", HOST), "samples are scored"),
     "values": Kind(("critic", "trainer"), "the critic reads the samples"),
@@ -55,7 +59,8 @@ class Phase:
     serial: float = 0.0
     """Share of its seconds that more devices do not shorten (Amdahl 1967), in [0, 1]"""
     varies: tuple[float, ...] = (1.0,)
-    """By how much each batch's differ from these, a factor of 1 in the mean; after the last the first comes again"""
+    """By how much each batch's differ from these, a factor of 1 in the mean; after the last the
+    first comes again"""
 
     def seconds_at(self, devices: int) -> float:
         """Its mean duration on so many devices; the host's never changes."""
@@ -70,9 +75,11 @@ BATCHES = 16
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths, log-normal and cut at the longest, and how many sequences are generated at a time.
+    """Response lengths, log-normal and cut at the longest, and how many sequences are generated at
+    a time.
 
-    Every sequence under way grows by a token at a time, however many there are. A slot that is free takes the next one.
+    Every sequence under way grows by a token at a time, however many there are. A slot that is free
+    takes the next one.
     """
 
     mean: float
@@ -87,7 +94,8 @@ class Lengths:
 
     @functools.cached_property
     def drawn(self) -> tuple[tuple[float, ...], ...]:
-        """Tokens of the responses of `BATCHES` batches, in order of admission; after the last the first comes again."""
+        """Tokens of the responses of `BATCHES` batches, in order of admission; after the last the
+        first comes again."""
         variance = math.log1p((self.deviation / self.mean) ** 2)
         center, spread = math.log(self.mean) - variance / 2, math.sqrt(variance)
         batches = []
@@ -98,8 +106,12 @@ class Lengths:
         return tuple(batches)
 
     def mean_alone(self, slots: int) -> float:
-        """Token times until the last response of a batch that has all slots for itself is there, in the mean."""
-        return math.fsum(parts[0][1] for parts in generated_alone(self, min(slots, self.samples), 1)) / BATCHES
+        """Token times until the last response of a batch that has all slots for itself is there, in
+        the mean."""
+        return (
+            math.fsum(parts[0][1] for parts in generated_alone(self, min(slots, self.samples), 1))
+            / BATCHES
+        )
 
     def token_seconds(self, seconds: float) -> float:
         """A token's time with which such a batch takes so many `seconds` in the mean."""
@@ -107,17 +119,23 @@ class Lengths:
 
 
 @functools.cache
-def generated_alone(lengths: Lengths, slots: int, parts: int) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """When each part of each batch that has all slots for itself begins and ends, in times of a token."""
+def generated_alone(
+    lengths: Lengths, slots: int, parts: int
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """When each part of each batch that has all slots for itself begins and ends, in times of a
+    token."""
     batches = []
     for drawn in lengths.drawn:
         free = [0.0] * slots
-        batches.append(tuple(fill_slots(free, part_of(drawn, part, parts)) for part in range(parts)))
+        batches.append(
+            tuple(fill_slots(free, part_of(drawn, part, parts)) for part in range(parts))
+        )
     return tuple(batches)
 
 
 def fill_slots(free: list[float], seconds: Iterable[float]) -> tuple[float, float]:
-    """When the first of some responses begins and the last ends; each takes the first slot of a heap, which is updated."""
+    """When the first of some responses begins and the last ends; each takes the first slot of a
+    heap, which is updated."""
     begin = end = free[0]
     for each in seconds:
         done = free[0] + each
@@ -138,26 +156,34 @@ class PipelineModel:
     phases: tuple[Phase, ...]
     """At most one of a kind; `generate` and `train` at least"""
     micro_batches: int = 1
-    """Parts of a batch: what reads or scores samples begins with a part as soon as it is generated."""
+    """Parts of a batch: what reads or scores samples begins with a part as soon as it is generated.
+    """
     max_staleness: int = 1
-    """A batch trained at version v holds no sample admitted at a version below v minus this; 0 is synchronous."""
+    """A batch trained at version v holds no sample admitted at a version below v minus this; 0 is
+    synchronous."""
     interrupt: bool = False
     """New weights are taken while samples are under way; otherwise these finish first."""
     lengths: Lengths | None = None
-    """Without them a part's samples all end at once, and more devices shorten generation like any phase."""
+    """Without them a part's samples all end at once, and more devices shorten generation like any
+    phase."""
     stepwise: bool = False
-    """As runs do: the trainer takes a batch as a whole, asks for its values then, and ends its step with the critic's update
-    too. Otherwise each phase begins as soon as its own inputs are there."""
+    """As runs do: the trainer takes a batch as a whole, asks for its values then, and ends its step
+    with the critic's update too. Otherwise each phase begins as soon as its own inputs are there.
+    """
 
     @property
     def window(self) -> int:
-        """Batches over which durations are averaged, 1 where all are alike: whole rounds of what comes again."""
-        rounds = math.lcm(1 if self.lengths is None else BATCHES, *(len(phase.varies) for phase in self.phases))
+        """Batches over which durations are averaged, 1 where all are alike: whole rounds of what
+        comes again."""
+        rounds = math.lcm(
+            1 if self.lengths is None else BATCHES, *(len(phase.varies) for phase in self.phases)
+        )
         return rounds * -(-BATCHES // rounds) if rounds > 1 else 1
 
     @property
     def generate(self) -> Phase:
-        """The phase in which samples are drawn; its role is the trainer where the engine is colocated."""
+        """The phase in which samples are drawn; its role is the trainer where the engine is
+        colocated."""
         return next(phase for phase in self.phases if phase.name == "generate")
 
     @property
@@ -169,7 +195,10 @@ class PipelineModel:
     @property
     def fills_slots(self) -> bool:
         """Whether a batch's samples are admitted while those of the batch before are under way."""
-        alone = {phase.name for phase in self.phases if phase.role == self.generate.role} <= {"load", "generate"}
+        alone = {phase.name for phase in self.phases if phase.role == self.generate.role} <= {
+            "load",
+            "generate",
+        }
         return self.interrupt and self.lengths is not None and self.max_staleness > 0 and alone
 
     def slots(self, lengths: Lengths, placement: Placement) -> int:
@@ -181,9 +210,15 @@ class PipelineModel:
         roles = dict.fromkeys((*self.roles, *(phase.role for phase in self.phases)), 0.0)
         for phase in self.phases:
             if phase.name == "generate" and self.lengths is not None:
-                slots, token_s = self.slots(self.lengths, placement), self.lengths.token_seconds(phase.seconds)
-                drawn = math.fsum(map(math.fsum, self.lengths.drawn)) / BATCHES  # tokens of a batch, in the mean
-                roles[phase.role] += token_s * (drawn / slots if self.fills_slots else self.lengths.mean_alone(slots))
+                slots, token_s = (
+                    self.slots(self.lengths, placement),
+                    self.lengths.token_seconds(phase.seconds),
+                )
+                # tokens of a batch, in the mean
+                drawn = math.fsum(map(math.fsum, self.lengths.drawn)) / BATCHES
+                roles[phase.role] += token_s * (
+                    drawn / slots if self.fills_slots else self.lengths.mean_alone(slots)
+                )
             else:
                 roles[phase.role] += phase.seconds_at(placement.get(phase.role, 1))
         return roles

@@ -40,9 +40,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "by_max_staleness": {str(bound): times(it) for bound, it in plan.by_staleness.items()},
     }
     if plan.colocated is not None:
-        shown["synchronous_colocated"] = {"devices": dict(plan.colocated[0]), **times(plan.colocated[1])}
+        shown["synchronous_colocated"] = {
+            "devices": dict(plan.colocated[0]),
+            **times(plan.colocated[1]),
+        }
     if plan.request.measured is not None and plan.as_measured is not None:
-        shown |= {"measured_step_s": plan.request.measured.step_s, "predicted_measured_step_s": plan.as_measured.step_s}
+        shown |= {
+            "measured_step_s": plan.request.measured.step_s,
+            "predicted_measured_step_s": plan.as_measured.step_s,
+        }
     if plan.request.publish is not None:
         shown["publish"] = asdict(plan.request.publish)
     return shown
@@ -53,7 +59,11 @@ def print_plan(plan: Plan) -> None:
     console = Console()
     console.print(_steps_table(plan))
     console.print(_roles_table(plan))
-    for line in [*_conclusions(plan), *_about_the_publish(plan.request.publish), *_about_the_measured_run(plan)]:
+    for line in [
+        *_conclusions(plan),
+        *_about_the_publish(plan.request.publish),
+        *_about_the_measured_run(plan),
+    ]:
         print_line(console, line)
 
 
@@ -61,17 +71,30 @@ def _steps_table(plan: Plan) -> Table:
     measured, steps = plan.request.measured, plan.request.steps
     table = Table(title=f"{plan.devices} devices, {steps} steps", title_justify="left")
     for column in ("", "devices", "step", "run", "of ideal"):
-        table.add_column(column, justify="right" if column in ("step", "run", "of ideal") else "left")
+        table.add_column(
+            column, justify="right" if column in ("step", "run", "of ideal") else "left"
+        )
 
-    def add(what: str, placement: Placement, step_s: float, run_s: float, ideal_s: float | None = None) -> None:
+    def add(
+        what: str, placement: Placement, step_s: float, run_s: float, ideal_s: float | None = None
+    ) -> None:
         share = "" if ideal_s is None else f"{step_s / ideal_s:.0%}"
         devices = ", ".join(f"{role} {count}" for role, count in placement.items())
         table.add_row(what, devices, _seconds(step_s), _duration(run_s), share)
 
     if measured is not None and plan.as_measured is not None:
-        how = f"staleness {measured.pipeline.max_staleness}" if "generator" in measured.placement else "synchronous"
+        how = (
+            f"staleness {measured.pipeline.max_staleness}"
+            if "generator" in measured.placement
+            else "synchronous"
+        )
         add(f"measured: {how}", measured.placement, measured.step_s, measured.step_s * steps)
-        add("  predicted for it", measured.placement, plan.as_measured.step_s, plan.as_measured.run_s)
+        add(
+            "  predicted for it",
+            measured.placement,
+            plan.as_measured.step_s,
+            plan.as_measured.run_s,
+        )
     if plan.colocated is not None:
         placement, forecast = plan.colocated
         add("synchronous, engine colocated", placement, forecast.step_s, forecast.run_s)
@@ -83,9 +106,14 @@ def _steps_table(plan: Plan) -> Table:
 
 
 def _roles_table(plan: Plan) -> Table:
-    table = Table(title=f"max_staleness={plan.request.pipeline.max_staleness}", title_justify="left")
+    table = Table(
+        title=f"max_staleness={plan.request.pipeline.max_staleness}", title_justify="left"
+    )
     for column in ("role", "devices", "busy", "utilization", "one more unit", "step then"):
-        table.add_column(column, justify="left" if column in ("role", "utilization", "one more unit") else "right")
+        table.add_column(
+            column,
+            justify="left" if column in ("role", "utilization", "one more unit") else "right",
+        )
     for role, busy in sorted(plan.forecast.busy_s.items(), key=lambda entry: -entry[1]):
         share = plan.forecast.utilization(role)
         bar = ("█" * round(share * _BAR)).ljust(_BAR, "░")
@@ -103,21 +131,32 @@ def _conclusions(plan: Plan) -> list[str]:
     helpful = min(plan.one_more, key=lambda role: plan.one_more[role].step_s)
     more = plan.one_more[helpful]
     if _helps(more, plan.forecast):
-        lines.append(f"buy first: {plan.request.units[helpful]} more for {helpful}, {_change(more, plan.forecast)}")
+        lines.append(
+            f"buy first: {plan.request.units[helpful]} more for {helpful},"
+            f" {_change(more, plan.forecast)}"
+        )
     else:
         lines.append("one more unit of a single role buys nothing")
     looser = plan.by_staleness.get(bound + 1)
     if looser is not None and _helps(looser, plan.forecast):
-        lines.append(f"max_staleness={bound} makes roles wait: {bound + 1} would take {_change(looser, plan.forecast)}")
+        lines.append(
+            f"max_staleness={bound} makes roles wait: {bound + 1} would take"
+            f" {_change(looser, plan.forecast)}"
+        )
     if plan.request.devices is not None and plan.request.devices > plan.devices:
-        lines.append(f"{plan.request.devices - plan.devices} of {plan.request.devices} devices would not help")
+        lines.append(
+            f"{plan.request.devices - plan.devices} of {plan.request.devices} devices would not"
+            " help"
+        )
     return lines
 
 
 def _about_the_publish(cost: PublishCost | None) -> list[str]:
     if cost is None:
         return []
-    total, sent, received = (f"{size / 1e9:.3g} GB" for size in (cost.bytes, cost.sent, cost.received))
+    total, sent, received = (
+        f"{size / 1e9:.3g} GB" for size in (cost.bytes, cost.sent, cost.received)
+    )
     line = f"publish: {total} from rank to rank, at most {sent} from one and {received} to one"
     seconds = "" if cost.seconds is None else f": {_seconds(cost.seconds)}"
     return [f"{line}, in {cost.rounds} rounds with {cost.votes} votes{seconds}"]
@@ -128,19 +167,31 @@ def _about_the_measured_run(plan: Plan) -> list[str]:
     if measured is None or plan.as_measured is None:
         return []
     error = plan.as_measured.step_s / measured.step_s - 1
-    lines = [f"the prediction for the measured run is {error:+.1%} off its mean over {measured.counted} steps"]
+    lines = [
+        f"the prediction for the measured run is {error:+.1%} off its mean over {measured.counted}"
+        " steps"
+    ]
     if "generator" in measured.placement:
         how, others = "in turn", "beside each other"
         if measured.pipeline.max_staleness:
             how, others = others, how
-        lines.append(f"its phases are as they took {how}; where roles share cores they take another time {others}")
+        lines.append(
+            f"its phases are as they took {how}; where roles share cores they take another time"
+            f" {others}"
+        )
     if not measured.has_servers:
-        lines.append("no timeline: the time that the trainer waited for servers counts as its own work")
+        lines.append(
+            "no timeline: the time that the trainer waited for servers counts as its own work"
+        )
     return lines
 
 
 def _change(to: Forecast, now: Forecast) -> str:
-    return f"{_seconds(to.step_s)} ({to.step_s / now.step_s - 1:+.1%})" if _helps(to, now) else "no change"
+    return (
+        f"{_seconds(to.step_s)} ({to.step_s / now.step_s - 1:+.1%})"
+        if _helps(to, now)
+        else "no change"
+    )
 
 
 def _helps(to: Forecast, now: Forecast) -> bool:

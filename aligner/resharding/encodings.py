@@ -17,14 +17,18 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Changes(Plain):
-    """An `Encoding`: of a piece, which numbers are others than at the publish before, and these; all of it where that is less.
+    """An `Encoding`: of a piece, which numbers are others than at the publish before, and these;
+    all of it where that is less.
 
-    What is compared are bits: what has come is what the source has, to the sign of a zero. The places that pieces are
-    written to have to hold what the publish before wrote there.
+    What is compared are bits: what has come is what the source has, to the sign of a zero. The
+    places that pieces are written to have to hold what the publish before wrote there.
     """
 
-    def __init__(self, dtype: torch.dtype, counts: Mapping[Piece, int], before: Callable[[Piece], Tensor]) -> None:
-        """`counts` is how many numbers of each piece have changed; `before` gives its rows at the publish before."""
+    def __init__(
+        self, dtype: torch.dtype, counts: Mapping[Piece, int], before: Callable[[Piece], Tensor]
+    ) -> None:
+        """`counts` is how many numbers of each piece have changed; `before` gives its rows at the
+        publish before."""
         super().__init__(dtype)
         self._counts, self._before = counts, before
 
@@ -37,21 +41,32 @@ class Changes(Plain):
         rows: Callable[[Piece], Tensor],
         before: Callable[[Piece], Tensor],
     ) -> "Changes":
-        """Count what has changed of the pieces that this rank sends, and hear it of those that it receives. Collective."""
+        """Count what has changed of the pieces that this rank sends, and hear it of those that it
+        receives. Collective."""
         counts: dict[Piece, int] = {}
         sending: dict[int, list[Piece]] = {}
         receiving: dict[int, list[Piece]] = {}
         for step in order:
-            sending.setdefault(step.to, []).extend(piece for message in step.sending for piece in message)
-            receiving.setdefault(step.from_, []).extend(piece for message in step.receiving for piece in message)
+            sending.setdefault(step.to, []).extend(
+                piece for message in step.sending for piece in message
+            )
+            receiving.setdefault(step.from_, []).extend(
+                piece for message in step.receiving for piece in message
+            )
         sent, received = [], []
         for to, pieces in sending.items():
-            counts |= {piece: int(_changed(rows(piece).to(dtype), before(piece)).sum()) for piece in pieces}
+            counts |= {
+                piece: int(_changed(rows(piece).to(dtype), before(piece)).sum()) for piece in pieces
+            }
             if pieces:
-                sent.append((torch.tensor([counts[piece] for piece in pieces], device=link.device), to))
+                sent.append(
+                    (torch.tensor([counts[piece] for piece in pieces], device=link.device), to)
+                )
         for from_, pieces in receiving.items():
             if pieces:
-                received.append((torch.empty(len(pieces), dtype=torch.int64, device=link.device), from_))
+                received.append(
+                    (torch.empty(len(pieces), dtype=torch.int64, device=link.device), from_)
+                )
         link.post(sent, received)
         link.complete()
         changed = sum(counts.values())
@@ -63,7 +78,9 @@ class Changes(Plain):
 
     def nbytes(self, piece: Piece) -> int:
         """Of what has changed, or of all."""
-        return min(super().nbytes(piece), self._counts[piece] * (_INDEX.itemsize + self._dtype.itemsize))
+        return min(
+            super().nbytes(piece), self._counts[piece] * (_INDEX.itemsize + self._dtype.itemsize)
+        )
 
     def is_plain(self, piece: Piece) -> bool:
         """Whether so much has changed that all of it is less."""
@@ -76,7 +93,8 @@ class Changes(Plain):
             return
         rows = rows.to(self._dtype)
         index = _changed(rows, self._before(piece)).flatten().nonzero().flatten()
-        # By bytes: numbers of two bytes may leave the next piece's indices at an address that is no multiple of four.
+        # By bytes: numbers of two bytes may leave the next piece's indices at an address that is no
+        # multiple of four.
         split = len(index) * _INDEX.itemsize
         packed[:split].copy_(index.to(_INDEX).view(torch.uint8))
         packed[split:].copy_(rows.flatten()[index].view(torch.uint8))
@@ -99,7 +117,8 @@ def _changed(rows: Tensor, before: Tensor) -> Tensor:
 
 
 class Quantized(Plain):
-    """An `Encoding`: matrices of layers in eight bits a number; numbers that they stand for arrive."""
+    """An `Encoding`: matrices of layers in eight bits a number; numbers that they stand for
+    arrive."""
 
     def __init__(self, plan: TransferPlan, kind: Format, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -109,7 +128,9 @@ class Quantized(Plain):
         """What the engine gets for a part of a tensor, which no cut through a block has made."""
         if not is_in_blocks(spec):
             return rows
-        return dequantize(quantize(rows.to(self._dtype), self._kind), rows.shape[1], self._kind, self._dtype)
+        return dequantize(
+            quantize(rows.to(self._dtype), self._kind), rows.shape[1], self._kind, self._dtype
+        )
 
     def nbytes(self, piece: Piece) -> int:
         """Of elements and scales."""

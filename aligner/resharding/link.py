@@ -1,4 +1,5 @@
-"""The processes that a plan spans, joined: point-to-point transfers, sums, and decisions that all of them share."""
+"""The processes that a plan spans, joined: point-to-point transfers, sums, and decisions that all
+of them share."""
 
 import json
 import time
@@ -16,7 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from aligner.errors import AlignerError, EngineGone
 
 _GRACE_S = 2.0
-"""How long ranks that have said nothing are waited for, once an agreement has failed, to learn what befell them."""
+"""How long ranks that have said nothing are waited for, once an agreement has failed, to learn what
+befell them."""
 
 
 class _Group(Protocol):
@@ -43,7 +45,8 @@ class LostPeer(AlignerError):
 
 
 class _Ballot(NamedTuple):
-    """What a rank says of an agreement that failed: its own error, if it had one, and the peers that it blames for it."""
+    """What a rank says of an agreement that failed: its own error, if it had one, and the peers
+    that it blames for it."""
 
     error: str | None = None
     blamed: Sequence[int] | None = None
@@ -52,9 +55,9 @@ class _Ballot(NamedTuple):
 class Link:
     """One process's end of a process group of its own, over gloo on CPUs and NCCL on GPUs.
 
-    The ranks may belong to one world or to several: all they share is a store. Ranks act in step; what fails on one fails
-    on all, and breaks the link for good: its peers' transfers end at once. To go on, every rank makes a new one with the
-    next `generation`.
+    The ranks may belong to one world or to several: all they share is a store. Ranks act in step;
+    what fails on one fails on all, and breaks the link for good: its peers' transfers end at once.
+    To go on, every rank makes a new one with the next `generation`.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class Link:
         generation: int = 0,
         store_host: str = "the process that hosts the store",
     ) -> None:
-        """Collective. `labels` names every rank, in order, in errors, and `store_host` the process whose end ends the store.
+        """Collective. `labels` names every rank, in order, in errors, and `store_host` the process
+        whose end ends the store.
 
-        `timeout` bounds each wait for another rank. An agreement that fails can take several: that for a transfer, that
-        for the decision, and a few seconds for the others' reasons.
+        `timeout` bounds each wait for another rank. An agreement that fails can take several: that
+        for a transfer, that for the decision, and a few seconds for the others' reasons.
 
-        Raises AlignerError naming the ranks that did not come; a further try needs the next generation too.
+        Raises AlignerError naming the ranks that did not come; a further try needs the next
+        generation too.
         """
         self.rank, self.labels, self.timeout = rank, tuple(labels), timeout
         self.device = device or torch.device("cpu")
@@ -85,17 +90,23 @@ class Link:
         self._broken: str | None = None
         self._agreements = 0
         self._given_up = False
-        # gloo ends a group's connections when nothing refers to the group or to an operation of it any more. The traceback
-        # of an error refers to every local variable, so none may hold them.
+        # gloo ends a group's connections when nothing refers to the group or to an operation of it
+        # any more. The traceback of an error refers to every local variable, so none may hold them.
         self._pending: deque[list[_Operation]] = deque()
         self._await_all()
         self._group: _Group | None = self._connect()
         if self._nccl:
-            self.all_reduce(torch.zeros(1, device=self.device))  # all join the communicator, also who sends nothing at first
+            # all join the communicator, also who sends nothing at first
+            self.all_reduce(torch.zeros(1, device=self.device))
 
     @classmethod
     def of_world(
-        cls, labels: Sequence[str], *, timeout: timedelta, device: torch.device | None = None, generation: int = 0
+        cls,
+        labels: Sequence[str],
+        *,
+        timeout: timedelta,
+        device: torch.device | None = None,
+        generation: int = 0,
     ) -> "Link":
         """The link of the ranks of torch.distributed's default group, whose store rank 0 hosts."""
         return cls(
@@ -113,17 +124,20 @@ class Link:
         """Number of ranks."""
         return len(self.labels)
 
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    def post(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
         """Start sending contiguous tensors to ranks and receiving tensors from ranks, all at once.
 
-        The tensors must stay alive, and what is sent unchanged, until the `complete` that answers this `post`. Two ranks
-        have to post what goes from one to the other in the same order.
+        The tensors must stay alive, and what is sent unchanged, until the `complete` that answers
+        this `post`. Two ranks have to post what goes from one to the other in the same order.
         """
         peers = tuple(dict.fromkeys(peer for _, peer in (*sends, *receives)))
         begin = time.monotonic()
         self._pending.append([])
         try:
-            if self._nccl and peers:  # in one group call, or two ranks that send to each other would wait for each other
+            # in one group call, or two ranks that send to each other would wait for each other
+            if self._nccl and peers:
                 self._open_group()._start_coalescing()
             for tensor, to in sends:
                 self._pending[-1].append((self._open_group().send([tensor], to, 0), (to,)))
@@ -135,8 +149,10 @@ class Link:
             raise self._lost(peers, begin) from error
 
     def complete(self) -> None:
-        """Wait for the oldest `post`. Raises AlignerError naming the peer that is gone or did not answer in time."""
-        while self._pending[0]:  # the last first: when that is there the others are too, and nobody has to be woken for them
+        """Wait for the oldest `post`. Raises AlignerError naming the peer that is gone or did not
+        answer in time."""
+        # the last first: when that is there the others are too, and nobody has to be woken for them
+        while self._pending[0]:
             self._wait(self._pending[0][-1][1])
             del self._pending[0][-1]
         self._pending.popleft()
@@ -150,10 +166,11 @@ class Link:
     def agreement(self, failure: str) -> Iterator[None]:
         """Do something on every rank: the block ends well on all of them, or raises on all.
 
-        Collective. A single entry of the store decides, so that no rank can think otherwise than another; the store's
-        host must live until all of them have returned, which its own return does not say. `failure` heads the error, which
-        tells what went wrong on which ranks, and which ones did not answer within the timeout. A rank whose engine is gone
-        raises that, by which it ends.
+        Collective. A single entry of the store decides, so that no rank can think otherwise than
+        another; the store's host must live until all of them have returned, which its own return
+        does not say. `failure` heads the error, which tells what went wrong on which ranks, and
+        which ones did not answer within the timeout. A rank whose engine is gone raises that, by
+        which it ends.
         """
         self._open_group()
         self._agreements += 1
@@ -164,7 +181,8 @@ class Link:
             yield
         except Exception as error:
             cause = error
-        except BaseException as error:  # the process is being ended: the others need not wait for it
+        # the process is being ended: the others need not wait for it
+        except BaseException as error:
             self._refuse(_Ballot(repr(error)))
             raise
         try:
@@ -182,7 +200,8 @@ class Link:
             raise AlignerError(f"{failure}:\n{problem}") from cause
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the connections; the peers' transfers fail at once. `reason` is told to who uses the link after that."""
+        """End the connections; the peers' transfers fail at once. `reason` is told to who uses the
+        link after that."""
         self._broken = reason
         for operations in self._pending:
             operations.clear()
@@ -192,11 +211,14 @@ class Link:
         self._group = None
 
     def give_up(self, store: Store) -> None:
-        """Have the agreement under way, and every later one, fail on every rank, since one will not come. From any thread.
+        """Have the agreement under way, and every later one, fail on every rank, since one will not
+        come. From any thread.
 
         `store` is a client of the link's store that no other thread uses.
         """
-        self._given_up = True  # before the key is made: an agreement that begins meanwhile sees this, or is that of the key
+        # before the key is made: an agreement that begins meanwhile sees this, or is that of the
+        # key
+        self._given_up = True
         PrefixStore(self._prefix, store).compare_set(self._key("decision"), "", "failed")
 
     @property
@@ -209,31 +231,44 @@ class Link:
         try:
             self._store.wait(arrivals, self.timeout)
         except dist.DistStoreError as error:
-            missing = [label for label, key in zip(self.labels, arrivals, strict=True) if not self._store.check([key])]
+            missing = [
+                label
+                for label, key in zip(self.labels, arrivals, strict=True)
+                if not self._store.check([key])
+            ]
             raise AlignerError(
-                f"{self._title}: {', '.join(missing)} did not come within {self.timeout.total_seconds():g} s"
+                f"{self._title}: {', '.join(missing)} did not come within"
+                f" {self.timeout.total_seconds():g} s"
             ) from error
 
     def _connect(self) -> _Group:
         try:
             if not self._nccl:
-                return cast(_Group, dist.ProcessGroupGloo(self._store, self.rank, self.size, self.timeout))
+                return cast(
+                    _Group, dist.ProcessGroupGloo(self._store, self.rank, self.size, self.timeout)
+                )
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * self.timeout  # its watchdog ends the process: our own waits have to end first
+            # its watchdog ends the process: our own waits have to end first
+            options._timeout = 2 * self.timeout
             return cast(_Group, dist.ProcessGroupNCCL(self._store, self.rank, self.size, options))
         except RuntimeError as error:
-            raise AlignerError(f"{self._title}: {self.labels[self.rank]} could not connect: {error}") from error
+            raise AlignerError(
+                f"{self._title}: {self.labels[self.rank]} could not connect: {error}"
+            ) from error
 
     def _open_group(self) -> _Group:
         if self._group is None:
-            raise AlignerError(f"{self._title} is broken, connect anew; what broke it: {self._broken}")
+            raise AlignerError(
+                f"{self._title} is broken, connect anew; what broke it: {self._broken}"
+            )
         return self._group
 
     def _wait(self, peers: tuple[int, ...]) -> None:
         """Wait for the last operation of the oldest post, which is with these peers."""
         begin = time.monotonic()
         try:
-            while self._nccl and not self._pending[0][-1][0].is_completed():  # NCCL itself does not notice a dead peer
+            # NCCL itself does not notice a dead peer
+            while self._nccl and not self._pending[0][-1][0].is_completed():
                 waited = time.monotonic() - begin
                 if waited > self.timeout.total_seconds():
                     raise RuntimeError("timed out")
@@ -258,7 +293,11 @@ class Link:
         decision = self._key("decision")
         late = self._store.check([decision])
         if cause is not None:
-            self._refuse(_Ballot(str(cause) or repr(cause), cause.peers if isinstance(cause, LostPeer) else None))
+            self._refuse(
+                _Ballot(
+                    str(cause) or repr(cause), cause.peers if isinstance(cause, LostPeer) else None
+                )
+            )
         elif self._store.add(self._key("good"), 1) == self.size:
             self._store.compare_set(decision, "", "good")
             if self._agreements > 1:  # no rank needs the one before any more
@@ -272,12 +311,15 @@ class Link:
             return True
         if cause is None:
             self._refuse(
-                _Ballot(f"it was not ready within {self.timeout.total_seconds():g} s", (self.rank,)) if late else _Ballot()
+                _Ballot(f"it was not ready within {self.timeout.total_seconds():g} s", (self.rank,))
+                if late
+                else _Ballot()
             )
         return False
 
     def _refuse(self, ballot: _Ballot) -> None:
-        """Say what happened first, so that who sees the connection break can read it; then break it."""
+        """Say what happened first, so that who sees the connection break can read it; then break
+        it."""
         try:
             self._store.set(self._key(f"ballot/{self.rank}"), json.dumps(ballot._asdict()))
             self._store.compare_set(self._key("decision"), "", "failed")
@@ -285,7 +327,8 @@ class Link:
             self.close(ballot.error or "another rank failed")
 
     def _reasons(self) -> list[str]:
-        """One line for each thing that made an agreement fail, and for each rank that did not answer."""
+        """One line for each thing that made an agreement fail, and for each rank that did not
+        answer."""
         ballots: dict[int, _Ballot] = {}
         end = time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
         try:
@@ -301,14 +344,21 @@ class Link:
         for rank, ballot in ballots.items():
             if ballot.error is not None and ballot.blamed is None:
                 own.setdefault(ballot.error, []).append(rank)
-        lines = [f"{', '.join(self.labels[rank] for rank in ranks)}: {error}" for error, ranks in own.items()]
+        lines = [
+            f"{', '.join(self.labels[rank] for rank in ranks)}: {error}"
+            for error, ranks in own.items()
+        ]
         lines += [
             f"{self.labels[rank]}: {ballot.error}"
             for rank, ballot in ballots.items()
             if any(peer in silent for peer in ballot.blamed or ())
         ]
         lines += [f"{self.labels[rank]} does not answer" for rank in silent if rank not in blamed]
-        return lines or [f"{self.labels[rank]}: {ballot.error}" for rank, ballot in ballots.items() if ballot.error]
+        return lines or [
+            f"{self.labels[rank]}: {ballot.error}"
+            for rank, ballot in ballots.items()
+            if ballot.error
+        ]
 
     def _read(self, ballots: dict[int, _Ballot]) -> bool:
         """Add the ballots that have come; whether all have, but for the ranks that others blame."""

@@ -1,4 +1,5 @@
-"""Matrices in eight bits a number: blocks of 32 with a power of two each (OCP Microscaling Formats 1.0, MXFP8 and MXINT8)."""
+"""Matrices in eight bits a number: blocks of 32 with a power of two each (OCP Microscaling Formats
+1.0, MXFP8 and MXINT8)."""
 
 from typing import Literal
 
@@ -17,21 +18,26 @@ _FP8_MAX = 448.0
 
 
 def quantized_width(width: int) -> int:
-    """Bytes of a quantized row of so many numbers: one each, and one for the scale of each block."""
+    """Bytes of a quantized row of so many numbers: one each, and one for the scale of each
+    block."""
     return width + -(-width // BLOCK)
 
 
 def quantize(rows: Tensor, kind: Format) -> Tensor:
-    """uint8 [R, quantized_width(W)] for numbers [R, W]: each row's elements, then its blocks' scales.
+    """uint8 [R, quantized_width(W)] for numbers [R, W]: each row's elements, then its blocks'
+    scales.
 
-    A block's scale is two to the power of floor(log2 of its largest magnitude) less the format's own largest exponent
-    (section 6.3 there), stored with a bias of 127; elements are rounded to the nearest, ties to even, and saturate. A block in
-    which something is not finite becomes one of NaN.
+    A block's scale is two to the power of floor(log2 of its largest magnitude) less the format's
+    own largest exponent (section 6.3 there), stored with a bias of 127; elements are rounded to the
+    nearest, ties to even, and saturate. A block in which something is not finite becomes one of
+    NaN.
     """
     width = rows.shape[1]
     blocks = torch.nn.functional.pad(rows.float(), (0, -width % BLOCK)).view(len(rows), -1, BLOCK)
     largest = blocks.abs().amax(-1)
-    exponents = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT[kind]).clamp(1 - _BIAS, _BIAS - 1)
+    exponents = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT[kind]).clamp(
+        1 - _BIAS, _BIAS - 1
+    )
     scaled = blocks * _power_of_two(-exponents)[..., None]
     if kind == "mxfp8":
         elements = scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -44,9 +50,16 @@ def quantize(rows: Tensor, kind: Format) -> Tensor:
 def dequantize(packed: Tensor, width: int, kind: Format, dtype: torch.dtype) -> Tensor:
     """Numbers [R, `width`] of what `quantize` gave; exact in bfloat16 and float32."""
     elements, scales = packed[:, :width].contiguous(), packed[:, width:].int()
-    numbers = elements.view(torch.float8_e4m3fn).float() if kind == "mxfp8" else elements.view(torch.int8).float() / 64
+    numbers = (
+        elements.view(torch.float8_e4m3fn).float()
+        if kind == "mxfp8"
+        else elements.view(torch.int8).float() / 64
+    )
     factors = torch.where(scales == _NOT_A_NUMBER, torch.nan, _power_of_two(scales - _BIAS))
-    blocks = torch.nn.functional.pad(numbers, (0, -width % BLOCK)).view(len(packed), -1, BLOCK) * factors[..., None]
+    blocks = (
+        torch.nn.functional.pad(numbers, (0, -width % BLOCK)).view(len(packed), -1, BLOCK)
+        * factors[..., None]
+    )
     return blocks.flatten(1)[:, :width].to(dtype)
 
 

@@ -36,8 +36,8 @@ from aligner.schema import EngineConfig
 class Publisher:
     """Takes the trainer's weights into the engine, on all ranks or on none.
 
-    Every rank of the link calls `publish`. Pieces are written beside or over the engine's weights, as its update has it;
-    only when all ranks have theirs does the engine's version change.
+    Every rank of the link calls `publish`. Pieces are written beside or over the engine's weights,
+    as its update has it; only when all ranks have theirs does the engine's version change.
     """
 
     def __init__(
@@ -55,16 +55,18 @@ class Publisher:
         travels: str = "whole",
         before: Read | None = None,
     ) -> None:
-        """`read` gives this rank's source slices and is None on a rank that has none; `begin_update(version)` opens the
-        update of this rank's engine and is None on a rank without one.
+        """`read` gives this rank's source slices and is None on a rank that has none;
+        `begin_update(version)` opens the update of this rank's engine and is None on a rank without
+        one.
 
-        Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on every rank: most bytes of
-        tensors that the engine takes at a time; None where all its views exist at once. `copied` names the tensors of which
-        `read` gives a copy, not the trainer's own memory: they are staged, and one such copy lives at a time.
+        Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on
+        every rank: most bytes of tensors that the engine takes at a time; None where all its views
+        exist at once. `copied` names the tensors of which `read` gives a copy, not the trainer's
+        own memory: they are staged, and one such copy lives at a time.
 
-        `travels` is `engine.publish`. With "changes" `before` gives what `read` gave at the publish before, in the travelling
-        dtype, and the engine's views hold what that wrote.
-        Raises AlignerError when these do not fit the plan or the link.
+        `travels` is `engine.publish`. With "changes" `before` gives what `read` gave at the publish
+        before, in the travelling dtype, and the engine's views hold what that wrote. Raises
+        AlignerError when these do not fit the plan or the link.
         """
         rank, problems = link.rank, []
         if plan.source.get(rank) and read is None:
@@ -74,9 +76,13 @@ class Publisher:
         if len(plan.labels) != link.size:
             problems.append(f"the plan has {len(plan.labels)} ranks, the link {link.size}")
         if dtype.itemsize != plan.itemsize:
-            problems.append(f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}")
+            problems.append(
+                f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}"
+            )
         if travels in BLOCK_FORMATS:
-            slices = (held.values() for side in (plan.source, plan.target) for held in side.values())
+            slices = (
+                held.values() for side in (plan.source, plan.target) for held in side.values()
+            )
             problems += block_problems(plan.table, set(itertools.chain.from_iterable(slices)))
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
@@ -87,7 +93,9 @@ class Publisher:
         self._read = read or _no_source
         self._copied, self._begin_update = copied, begin_update
         self._group_bytes, self._verify_every = group_bytes, verify_every
-        self._groups = [(group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)]
+        self._groups = [
+            (group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)
+        ]
         self._count = 0
 
     @classmethod
@@ -120,14 +128,18 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, version: int) -> PublishStats:
-        """Publish the weights as `version`; verified at the first call and at every `verify_every`-th after it.
+        """Publish the weights as `version`; verified at the first call and at every
+        `verify_every`-th after it.
 
-        Raises AlignerError on every rank, naming the ranks where something failed and what it was, and those that did not
-        answer; the link is broken then. Unless the failure was in the last step, an engine's taking what it had received,
-        every engine has aborted its update; in that step only those have that failed in it.
+        Raises AlignerError on every rank, naming the ranks where something failed and what it was,
+        and those that did not answer; the link is broken then. Unless the failure was in the last
+        step, an engine's taking what it had received, every engine has aborted its update; in that
+        step only those have that failed in it.
         """
         begin = time.perf_counter()
-        verifies = self._count == 0 or (self._verify_every > 0 and self._count % self._verify_every == 0)
+        verifies = self._count == 0 or (
+            self._verify_every > 0 and self._count % self._verify_every == 0
+        )
         self._count += 1
         failure = f"weights version {version} was not published, the engine aborts its update"
         update: WeightUpdate | None = None
@@ -146,7 +158,9 @@ class Publisher:
                 with self._link.agreement(failure):
                     encoding = self._encoding(group, order, read, compares=compares)
                     copy_local(group, self._link.rank, read, views, encoding.arrives)
-                    exchange = Exchange(group, self._link, self._dtype, read, views, self._copied, encoding)
+                    exchange = Exchange(
+                        group, self._link, self._dtype, read, views, self._copied, encoding
+                    )
                     staging = max(staging, exchange.run(order))
                     moved, changed = moved + exchange.sent_bytes, changed + (encoding.changed or 0)
                     if verifies:
@@ -156,16 +170,23 @@ class Publisher:
                     if self._group_bytes is None and update is not None:
                         update.load(names)
                 if self._group_bytes is not None:
-                    with self._link.agreement(failure):  # ranks of an engine may load together: all of them have to come
+                    # ranks of an engine may load together: all of them have to come
+                    with self._link.agreement(failure):
                         if update is not None:
                             update.load(names)
-            with self._link.agreement(f"weights version {version} may serve on some ranks and not on others"):
+            with self._link.agreement(
+                f"weights version {version} may serve on some ranks and not on others"
+            ):
                 of_all = torch.tensor([moved, changed], device=self._link.device)
                 self._link.all_reduce(of_all)
                 if update is not None:
                     update.commit()
                 undo.pop_all()
-        whole = sum(transfer.numel for transfer in self._plan.transfers if transfer.source != transfer.target)
+        whole = sum(
+            transfer.numel
+            for transfer in self._plan.transfers
+            if transfer.source != transfer.target
+        )
         moved, changed = of_all.tolist()
         self.stats = PublishStats(
             staging_bytes=staging,
@@ -181,8 +202,11 @@ class Publisher:
         """Have the publish under way fail on every rank, as `Link.give_up` has it."""
         self._link.give_up(store)
 
-    def _encoding(self, plan: TransferPlan, order: Sequence[Step], read: Read, *, compares: bool) -> Encoding:
-        """What this publish's pieces travel as; `compares` tells that the other ends have what `before` gives. Collective."""
+    def _encoding(
+        self, plan: TransferPlan, order: Sequence[Step], read: Read, *, compares: bool
+    ) -> Encoding:
+        """What this publish's pieces travel as; `compares` tells that the other ends have what
+        `before` gives. Collective."""
         if self._travels in BLOCK_FORMATS:
             return Quantized(plan, cast(Format, self._travels), self._dtype)
         if compares:
@@ -197,7 +221,8 @@ class Publisher:
         return Plain(self._dtype)
 
     def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
-        """Raise an error that names every tensor whose view is missing or is not as the plan says."""
+        """Raise an error that names every tensor whose view is missing or is not as the plan
+        says."""
         problems = []
         for name, wanted in plan.target.get(self._link.rank, {}).items():
             shape = slice_shape(plan.specs[name], wanted)
@@ -205,7 +230,9 @@ class Publisher:
                 problems.append(f"{name}: the engine has no such tensor")
             elif tuple(views[name].shape) != shape or views[name].dtype != self._dtype:
                 has = f"{tuple(views[name].shape)} of {views[name].dtype}"
-                problems.append(f"{name}: the engine's is {has}, the plan writes {shape} of {self._dtype}")
+                problems.append(
+                    f"{name}: the engine's is {has}, the plan writes {shape} of {self._dtype}"
+                )
         if problems:
             raise AlignerError("the engine does not fit the plan:\n" + "\n".join(problems))
 

@@ -1,7 +1,7 @@
 """Where ranks find each other: torch's key-value store, on the one address that they reach it at.
 
-Torch's stores ask for no key, list what they have to whoever asks, and would listen on every interface. docs/running.md tells
-what is left of that.
+Torch's stores ask for no key, list what they have to whoever asks, and would listen on every
+interface. docs/running.md tells what is left of that.
 """
 
 import ctypes
@@ -23,10 +23,12 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0
 
 
 def world_store(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store of the world that MASTER_ADDR and MASTER_PORT tell of, where nobody else comes in once all ranks are there.
+    """The store of the world that MASTER_ADDR and MASTER_PORT tell of, where nobody else comes in
+    once all ranks are there.
 
-    Collective. Until then others may come, and leave what they like under names that nobody looks for: all wait for rank 0 to
-    say, under the world's own, that it has shut the door, with the ranks alone inside. A rank that is alone needs no door.
+    Collective. Until then others may come, and leave what they like under names that nobody looks
+    for: all wait for rank 0 to say, under the world's own, that it has shut the door, with the
+    ranks alone inside. A rank that is alone needs no door.
 
     Raises AlignerError where rank 0 cannot listen there, and where someone else is inside.
     """
@@ -49,7 +51,8 @@ def world_store(rank: int, size: int, timeout: timedelta) -> Store:
 
 
 def open_store(host: str, timeout: timedelta) -> TCPStore:
-    """A store that this process hosts on `host` alone, at a free port, for others to come when they like.
+    """A store that this process hosts on `host` alone, at a free port, for others to come when they
+    like.
 
     Raises AlignerError where it cannot listen there.
     """
@@ -57,24 +60,36 @@ def open_store(host: str, timeout: timedelta) -> TCPStore:
         return _hosted(host, listener, timeout)
 
 
-def _hosted(host: str, listener: socket.socket, timeout: timedelta, size: int | None = None) -> TCPStore:
+def _hosted(
+    host: str, listener: socket.socket, timeout: timedelta, size: int | None = None
+) -> TCPStore:
     port, its_own = listener.getsockname()[1], os.dup(listener.fileno())
-    return TCPStore(host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=its_own)
+    return TCPStore(
+        host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=its_own
+    )
 
 
 def _shut(listener: socket.socket, size: int) -> None:
     """Let nobody else connect; raises AlignerError where there are more connections than ranks.
 
-    A store's socket cannot be closed: it is one of a loop that ends with the store. But it can be made deaf.
+    A store's socket cannot be closed: it is one of a loop that ends with the store. But it can be
+    made deaf.
     """
     program = ctypes.create_string_buffer(_DROP_ALL)
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+    listener.setsockopt(
+        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program))
+    )
     here = listener.getsockname()[:2]
-    inside = [each for each in psutil.net_connections("tcp") if each.laddr == here and each.status == psutil.CONN_ESTABLISHED]
+    inside = [
+        each
+        for each in psutil.net_connections("tcp")
+        if each.laddr == here and each.status == psutil.CONN_ESTABLISHED
+    ]
     if len(inside) > size:
         raise AlignerError(
-            f"{len(inside)} connections to the store of {size} ranks at {here[0]}:{here[1]}: someone else has come in;"
-            f" from {', '.join(sorted({each.raddr.ip for each in inside if each.raddr}))}"
+            f"{len(inside)} connections to the store of {size} ranks at {here[0]}:{here[1]}:"
+            " someone else has come in; from"
+            f" {', '.join(sorted({each.raddr.ip for each in inside if each.raddr}))}"
         )
 
 
@@ -88,8 +103,9 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise AlignerError(
-            f"the ranks' store cannot listen on {host}:{port}: {error.strerror}; MASTER_ADDR must be an address of rank 0's"
-            " machine (in a Slurm job its node's NodeAddr), and MASTER_PORT free there"
+            f"the ranks' store cannot listen on {host}:{port}: {error.strerror}; MASTER_ADDR must"
+            " be an address of rank 0's machine (in a Slurm job its node's NodeAddr), and"
+            " MASTER_PORT free there"
         ) from error
     return listener
 
@@ -98,5 +114,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise AlignerError(f"MASTER_ADDR={host}: no address of a machine: {error.strerror}") from error
+        raise AlignerError(
+            f"MASTER_ADDR={host}: no address of a machine: {error.strerror}"
+        ) from error
     return family, address

@@ -1,4 +1,5 @@
-"""The way of weights to a generator with ranks of its own: the trainer's end, beside training, and the generator's."""
+"""The way of weights to a generator with ranks of its own: the trainer's end, beside training, and
+the generator's."""
 
 import atexit
 import contextlib
@@ -32,17 +33,21 @@ _log = logging.getLogger(__name__)
 _FOREVER = timedelta(days=1000)
 """Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
 _END_S = 2.0
-"""How long the end of a rank waits for its thread, which may be in the middle of a move that has failed elsewhere."""
+"""How long the end of a rank waits for its thread, which may be in the middle of a move that has
+failed elsewhere."""
 
 
-def plan_between_worlds(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat) -> TransferPlan:
+def plan_between_worlds(
+    shape: ModelShape, trainer: ParallelConfig, to: WeightFormat
+) -> TransferPlan:
     """The plan from the trainer's ranks to the generator's, which are counted behind them."""
     return plan_to_engine(shape, trainer, to, first_engine_rank=trainer.ranks)
 
 
 @dataclass(frozen=True)
 class GeneratorCalls:
-    """What the trainer's rank 0 asks of the generator's server; each raises AlignerError where it does not answer."""
+    """What the trainer's rank 0 asks of the generator's server; each raises AlignerError where it
+    does not answer."""
 
     instance: Callable[[], str]
     """The name of its start that answers."""
@@ -55,13 +60,18 @@ class GeneratorCalls:
 
 
 class Snapshots:
-    """Copies of source slices in host memory, by version; one thread takes them, another reads them.
+    """Copies of source slices in host memory, by version; one thread takes them, another reads
+    them.
 
-    The memory of what is forgotten is used again, so that there are never more copies than versions that are wanted at once.
+    The memory of what is forgotten is used again, so that there are never more copies than versions
+    that are wanted at once.
     """
 
-    def __init__(self, source: Read, names: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
-        """`source` gives this rank's slices of `names` as they are now; copies are kept as `dtype` and read on `device`."""
+    def __init__(
+        self, source: Read, names: Iterable[str], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`source` gives this rank's slices of `names` as they are now; copies are kept as `dtype`
+        and read on `device`."""
         self._source, self._names, self._dtype, self._device = source, tuple(names), dtype, device
         self._on_gpu = device.type == "cuda"
         self._selected: dict[str, Tensor] = {}
@@ -87,10 +97,13 @@ class Snapshots:
             self._changed.notify_all()
 
     def select(self, version: int, timeout_s: float) -> None:
-        """Have `read` give a version, once it is taken. Raises AlignerError when it is not in time."""
+        """Have `read` give a version, once it is taken. Raises AlignerError when it is not in
+        time."""
         with self._changed:
             if not self._changed.wait_for(lambda: version in self._kept, timeout_s):
-                raise AlignerError(f"weights version {version} was not taken within {timeout_s:g} s")
+                raise AlignerError(
+                    f"weights version {version} was not taken within {timeout_s:g} s"
+                )
             self._selected = self._kept[version]
 
     def read(self, name: str) -> Tensor:
@@ -111,7 +124,8 @@ class Snapshots:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Have this thread's work on a GPU done in a stream, all of it at the end; None: where it is done anyway."""
+    """Have this thread's work on a GPU done in a stream, all of it at the end; None: where it is
+    done anyway."""
     if stream is None:
         yield
         return
@@ -121,11 +135,13 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class RemotePublisher:
-    """To the generator role, shard to shard, from copies that each rank of the trainer keeps: training goes on meanwhile.
+    """To the generator role, shard to shard, from copies that each rank of the trainer keeps:
+    training goes on meanwhile.
 
-    Rank 0 decides what moves when, from whichever thread wants a version to serve, and announces it in a store that it
-    hosts; a thread of each other rank follows. A copy is kept until a newer version serves, so that a generator that was
-    lost and started again gets the version that it should have.
+    Rank 0 decides what moves when, from whichever thread wants a version to serve, and announces it
+    in a store that it hosts; a thread of each other rank follows. A copy is kept until a newer
+    version serves, so that a generator that was lost and started again gets the version that it
+    should have.
     """
 
     def __init__(
@@ -142,17 +158,27 @@ class RemotePublisher:
         calls: GeneratorCalls | None,
         listener: Callable[[str, float, float], None] | None = None,
     ) -> None:
-        """Collective. `rank` is the trainer's, on `device`; `read` gives its source slices. `calls` are rank 0's alone.
+        """Collective. `rank` is the trainer's, on `device`; `read` gives its source slices. `calls`
+        are rank 0's alone.
 
-        `host` is where rank 0 hosts the store. `together` runs a function on every rank and gives each rank 0's JSON result,
-        or its error. `listener` is told of every move, from when to when in seconds of `time.perf_counter`.
+        `host` is where rank 0 hosts the store. `together` runs a function on every rank and gives
+        each rank 0's JSON result, or its error. `listener` is told of every move, from when to when
+        in seconds of `time.perf_counter`.
         """
         self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
-        self._settings, self._calls, self._together, self._listener = settings, calls, together, listener
+        self._settings, self._calls, self._together, self._listener = (
+            settings,
+            calls,
+            together,
+            listener,
+        )
         self._timeout = timedelta(seconds=settings.update_timeout_s)
         self._snapshots = Snapshots(read, plan.source.get(rank, {}), weight_format.dtype, device)
         store = None if calls is None else open_store(host, self._timeout)
-        self._address: tuple[str, int] = host, together(lambda: None if store is None else store.port)
+        self._address: tuple[str, int] = (
+            host,
+            together(lambda: None if store is None else store.port),
+        )
         self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
         self._publisher: Publisher | None = None
         """Of the link to the generator's ranks; None where it is not there, or broken."""
@@ -166,16 +192,19 @@ class RemotePublisher:
         if calls is None:
             self._follower = threading.Thread(target=self._follow, name="weights", daemon=True)
             self._follower.start()
-            atexit.register(self.close)  # also where the run has failed: no thread may wait when the interpreter ends
+            # also where the run has failed: no thread may wait when the interpreter ends
+            atexit.register(self.close)
 
     @property
     def served(self) -> int:
-        """The version that serves, as far as rank 0 knows; -1 before the first. Waits while a generator is restored."""
+        """The version that serves, as far as rank 0 knows; -1 before the first. Waits while a
+        generator is restored."""
         with self._lock:
             return self._serving
 
     def offer(self, version: int) -> None:
-        """Keep a copy of the weights as they are now, as `version`. Every rank of the trainer calls it."""
+        """Keep a copy of the weights as they are now, as `version`. Every rank of the trainer calls
+        it."""
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
@@ -186,14 +215,16 @@ class RemotePublisher:
     def serve(self, version: int) -> None:
         """Return once the engine serves `version` or newer weights. Rank 0's, from any thread.
 
-        An engine that was lost is awaited and gets its weights again. Raises AlignerError where that fails.
+        An engine that was lost is awaited and gets its weights again. Raises AlignerError where
+        that fails.
         """
         with self._lock:
             self._wanted = max(self._wanted, version)
             self._bring_up_to_date()
 
     def restore(self) -> int:
-        """As `serve` for the version that serves, of an engine that has said that it does not; returns the version."""
+        """As `serve` for the version that serves, of an engine that has said that it does not;
+        returns the version."""
         with self._lock:
             self._serving = -1
             self._bring_up_to_date()
@@ -202,7 +233,9 @@ class RemotePublisher:
     def close(self) -> None:
         """Hang up."""
         deadline = time.monotonic() + _END_S
-        while self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline:
+        while (
+            self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline
+        ):
             with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread
                 self._another_client().set(self._key(self._rank), json.dumps({}))
             self._follower.join(0.2)
@@ -218,10 +251,13 @@ class RemotePublisher:
                 self._publisher = None
                 if not calls.is_another(known or self._instance):
                     raise
-                _log.warning("the generator was lost while weights moved, and gets them again: %s", error)
+                _log.warning(
+                    "the generator was lost while weights moved, and gets them again: %s", error
+                )
 
     def _move_to(self, calls: GeneratorCalls, version: int) -> None:
-        """Have the generator take a version, over a new link where the one there was is of another start of it."""
+        """Have the generator take a version, over a new link where the one there was is of another
+        start of it."""
         instance = calls.instance()
         if self._publisher is None or instance != self._instance:
             self._publisher, self._instance = None, instance
@@ -300,7 +336,13 @@ class RemotePublisher:
         copied = () if self._device.type == "cpu" else self._plan.specs
         copies = self._snapshots
         return Publisher.to_engine(
-            self._plan, link, self._settings, self._format, read=copies.read, before=copies.read_served, copied=copied
+            self._plan,
+            link,
+            self._settings,
+            self._format,
+            read=copies.read,
+            before=copies.read_served,
+            copied=copied,
         )
 
 
@@ -328,7 +370,8 @@ class WeightReceiver:
         settings: EngineConfig,
         begin_update: Callable[[int], WeightUpdate],
     ) -> None:
-        """`rank` is the plan's, behind those of the trainer; `begin_update(version)` opens an update of its engine."""
+        """`rank` is the plan's, behind those of the trainer; `begin_update(version)` opens an
+        update of its engine."""
         self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
         self._settings, self._begin_update = settings, begin_update
         self._publisher: Publisher | None = None
@@ -336,18 +379,31 @@ class WeightReceiver:
     def connect(self, host: str, port: int, generation: int) -> None:
         """Join the trainer's ranks in a link, over the store that they host. Collective.
 
-        Raises AlignerError where the store or a rank does not answer within `engine.update_timeout_s`.
+        Raises AlignerError where the store or a rank does not answer within
+        `engine.update_timeout_s`.
         """
         timeout = timedelta(seconds=self._settings.update_timeout_s)
         try:
             store = TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError as error:
-            raise AlignerError(f"the trainer's store at {host}:{port} does not answer: {error}") from error
-        link = Link(store, self._rank, self._plan.labels, timeout=timeout, device=self._device, generation=generation)
-        self._publisher = Publisher.to_engine(self._plan, link, self._settings, self._format, begin_update=self._begin_update)
+            raise AlignerError(
+                f"the trainer's store at {host}:{port} does not answer: {error}"
+            ) from error
+        link = Link(
+            store,
+            self._rank,
+            self._plan.labels,
+            timeout=timeout,
+            device=self._device,
+            generation=generation,
+        )
+        self._publisher = Publisher.to_engine(
+            self._plan, link, self._settings, self._format, begin_update=self._begin_update
+        )
 
     def receive(self, version: int) -> None:
-        """Take the weights that the trainer publishes as `version`. Collective, with the trainer's ranks."""
+        """Take the weights that the trainer publishes as `version`. Collective, with the trainer's
+        ranks."""
         if self._publisher is None:
             raise AlignerError("the generator is not connected to the trainer: connect comes first")
         self._publisher.publish(version)

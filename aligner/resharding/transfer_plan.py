@@ -8,7 +8,13 @@ from itertools import pairwise
 from aligner.errors import AlignerError
 from aligner.models.layouts import engine_problems, layout_problems
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Slice, TensorSpec, engine_slices, trainer_slices, weight_table
+from aligner.models.weight_slices import (
+    Slice,
+    TensorSpec,
+    engine_slices,
+    trainer_slices,
+    weight_table,
+)
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
@@ -18,7 +24,8 @@ Slices = Mapping[int, Mapping[str, Slice]]
 
 @dataclass(frozen=True)
 class Transfer:
-    """The part `[start, stop)` along `axis` of a tensor, from one rank to another; `axis` None is the whole tensor."""
+    """The part `[start, stop)` along `axis` of a tensor, from one rank to another; `axis` None is
+    the whole tensor."""
 
     name: str
     source: int
@@ -41,13 +48,18 @@ class TransferPlan:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What each rank is called: "trainer rank 1" when it is a source, and "engine rank 0" when it is only a target."""
+        """What each rank is called: "trainer rank 1" when it is a source, and "engine rank 0" when
+        it is only a target."""
         ranks = range(1 + max([*self.source, *self.target], default=-1))
         first = min(set(self.target) - set(self.source), default=0)
-        return tuple(f"trainer rank {at}" if at in self.source else f"engine rank {at - first}" for at in ranks)
+        return tuple(
+            f"trainer rank {at}" if at in self.source else f"engine rank {at - first}"
+            for at in ranks
+        )
 
     def groups(self, limit_bytes: int | None) -> "tuple[TransferPlan, ...]":
-        """The plan cut into plans of consecutive tensors, of at most so many bytes each (at least one tensor)."""
+        """The plan cut into plans of consecutive tensors, of at most so many bytes each (at least
+        one tensor)."""
         if limit_bytes is None:
             return (self,)
         numbers: dict[str, int] = {}
@@ -57,13 +69,19 @@ class TransferPlan:
             if filled > limit_bytes and numbers:
                 number, filled = number + 1, spec.numel * self.itemsize
             numbers[spec.name] = number
-        return tuple(self._part([name for name, at in numbers.items() if at == group]) for group in range(number + 1))
+        return tuple(
+            self._part([name for name, at in numbers.items() if at == group])
+            for group in range(number + 1)
+        )
 
     def _part(self, names: Sequence[str]) -> "TransferPlan":
         part = set(names)
 
         def chosen(side: Slices) -> Slices:
-            return {rank: {name: slices[name] for name in names if name in slices} for rank, slices in side.items()}
+            return {
+                rank: {name: slices[name] for name in names if name in slices}
+                for rank, slices in side.items()
+            }
 
         return TransferPlan(
             tuple(spec for spec in self.table if spec.name in part),
@@ -91,7 +109,8 @@ class TransferPlan:
 
 
 def extent(spec: TensorSpec, piece: Slice, axis: int | None) -> tuple[int, int]:
-    """The range of `axis` that a slice covers; (0, 1) where `axis` is None: the whole tensor is one unit."""
+    """The range of `axis` that a slice covers; (0, 1) where `axis` is None: the whole tensor is one
+    unit."""
     if axis is None:
         return 0, 1
     return (0, spec.shape[axis]) if piece.axis is None else (piece.start, piece.stop)
@@ -115,10 +134,14 @@ def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
         size = spec.shape[piece.axis] if piece.axis < len(spec.shape) else 0
         if not 0 <= piece.start < piece.stop <= size:
             raise AlignerError(
-                f"{spec.name} {spec.shape}: no slice [{piece.start}, {piece.stop}) along dimension {piece.axis}"
+                f"{spec.name} {spec.shape}: no slice [{piece.start}, {piece.stop}) along dimension"
+                f" {piece.axis}"
             )
     if len(axes) > 1:
-        raise AlignerError(f"{spec.name} {spec.shape} is cut along different dimensions {sorted(axes)}; one is allowed")
+        raise AlignerError(
+            f"{spec.name} {spec.shape} is cut along different dimensions {sorted(axes)}; one is"
+            " allowed"
+        )
     return axes.pop() if axes else None
 
 
@@ -138,22 +161,34 @@ def plan_resharding(
 ) -> TransferPlan:
     """The plan from a trainer's layout to an engine's; elements travel as `itemsize` bytes.
 
-    Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share their processes,
-    `trainer.ranks` where they are worlds of their own; `vocabulary_multiple` as in `engine_slices`.
-    Raises AlignerError naming everything of the model that does not divide as a layout says.
+    Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share
+    their processes, `trainer.ranks` where they are worlds of their own; `vocabulary_multiple` as in
+    `engine_slices`. Raises AlignerError naming everything of the model that does not divide as a
+    layout says.
     """
-    if problems := [*layout_problems("actor.parallel", trainer, shape), *engine_problems(engine, shape)]:
+    if problems := [
+        *layout_problems("actor.parallel", trainer, shape),
+        *engine_problems(engine, shape),
+    ]:
         raise AlignerError("the weights do not divide as the layouts say:\n" + "\n".join(problems))
     table = weight_table(shape)
     return plan_transfers(
         table,
-        {rank: trainer_slices(table, shape.num_layers, trainer, rank) for rank in range(trainer.ranks)},
-        {first_engine_rank + rank: engine_slices(table, engine, rank, vocabulary_multiple) for rank in range(engine.ranks)},
+        {
+            rank: trainer_slices(table, shape.num_layers, trainer, rank)
+            for rank in range(trainer.ranks)
+        },
+        {
+            first_engine_rank + rank: engine_slices(table, engine, rank, vocabulary_multiple)
+            for rank in range(engine.ranks)
+        },
         itemsize,
     )
 
 
-def plan_to_engine(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat, first_engine_rank: int = 0) -> TransferPlan:
+def plan_to_engine(
+    shape: ModelShape, trainer: ParallelConfig, to: WeightFormat, first_engine_rank: int = 0
+) -> TransferPlan:
     """`plan_resharding` to an engine that takes its weights so."""
     return plan_resharding(
         shape,
@@ -165,19 +200,26 @@ def plan_to_engine(shape: ModelShape, trainer: ParallelConfig, to: WeightFormat,
     )
 
 
-def plan_transfers(table: Sequence[TensorSpec], source: Slices, target: Slices, itemsize: int = 4) -> TransferPlan:
+def plan_transfers(
+    table: Sequence[TensorSpec], source: Slices, target: Slices, itemsize: int = 4
+) -> TransferPlan:
     """Cover every target slice with pieces of the source slices.
 
-    A rank that holds a piece itself copies it; otherwise the holder with the fewest bytes to send so far sends it, so
-    that replicas share the work. The plan depends on the arguments alone: every rank computes the same one.
+    A rank that holds a piece itself copies it; otherwise the holder with the fewest bytes to send
+    so far sends it, so that replicas share the work. The plan depends on the arguments alone: every
+    rank computes the same one.
 
-    Raises AlignerError naming every tensor that a target needs and no source holds in full, that is cut along different
-    dimensions, or that the table does not list.
+    Raises AlignerError naming every tensor that a target needs and no source holds in full, that is
+    cut along different dimensions, or that the table does not list.
     """
     known = {spec.name for spec in table}
-    unknown = {name for side in (source, target) for slices in side.values() for name in slices} - known
+    unknown = {
+        name for side in (source, target) for slices in side.values() for name in slices
+    } - known
     if unknown:
-        raise AlignerError(f"slices of tensors that the table does not list: {', '.join(sorted(unknown))}")
+        raise AlignerError(
+            f"slices of tensors that the table does not list: {', '.join(sorted(unknown))}"
+        )
     transfers: list[Transfer] = []
     sent = dict.fromkeys(source, 0)
     problems: list[str] = []
@@ -199,7 +241,8 @@ def slices_of(slices: Slices, spec: TensorSpec) -> dict[int, Slice]:
 def _plan_tensor(
     spec: TensorSpec, source: Mapping[int, Slice], target: Mapping[int, Slice], sent: dict[int, int]
 ) -> list[Transfer]:
-    """One tensor's transfers, adjacent pieces of one sender merged; adds to `sent`, the elements each rank sends."""
+    """One tensor's transfers, adjacent pieces of one sender merged; adds to `sent`, the elements
+    each rank sends."""
     axis = cut_axis(spec, [*source.values(), *target.values()])
     held = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
     holders_of: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
@@ -212,22 +255,35 @@ def _plan_tensor(
         for (start, stop), holders in holders_of[wanted].items():
             if not holders:
                 part = "" if axis is None else f" [{start}, {stop}) along dimension {axis}"
-                raise AlignerError(f"{spec.name}{part}: rank {rank} needs it and no source holds it")
-            sender = rank if rank in holders else min(holders, key=lambda holder: (sent[holder], holder))
+                raise AlignerError(
+                    f"{spec.name}{part}: rank {rank} needs it and no source holds it"
+                )
+            sender = (
+                rank if rank in holders else min(holders, key=lambda holder: (sent[holder], holder))
+            )
             if sender != rank:
                 sent[sender] += numel_of(spec, axis, start, stop)
             if mine and mine[-1].source == sender:
                 start = mine.pop().start
-            mine.append(Transfer(spec.name, sender, rank, axis, start, stop, numel_of(spec, axis, start, stop)))
+            mine.append(
+                Transfer(
+                    spec.name, sender, rank, axis, start, stop, numel_of(spec, axis, start, stop)
+                )
+            )
         transfers += mine
     return transfers
 
 
-def _holders_of_atoms(wanted: tuple[int, int], held: Mapping[int, tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
-    """The parts of a range that the held ranges cut it into, in order, each with the ranks that hold it."""
+def _holders_of_atoms(
+    wanted: tuple[int, int], held: Mapping[int, tuple[int, int]]
+) -> dict[tuple[int, int], list[int]]:
+    """The parts of a range that the held ranges cut it into, in order, each with the ranks that
+    hold it."""
     low, high = wanted
     inside = {edge for extents in held.values() for edge in extents if low < edge < high}
     return {
-        (start, stop): [rank for rank, (first, last) in held.items() if first <= start and stop <= last]
+        (start, stop): [
+            rank for rank, (first, last) in held.items() if first <= start and stop <= last
+        ]
         for start, stop in atoms({low, high} | inside)
     }

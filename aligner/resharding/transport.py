@@ -59,7 +59,8 @@ class Encoding(Protocol):
     """What pieces travel as, and how many bytes that takes, which both ends know."""
 
     changed: int | None
-    """Numbers that are others than at the publish before, of those that this rank sends; None: they were not compared."""
+    """Numbers that are others than at the publish before, of those that this rank sends; None: they
+    were not compared."""
 
     def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
         """The numbers that the engine gets for a part of a tensor."""
@@ -110,24 +111,38 @@ def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
     return cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
 
 
-def part(tensor: Tensor, spec: TensorSpec, held: Slice, axis: int | None, start: int, stop: int) -> Tensor:
-    """The view of `tensor`, the slice `held`, that covers `[start, stop)` of the whole tensor along `axis`.
+def part(
+    tensor: Tensor, spec: TensorSpec, held: Slice, axis: int | None, start: int, stop: int
+) -> Tensor:
+    """The view of `tensor`, the slice `held`, that covers `[start, stop)` of the whole tensor along
+    `axis`.
 
     Raises AlignerError when `tensor` is not of the slice's shape.
     """
     if tuple(tensor.shape) != slice_shape(spec, held):
-        raise AlignerError(f"{spec.name}: got shape {tuple(tensor.shape)}, the layout says {slice_shape(spec, held)}")
-    return tensor if axis is None else tensor.narrow(axis, start - extent(spec, held, axis)[0], stop - start)
+        raise AlignerError(
+            f"{spec.name}: got shape {tuple(tensor.shape)}, the layout says"
+            f" {slice_shape(spec, held)}"
+        )
+    return (
+        tensor
+        if axis is None
+        else tensor.narrow(axis, start - extent(spec, held, axis)[0], stop - start)
+    )
 
 
 def given(plan: TransferPlan, transfer: Transfer, read: Read) -> Tensor:
     """What the sender of a transfer gives."""
-    return _part_of(plan, transfer, plan.source[transfer.source][transfer.name], read(transfer.name))
+    return _part_of(
+        plan, transfer, plan.source[transfer.source][transfer.name], read(transfer.name)
+    )
 
 
 def wanted(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) -> Tensor:
     """Where the receiver of a transfer writes it."""
-    return _part_of(plan, transfer, plan.target[transfer.target][transfer.name], views[transfer.name])
+    return _part_of(
+        plan, transfer, plan.target[transfer.target][transfer.name], views[transfer.name]
+    )
 
 
 def rows_of(plan: TransferPlan, piece: Piece, read: Read) -> Tensor:
@@ -136,19 +151,26 @@ def rows_of(plan: TransferPlan, piece: Piece, read: Read) -> Tensor:
 
 
 def _part_of(plan: TransferPlan, transfer: Transfer, held: Slice, tensor: Tensor) -> Tensor:
-    return part(tensor, plan.specs[transfer.name], held, transfer.axis, transfer.start, transfer.stop)
+    return part(
+        tensor, plan.specs[transfer.name], held, transfer.axis, transfer.start, transfer.stop
+    )
 
 
-def messages(transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int) -> list[Message]:
+def messages(
+    transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int
+) -> list[Message]:
     """Cut transfers into row ranges of at most `limit` elements (at least one row), a message each.
 
-    What is left over of at most `small` elements is put together, in messages of at most `limit`, at the end.
+    What is left over of at most `small` elements is put together, in messages of at most `limit`,
+    at the end.
     """
     large: list[Message] = []
     packed: list[list[Piece]] = []
     free = 0
     for transfer in transfers:
-        rows = specs[transfer.name].shape[0] if transfer.axis != 0 else transfer.stop - transfer.start
+        rows = (
+            specs[transfer.name].shape[0] if transfer.axis != 0 else transfer.stop - transfer.start
+        )
         width = transfer.numel // rows
         step = max(1, limit // width)
         for start in range(0, rows, step):
@@ -186,15 +208,18 @@ def numel_of_message(message: Message) -> int:
 def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
     """A rank's batches of at most a quarter of a bucket, in an order that can not deadlock.
 
-    In round r a rank sends to the rank r places after it and receives from the one r places before it. The i-th batch of
-    a round is in the i-th step of the round on both sides, so the earliest step that is not complete anywhere can always
-    go on. Raises AlignerError when a batch would not hold one row of every tensor.
+    In round r a rank sends to the rank r places after it and receives from the one r places before
+    it. The i-th batch of a round is in the i-th step of the round on both sides, so the earliest
+    step that is not complete anywhere can always go on. Raises AlignerError when a batch would not
+    hold one row of every tensor.
     """
     limit = bucket_bytes // _BATCHES_PER_BUCKET // plan.itemsize
     widest, name = max((spec.numel // spec.shape[0], spec.name) for spec in plan.table)
     if limit < widest:
         needed = _BATCHES_PER_BUCKET * widest * plan.itemsize
-        raise AlignerError(f"a bucket of {bucket_bytes} bytes is too small: a row of {name} needs one of {needed}")
+        raise AlignerError(
+            f"a bucket of {bucket_bytes} bytes is too small: a row of {name} needs one of {needed}"
+        )
     small = min(limit, _SMALL_BYTES // plan.itemsize)
 
     def between(source: int, target: int) -> list[Batch]:
@@ -210,7 +235,11 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
 
 
 def copy_local(
-    plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor], arrives: Arrives = lambda spec, rows: rows
+    plan: TransferPlan,
+    rank: int,
+    read: Read,
+    views: Mapping[str, Tensor],
+    arrives: Arrives = lambda spec, rows: rows,
 ) -> None:
     """Copy what this rank already holds into its views; nothing where a view is the source itself.
 
@@ -219,7 +248,10 @@ def copy_local(
     for transfer in plan.between(rank, rank):
         source = arrives(plan.specs[transfer.name], given(plan, transfer, read))
         view = wanted(plan, transfer, views)
-        places = {(tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device) for tensor in (source, view)}
+        places = {
+            (tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device)
+            for tensor in (source, view)
+        }
         if len(places) > 1:
             view.copy_(source)
         del source, view  # before another is read: it may be a copy
@@ -260,10 +292,10 @@ class _Carried:
 class Exchange:
     """Sends and receives one rank's remote pieces.
 
-    Two batches are under way each way. A message that is one contiguous piece, of the travelling dtype and not encoded, is
-    sent from, or received into, its own place; only the others take staging memory. Of the tensors in `copied`, of which
-    `read` makes copies, a message that is the whole copy is sent from there; a part would keep all of the copy alive, and is
-    staged.
+    Two batches are under way each way. A message that is one contiguous piece, of the travelling
+    dtype and not encoded, is sent from, or received into, its own place; only the others take
+    staging memory. Of the tensors in `copied`, of which `read` makes copies, a message that is the
+    whole copy is sent from there; a part would keep all of the copy alive, and is staged.
     """
 
     def __init__(
@@ -277,7 +309,13 @@ class Exchange:
         encoding: Encoding | None = None,
     ) -> None:
         """`encoding` None: numbers travel as they are."""
-        self._plan, self._link, self._dtype, self._read, self._views = plan, link, dtype, read, views
+        self._plan, self._link, self._dtype, self._read, self._views = (
+            plan,
+            link,
+            dtype,
+            read,
+            views,
+        )
         self._copied, self._encoding = copied, encoding or Plain(dtype)
         self.sent_bytes = 0
         self._staging: dict[tuple[str, int], Tensor] = {}
@@ -307,7 +345,9 @@ class Exchange:
             [(each.tensor, step.from_) for each in received if each.tensor.numel()],
         )
         self._posted.append((sent, received))  # what is sent has to live until it has left
-        self._most_copies = max(self._most_copies, sum(self._bytes_of_copies(sent) for sent, _ in self._posted))
+        self._most_copies = max(
+            self._most_copies, sum(self._bytes_of_copies(sent) for sent, _ in self._posted)
+        )
 
     def _complete(self) -> None:
         """Wait for the oldest step, and put what it brought into its place."""
@@ -320,13 +360,19 @@ class Exchange:
 
     def _own_rows(self, piece: Piece) -> Tensor | None:
         transfer = piece.transfer
-        held = slice_shape(self._plan.specs[transfer.name], self._plan.source[transfer.source][transfer.name])
+        held = slice_shape(
+            self._plan.specs[transfer.name], self._plan.source[transfer.source][transfer.name]
+        )
         is_part = piece.numel < math.prod(held)
         return None if is_part and transfer.name in self._copied else self._rows(piece)
 
     def _bytes_of_copies(self, sent: list[_Carried]) -> int:
         own = (carried for carried in sent if not carried.staged)
-        return sum(carried.tensor.nbytes for carried in own if carried.message[0].transfer.name in self._copied)
+        return sum(
+            carried.tensor.nbytes
+            for carried in own
+            if carried.message[0].transfer.name in self._copied
+        )
 
     def _rows(self, piece: Piece) -> Tensor:
         return rows_of(self._plan, piece, self._read)
@@ -334,18 +380,25 @@ class Exchange:
     def _place(self, piece: Piece) -> Tensor:
         return wanted(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
 
-    def _carry(self, batch: Batch, locate: Callable[[Piece], Tensor | None], slot: tuple[str, int]) -> list[_Carried]:
+    def _carry(
+        self, batch: Batch, locate: Callable[[Piece], Tensor | None], slot: tuple[str, int]
+    ) -> list[_Carried]:
         """What each message travels in: what `locate` finds, or staging memory.
 
         `slot` names the staging memory, which the step before the last has left.
         """
         encoding = self._encoding
         own = [
-            self._travelling(locate(message[0])) if len(message) == 1 and encoding.is_plain(message[0]) else None
+            (
+                self._travelling(locate(message[0]))
+                if len(message) == 1 and encoding.is_plain(message[0])
+                else None
+            )
             for message in batch
         ]
         sizes = [
-            0 if tensor is not None else sum(map(encoding.nbytes, message)) for message, tensor in zip(batch, own, strict=True)
+            0 if tensor is not None else sum(map(encoding.nbytes, message))
+            for message, tensor in zip(batch, own, strict=True)
         ]
         staging = self._buffer(slot, sum(sizes)).split(sizes)
         return [
@@ -357,7 +410,11 @@ class Exchange:
         """The tensor, when it can be sent or received as it is."""
         if tensor is None:
             return None
-        fits = tensor.is_contiguous() and tensor.dtype == self._dtype and tensor.device == self._link.device
+        fits = (
+            tensor.is_contiguous()
+            and tensor.dtype == self._dtype
+            and tensor.device == self._link.device
+        )
         return tensor if fits else None
 
     def _buffer(self, slot: tuple[str, int], size: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Checking by checksum that every engine rank holds the trainer's weights, without gathering a tensor."""
+"""Checking by checksum that every engine rank holds the trainer's weights, without gathering a
+tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
-from aligner.resharding.transfer_plan import TransferPlan, atoms, cut_axis, extent, numel_of, slices_of
+from aligner.resharding.transfer_plan import (
+    TransferPlan,
+    atoms,
+    cut_axis,
+    extent,
+    numel_of,
+    slices_of,
+)
 from aligner.resharding.transport import Arrives, Read, part
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,14 +28,17 @@ _BLOCK = 1 << 17
 def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: int) -> Tensor:
     """Position-weighted checksum of a slice's raw bits: int64 scalar, modulo 2**64.
 
-    `tensor` is the part of a whole tensor of `shape` (one or two dimensions) that begins at `start` along `axis`. Each
-    element's bits are weighted with 2 * i + 1, i being its linear index in the whole tensor, so that the checksums of
-    disjoint slices add up to their union's, and any change of one element, or exchange of two different ones, changes it
-    (for elements of up to 32 bits and fewer than 2**31 of them).
+    `tensor` is the part of a whole tensor of `shape` (one or two dimensions) that begins at `start`
+    along `axis`. Each element's bits are weighted with 2 * i + 1, i being its linear index in the
+    whole tensor, so that the checksums of disjoint slices add up to their union's, and any change
+    of one element, or exchange of two different ones, changes it (for elements of up to 32 bits and
+    fewer than 2**31 of them).
     """
     bits = (tensor if tensor.dim() == 2 else tensor[None]).view(_BITS[tensor.element_size()])
     columns = shape[-1]
-    first_row, first_column = (start, 0) if axis == 0 and len(shape) == 2 else (0, 0 if axis is None else start)
+    first_row, first_column = (
+        (start, 0) if axis == 0 and len(shape) == 2 else (0, 0 if axis is None else start)
+    )
     rows, width = bits.shape
     step = max(1, _BLOCK // width)
     row_weights = 2 * columns * torch.arange(first_row, first_row + rows, device=bits.device) + 1
@@ -74,7 +85,12 @@ def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
 
 
 def _source_sums(
-    plan: TransferPlan, plan_atoms: list[_Atom], link: Link, dtype: torch.dtype, read: Read, arrives: Arrives
+    plan: TransferPlan,
+    plan_atoms: list[_Atom],
+    link: Link,
+    dtype: torch.dtype,
+    read: Read,
+    arrives: Arrives,
 ) -> Tensor:
     """int64 [atoms]: checksums of those that this rank answers for, zero elsewhere."""
     sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=link.device)
@@ -82,8 +98,12 @@ def _source_sums(
         if atom.holder == link.rank:
             held = plan.source[link.rank][atom.spec.name]
             whole = read(atom.spec.name)
-            given = arrives(atom.spec, part(whole, atom.spec, held, atom.axis, atom.start, atom.stop))
-            sums[index] = checksum(given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start)
+            given = arrives(
+                atom.spec, part(whole, atom.spec, held, atom.axis, atom.start, atom.stop)
+            )
+            sums[index] = checksum(
+                given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start
+            )
             del whole, given  # before another is read: it may be a copy
     return sums
 
@@ -97,9 +117,11 @@ def verify(
     views: Mapping[str, Tensor],
     arrives: Arrives = lambda spec, rows: rows,
 ) -> None:
-    """Compare every rank's views with what `arrives` of the source slices as `dtype`, bit by bit by checksums; collective.
+    """Compare every rank's views with what `arrives` of the source slices as `dtype`, bit by bit by
+    checksums; collective.
 
-    Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and the ranks where it does.
+    Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and
+    the ranks where it does.
     """
     plan_atoms = _plan_atoms(plan)
     sums = _source_sums(plan, plan_atoms, link, dtype, read, arrives)
@@ -110,7 +132,9 @@ def verify(
         if atom.spec.name in mine:
             low, high = extent(atom.spec, mine[atom.spec.name], atom.axis)
             if low <= atom.start and atom.stop <= high:
-                expected[atom.spec.name] = expected.get(atom.spec.name, torch.zeros_like(sums[0])) + sums[index]
+                expected[atom.spec.name] = (
+                    expected.get(atom.spec.name, torch.zeros_like(sums[0])) + sums[index]
+                )
     differs = torch.zeros(len(plan.table), link.size, dtype=torch.int32, device=link.device)
     for index, spec in enumerate(plan.table):
         if spec.name in mine:

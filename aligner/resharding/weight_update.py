@@ -1,4 +1,5 @@
-"""What both ends of a publish offer: an engine that takes new weights, and what takes the trainer's to it."""
+"""What both ends of a publish offer: an engine that takes new weights, and what takes the trainer's
+to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +34,15 @@ class WeightUpdate(Protocol):
         """Where to write these tensors; those that the engine does not have are left out."""
 
     def load(self, names: Sequence[str]) -> None:
-        """These tensors have been written; their views are not used again, unless the format's `group_bytes` is None."""
+        """These tensors have been written; their views are not used again, unless the format's
+        `group_bytes` is None."""
 
     def commit(self) -> None:
         """All tensors have been loaded on every rank: they are the engine's now."""
 
     def abort(self) -> None:
-        """The update failed somewhere: the engine stays at the version it had, or has none if that was overwritten."""
+        """The update failed somewhere: the engine stays at the version it had, or has none if that
+        was overwritten."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class PublishStats:
     whole_bytes: int
     """That would have crossed with all numbers as they are."""
     changed: float | None
-    """Share of the numbers that would have crossed which are others than at the publish before; None: not compared."""
+    """Share of the numbers that would have crossed which are others than at the publish before;
+    None: not compared."""
 
 
 class WeightPublisher(Protocol):

@@ -1,1 +1,2 @@
-"""Scoring functions, verifiers, remote scorers and reward models as sources of one weighted reward."""
+"""Scoring functions, verifiers, remote scorers and reward models as sources of one weighted
+reward."""

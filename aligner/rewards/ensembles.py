@@ -1,4 +1,5 @@
-"""Several sources' scores of the same responses made one: their sum, or what an ensemble of reward models agrees on."""
+"""Several sources' scores of the same responses made one: their sum, or what an ensemble of reward
+models agrees on."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 Combine: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
-"""Scores [P, B] by P sources, which of them there are (bool [P, B], at least one a row), and the weight of their disagreement,
-to [B]. Scores that there are not are 0."""
+"""Scores [P, B] by P sources, which of them there are (bool [P, B], at least one a row), and the
+weight of their disagreement, to [B]. Scores that there are not are 0."""
 
 
 def _mean(scores: Tensor, there: Tensor) -> Tensor:
@@ -24,11 +25,18 @@ COMBINATIONS: Mapping[str, Combine] = {
     "sum": lambda scores, there, weight: scores.sum(0),
     "mean": lambda scores, there, weight: _mean(scores, there),
     "min": lambda scores, there, weight: torch.where(there, scores, torch.inf).amin(0),
-    "mean_minus_std": lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there).sqrt(),
-    "mean_minus_variance": lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there),
+    "mean_minus_std": (
+        lambda scores, there, weight: (
+            _mean(scores, there) - weight * _variance(scores, there).sqrt()
+        )
+    ),
+    "mean_minus_variance": (
+        lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there)
+    ),
 }
 """By the name that `reward.combine` has for them.
 
-`min` is worst-case optimization (WCO) and `mean_minus_variance` uncertainty-weighted optimization (UWO) of Coste et al. 2023,
-"Reward Model Ensembles Help Mitigate Overoptimization"; with `mean_minus_std` the weight does not hang on the scores' scale.
+`min` is worst-case optimization (WCO) and `mean_minus_variance` uncertainty-weighted optimization
+(UWO) of Coste et al. 2023, "Reward Model Ensembles Help Mitigate Overoptimization"; with
+`mean_minus_std` the weight does not hang on the scores' scale.
 """

@@ -1,4 +1,5 @@
-"""What scores over HTTP, whatever is said there: JSON goes out by POST, with retries until a deadline."""
+"""What scores over HTTP, whatever is said there: JSON goes out by POST, with retries until a
+deadline."""
 
 import contextlib
 import http.client
@@ -14,12 +15,17 @@ from aligner.rewards.scorers import ScorerUnavailable, ScoringError
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _SHOWN_BYTES = 200
 _LARGEST_ANSWER = 16 * 2**20  # bytes
-_LATER = (http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY, http.HTTPStatus.TOO_MANY_REQUESTS)
+_LATER = (
+    http.HTTPStatus.REQUEST_TIMEOUT,
+    http.HTTPStatus.TOO_EARLY,
+    http.HTTPStatus.TOO_MANY_REQUESTS,
+)
 """Statuses below 500 that ask for another attempt."""
 
 
 class Pace:
-    """So many requests a minute at most, from any thread: the time between two is never shorter than it must be."""
+    """So many requests a minute at most, from any thread: the time between two is never shorter
+    than it must be."""
 
     def __init__(self, per_minute: float) -> None:
         self._apart_s, self._next, self._lock = 60 / per_minute, 0.0, threading.Lock()
@@ -48,9 +54,10 @@ class HttpEndpoint:
     def post(self, body: bytes) -> bytes:
         """The answer to some JSON.
 
-        No connection, a lost one and the statuses 408, 425, 429 and 5xx are tried again until the deadline, after a pause that
-        is no shorter than what the answer asks for (Retry-After, in seconds), and then raise ScorerUnavailable. Waiting for a
-        turn does not count. Any other status and an answer beyond 16 MiB raise ScoringError at once. Both tell the address.
+        No connection, a lost one and the statuses 408, 425, 429 and 5xx are tried again until the
+        deadline, after a pause that is no shorter than what the answer asks for (Retry-After, in
+        seconds), and then raise ScorerUnavailable. Waiting for a turn does not count. Any other
+        status and an answer beyond 16 MiB raise ScoringError at once. Both tell the address.
         """
         deadline = time.monotonic() + self.timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -69,7 +76,10 @@ class HttpEndpoint:
                     raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
             wait_s = max(pause_s, asked_s)
             if time.monotonic() + wait_s >= deadline:
-                raise ScorerUnavailable(f"{self.url} gave no answer within {self.timeout_s:g} s; the last attempt: {problem}")
+                raise ScorerUnavailable(
+                    f"{self.url} gave no answer within {self.timeout_s:g} s; the last attempt:"
+                    f" {problem}"
+                )
             time.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -82,10 +92,16 @@ class HttpEndpoint:
     def _post(self, body: bytes, deadline: float) -> tuple[int, bytes, float]:
         """Status, answer, and for how many seconds it asks to be left alone."""
         address = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01))
+        kind = (
+            http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(
+            address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01)
+        )
         path = (address.path or "/") + (f"?{address.query}" if address.query else "")
-        headers = {"Content-Type": "application/json"} | ({} if self.key is None else {"Authorization": f"Bearer {self.key}"})
+        headers = {"Content-Type": "application/json"} | (
+            {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        )
         with contextlib.closing(connection):
             connection.connect()
             with _cut_off(connection.sock, deadline):
@@ -93,7 +109,9 @@ class HttpEndpoint:
                 response = connection.getresponse()
                 answer = response.read(_LARGEST_ANSWER + 1)
         if len(answer) > _LARGEST_ANSWER:
-            raise ScoringError(f"{self.url} answered with more than {_LARGEST_ANSWER} bytes, the most that is read")
+            raise ScoringError(
+                f"{self.url} answered with more than {_LARGEST_ANSWER} bytes, the most that is read"
+            )
         if time.monotonic() >= deadline:
             raise TimeoutError("the answer was not complete by the deadline")
         if response.length:
@@ -104,7 +122,8 @@ class HttpEndpoint:
 
 @contextlib.contextmanager
 def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
-    """End what waits for the socket at the deadline: its own timeout begins anew with every byte that trickles in."""
+    """End what waits for the socket at the deadline: its own timeout begins anew with every byte
+    that trickles in."""
 
     def end() -> None:
         with contextlib.suppress(OSError):  # it has ended by itself

@@ -1,4 +1,5 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples are scores, or wins."""
+"""A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples
+are scores, or wins."""
 
 import hashlib
 import json
@@ -54,18 +55,29 @@ class _Question:
 class Judge:
     """A scorer; what it asks, and how often, its source says.
 
-    A question is asked up to `judge_tries` times, until its answer can be read. An answer is kept in the ledger, with what it
-    cost, before it is used: neither a resumed run nor another replica asks again, also what could not be read.
+    A question is asked up to `judge_tries` times, until its answer can be read. An answer is kept
+    in the ledger, with what it cost, before it is used: neither a resumed run nor another replica
+    asks again, also what could not be read.
     """
 
     def __init__(self, source: JudgeSource, ledger: JudgeLedger) -> None:
         """Raises ConfigError where the endpoint's key is not in the environment."""
         if problem := judge_key_problem(source):
             raise ConfigError(problem)
-        key = None if source.judge_key_variable is None else os.environ[source.judge_key_variable].strip()
-        pace = None if source.judge_requests_per_minute is None else Pace(source.judge_requests_per_minute)
+        key = (
+            None
+            if source.judge_key_variable is None
+            else os.environ[source.judge_key_variable].strip()
+        )
+        pace = (
+            None
+            if source.judge_requests_per_minute is None
+            else Pace(source.judge_requests_per_minute)
+        )
         url = source.judge_url.rstrip("/")
-        self._endpoint = HttpEndpoint(url if url.endswith(_CHAT) else url + _CHAT, source.judge_timeout_s, key, pace)
+        self._endpoint = HttpEndpoint(
+            url if url.endswith(_CHAT) else url + _CHAT, source.judge_timeout_s, key, pace
+        )
         self._source, self._ledger = source, ledger
         self._ways = {
             "score": self._scores,
@@ -75,27 +87,36 @@ class Judge:
         }
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        """One score a request. All that is asked about others is asked, and kept, before an error is raised.
+        """One score a request. All that is asked about others is asked, and kept, before an error
+        is raised.
 
-        Raises ScoringError for a question whose answers could not be read and for one that the endpoint refuses, and
-        ScorerUnavailable, which ends the asking, where it does not answer.
+        Raises ScoringError for a question whose answers could not be read and for one that the
+        endpoint refuses, and ScorerUnavailable, which ends the asking, where it does not answer.
         """
         return self._ways[self._source.judge_asks](requests)
 
-    def compare(self, requests: Sequence[ScoringRequest], others: Sequence[str]) -> list[tuple[float, float] | None]:
-        """What each response has won, 0 to 1, against the other to its prompt: where it was shown first, and where second.
+    def compare(
+        self, requests: Sequence[ScoringRequest], others: Sequence[str]
+    ) -> list[tuple[float, float] | None]:
+        """What each response has won, 0 to 1, against the other to its prompt: where it was shown
+        first, and where second.
 
-        None where either answer could not be read. Equal texts tie, and nothing is asked about them. The source asks for
-        comparisons (`pairwise`). Raises as a call does, but for answers that could not be read.
+        None where either answer could not be read. Equal texts tie, and nothing is asked about
+        them. The source asks for comparisons (`pairwise`). Raises as a call does, but for answers
+        that could not be read.
         """
         questions = []
         for request, other in zip(requests, others, strict=True):
             if request.response != other:
-                questions += [self._pair(request, *order) for order in permutations((request.response, other))]
+                questions += [
+                    self._pair(request, *order) for order in permutations((request.response, other))
+                ]
         answers = iter(self._answers(questions, leaves_out=True))
         found: list[tuple[float, float] | None] = []
         for request, other in zip(requests, others, strict=True):
-            first, second = (0.5, 0.5) if request.response == other else (next(answers), next(answers))
+            first, second = (
+                (0.5, 0.5) if request.response == other else (next(answers), next(answers))
+            )
             found.append(None if first is None or second is None else (first, 1 - second))
         return found
 
@@ -107,13 +128,20 @@ class Judge:
             return read_score(answer.content or "", source.judge_pattern, lowest, highest)
 
         bounds = {"lowest": f"{lowest:g}", "highest": f"{highest:g}"}
-        return self._answers([self._question(request, read, response=request.response, **bounds) for request in requests])
+        return self._answers(
+            [
+                self._question(request, read, response=request.response, **bounds)
+                for request in requests
+            ]
+        )
 
     def _probabilities(self, requests: Sequence[ScoringRequest]) -> list[float]:
         def read(answer: JudgeAnswer) -> float | None:
             return read_yes(answer.first_token)
 
-        return self._answers([self._question(request, read, response=request.response) for request in requests])
+        return self._answers(
+            [self._question(request, read, response=request.response) for request in requests]
+        )
 
     def _wins(self, requests: Sequence[ScoringRequest]) -> list[float]:
         groups = by_prompt(requests)
@@ -143,10 +171,13 @@ class Judge:
         for number in asked:
             texts = different[number]
             shown = "\n\n".join(
-                f"<response_{place}>\n{text}\n</response_{place}>" for place, text in enumerate(texts, start=1)
+                f"<response_{place}>\n{text}\n</response_{place}>"
+                for place, text in enumerate(texts, start=1)
             )
             request = requests[groups[number][0]]
-            questions.append(self._question(request, reader(len(texts)), responses=shown, count=str(len(texts))))
+            questions.append(
+                self._question(request, reader(len(texts)), responses=shown, count=str(len(texts)))
+            )
         found = dict(zip(asked, self._answers(questions), strict=True))
         scores = [0.5] * len(requests)  # of samples that all say the same
         for number, worths in found.items():
@@ -161,19 +192,26 @@ class Judge:
 
         return self._question(request, read, response_a=first, response_b=second)
 
-    def _question(self, request: ScoringRequest, read: Callable[[JudgeAnswer], Any], **ours: str) -> _Question:
+    def _question(
+        self, request: ScoringRequest, read: Callable[[JudgeAnswer], Any], **ours: str
+    ) -> _Question:
         text = question(self._source.template, request, **ours)
         return _Question(text, read, f"prompt {request.prompt!r} and response {request.response!r}")
 
     def _answers(self, questions: Sequence[_Question], *, leaves_out: bool = False) -> list[Any]:
-        """What the judge says to each, from the ledger where it is known; equal ones are asked once.
+        """What the judge says to each, from the ledger where it is known; equal ones are asked
+        once.
 
         An answer that cannot be read is an error, or None where it `leaves_out` such ones.
         """
         bodies = [self._body(each.text) for each in questions]
         names = [hashlib.sha256(body).hexdigest() for body in bodies]
-        different = {name: (body, each) for name, body, each in zip(names, bodies, questions, strict=True)}
-        known = {name: kept for name in different if (kept := self._ledger.answer(name)) is not None}
+        different = {
+            name: (body, each) for name, body, each in zip(names, bodies, questions, strict=True)
+        }
+        known = {
+            name: kept for name in different if (kept := self._ledger.answer(name)) is not None
+        }
         found: dict[str, Any] = {}
         errors: dict[str, ScoringError] = {}
         for name, (tried, answer) in known.items():
@@ -196,7 +234,9 @@ class Judge:
             except ScoringError as error:
                 errors[name] = error
 
-        with ThreadPoolExecutor(self._source.judge_concurrency, thread_name_prefix="judge") as threads:
+        with ThreadPoolExecutor(
+            self._source.judge_concurrency, thread_name_prefix="judge"
+        ) as threads:
             left = [name for name in different if name not in found and name not in errors]
             list(threads.map(ask, left))  # what is not foreseen is raised here
         for kind in (ScorerUnavailable, ScoringError):
@@ -206,7 +246,8 @@ class Judge:
         return [found.get(name) for name in names]
 
     def _asked(self, name: str, body: bytes, each: _Question, tried: int) -> Any:
-        """What the judge says, asked for as often as it takes and may, `tried` times before. Raises ScoringError."""
+        """What the judge says, asked for as often as it takes and may, `tried` times before. Raises
+        ScoringError."""
         tries = self._source.judge_tries
         while True:
             answer = _told(self._endpoint.post(body))
@@ -223,16 +264,24 @@ class Judge:
 
     def _unreadable(self, tried: int, answer: JudgeAnswer, each: _Question) -> _Unreadable:
         source = self._source
-        shown = "no answer of the protocol's" if answer.content is None else repr(answer.content[-_SHOWN:])
+        shown = (
+            "no answer of the protocol's"
+            if answer.content is None
+            else repr(answer.content[-_SHOWN:])
+        )
         return _Unreadable(
-            f"{source.judge_model} at {self._endpoint.url} was asked {tried} times (judge_tries), and what it said could not"
-            f" be read, last {shown}; for {each.about}"
+            f"{source.judge_model} at {self._endpoint.url} was asked {tried} times (judge_tries),"
+            f" and what it said could not be read, last {shown}; for {each.about}"
         )
 
     def _body(self, text: str) -> bytes:
-        """The request, which is also what tells a question from others: model, message and how to draw the answer."""
+        """The request, which is also what tells a question from others: model, message and how to
+        draw the answer."""
         source = self._source
-        asked: dict[str, Any] = {"model": source.judge_model, "messages": [{"role": "user", "content": text}]}
+        asked: dict[str, Any] = {
+            "model": source.judge_model,
+            "messages": [{"role": "user", "content": text}],
+        }
         asked |= {"temperature": source.judge_temperature, "max_tokens": source.judge_max_tokens}
         if source.judge_asks == "yes_no":
             asked |= {"max_tokens": 1, "logprobs": True, "top_logprobs": _LIKELY_TOKENS}
@@ -257,7 +306,8 @@ def build_judge(source: JudgeSource, paths: RunPaths) -> Judge:
 
 
 def opened_judge(source: JudgeSource, directory: Path, run: str) -> Judge:
-    """One whose answers are kept in a directory, and counted as those of `run`. Raises as `build_judge`."""
+    """One whose answers are kept in a directory, and counted as those of `run`. Raises as
+    `build_judge`."""
     try:
         return Judge(source, JudgeLedger(directory, run))
     except ScoringError as error:

@@ -1,4 +1,5 @@
-"""What a judge says, read: scores, probabilities of yes, verdicts and rankings. None is what cannot be read."""
+"""What a judge says, read: scores, probabilities of yes, verdicts and rankings. None is what cannot
+be read."""
 
 import json
 import math
@@ -39,8 +40,12 @@ def parsed_answer(body: Any) -> JudgeAnswer:
         content = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         return JudgeAnswer(None)
-    tokens_in, tokens_out = (_counted(body.get("usage"), name) for name in ("prompt_tokens", "completion_tokens"))
-    return JudgeAnswer(content if isinstance(content, str) else None, _first_token(choice), tokens_in, tokens_out)
+    tokens_in, tokens_out = (
+        _counted(body.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")
+    )
+    return JudgeAnswer(
+        content if isinstance(content, str) else None, _first_token(choice), tokens_in, tokens_out
+    )
 
 
 def _counted(usage: Any, name: str) -> int:
@@ -50,13 +55,17 @@ def _counted(usage: Any, name: str) -> int:
 
 def _first_token(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     try:
-        return tuple((str(each["token"]), float(each["logprob"])) for each in choice["logprobs"]["content"][0]["top_logprobs"])
+        return tuple(
+            (str(each["token"]), float(each["logprob"]))
+            for each in choice["logprobs"]["content"][0]["top_logprobs"]
+        )
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return ()
 
 
 def read_score(text: str, pattern: str, lowest: float, highest: float) -> float | None:
-    """The number in the first group of the pattern's last match, where it is one within the bounds."""
+    """The number in the first group of the pattern's last match, where it is one within the
+    bounds."""
     found = None
     for match in re.finditer(pattern, text):
         found = match
@@ -68,7 +77,8 @@ def read_score(text: str, pattern: str, lowest: float, highest: float) -> float 
 
 
 def read_yes(first_token: Sequence[tuple[str, float]]) -> float | None:
-    """The probability of yes among yes and no, in any spelling of theirs; None where neither is among the tokens."""
+    """The probability of yes among yes and no, in any spelling of theirs; None where neither is
+    among the tokens."""
     sums = {"yes": 0.0, "no": 0.0}
     for token, logprob in first_token:
         word = token.strip().lower()
@@ -79,7 +89,8 @@ def read_yes(first_token: Sequence[tuple[str, float]]) -> float | None:
 
 
 def read_verdict(text: str) -> float | None:
-    """What A has won: 1, 0, or 0.5 for a tie. Of several verdicts the last counts; or the text is one, and nothing else."""
+    """What A has won: 1, 0, or 0.5 for a tie. Of several verdicts the last counts; or the text is
+    one, and nothing else."""
     if verdicts := _VERDICT.findall(text):
         return _WINS[verdicts[-1].upper()]
     only = _ONLY_VERDICT.fullmatch(text)
@@ -87,18 +98,26 @@ def read_verdict(text: str) -> float | None:
 
 
 def read_ranking(text: str, count: int) -> list[float] | None:
-    """What each of `count` responses is worth, in their order: 1 for the best to 0 for the worst, evenly apart.
+    """What each of `count` responses is worth, in their order: 1 for the best to 0 for the worst,
+    evenly apart.
 
-    Of several rankings the last counts; or the text is one, and nothing else. All numbers 1 to `count` must be in it once.
+    Of several rankings the last counts; or the text is one, and nothing else. All numbers 1 to
+    `count` must be in it once.
     """
     rankings = _RANKING.findall(text)
     only = _ONLY_RANKING.fullmatch(text)
     if not rankings and only is None:
         return None
-    numbers = [int(number) for number in re.findall(r"\d+", rankings[-1] if rankings else only[1] if only else "")]
+    numbers = [
+        int(number)
+        for number in re.findall(r"\d+", rankings[-1] if rankings else only[1] if only else "")
+    ]
     if sorted(numbers) != list(range(1, count + 1)):
         return None
-    worth = {number: (count - 1 - place) / (count - 1) if count > 1 else 0.5 for place, number in enumerate(numbers)}
+    worth = {
+        number: (count - 1 - place) / (count - 1) if count > 1 else 0.5
+        for place, number in enumerate(numbers)
+    }
     return [worth[number] for number in range(1, count + 1)]
 
 
@@ -107,14 +126,17 @@ def question(template: str, request: ScoringRequest, **ours: object) -> str:
 
     Raises ScoringError, which names the field, for one that the record does not have.
     """
-    values = {name: _text(value) for name, value in {**request.metadata, "prompt": request.prompt, **ours}.items()}
+    values = {
+        name: _text(value)
+        for name, value in {**request.metadata, "prompt": request.prompt, **ours}.items()
+    }
     try:
         return filled(template, values)
     except KeyError as missing:
         has = ", ".join(sorted(request.metadata)) or "none"
         raise ScoringError(
-            f"the judge's template has {{{missing.args[0]}}}, and the record of prompt {request.prompt!r} has no such field"
-            f" (it has: {has})"
+            f"the judge's template has {{{missing.args[0]}}}, and the record of prompt"
+            f" {request.prompt!r} has no such field (it has: {has})"
         ) from None
 
 
@@ -133,23 +155,25 @@ def by_prompt(requests: Sequence[ScoringRequest]) -> list[list[int]]:
 def different_texts(requests: Sequence[ScoringRequest], places: Sequence[int]) -> list[str]:
     """The responses at these places, which are those of one prompt, each once.
 
-    Raises ScoringError where there is one place, and nothing to compare it with, and where the prompt is not known: texts that
-    came without theirs may be of any.
+    Raises ScoringError where there is one place, and nothing to compare it with, and where the
+    prompt is not known: texts that came without theirs may be of any.
     """
     first = requests[places[0]]
     if len(places) < 2 or not first.prompt:
         raise ScoringError(
-            f"a judge that compares the samples of a prompt was asked about one alone, or without its prompt, for prompt"
-            f" {first.prompt!r} and response {first.response!r}; ask for all of them in one request, with prompt_lengths"
+            "a judge that compares the samples of a prompt was asked about one alone, or without"
+            f" its prompt, for prompt {first.prompt!r} and response {first.response!r}; ask for all"
+            " of them in one request, with prompt_lengths"
         )
     return list(dict.fromkeys(requests[place].response for place in places))
 
 
 def mean_wins(texts: Sequence[str], wins: Mapping[tuple[str, str], float]) -> list[float]:
-    """Of each of a prompt's samples the mean of what it has won against the others; those of one text tie.
+    """Of each of a prompt's samples the mean of what it has won against the others; those of one
+    text tie.
 
-    `wins` is what the first of two different texts has won against the second, 0 to 1, by either order in which they were
-    asked about.
+    `wins` is what the first of two different texts has won against the second, 0 to 1, by either
+    order in which they were asked about.
     """
     sums = [0.0] * len(texts)
     for one, other in combinations(range(len(texts)), 2):

@@ -1,7 +1,8 @@
 """Mathematical expressions compared by math-verify, in a process of its own.
 
-An expression may take sympy any time and memory, and math-verify's time limits are signals, which only a main thread can
-have and which do not end long arithmetic. So a child process compares, under the system's own limits.
+An expression may take sympy any time and memory, and math-verify's time limits are signals, which
+only a main thread can have and which do not end long arithmetic. So a child process compares, under
+the system's own limits.
 """
 
 import importlib.util
@@ -13,9 +14,13 @@ _MEMORY_BYTES = 4 << 30
 
 
 def require_math_verify(key: str) -> None:
-    """Raise ConfigError naming `key`, its place in the configuration, where math-verify is not installed."""
+    """Raise ConfigError naming `key`, its place in the configuration, where math-verify is not
+    installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{key}=math needs the math-verify package; install the verify extra: pip install 'aligner[verify]'")
+        raise ConfigError(
+            f"{key}=math needs the math-verify package; install the verify extra: pip install"
+            " 'aligner[verify]'"
+        )
 
 
 class MathChecker:
@@ -27,7 +32,8 @@ class MathChecker:
         self.child = ChildFunction(module, "equal", processor_s=seconds, memory_bytes=_MEMORY_BYTES)
 
     def equal(self, answer: str, response: str) -> bool | None:
-        """Whether a response's last expression equals the answer's; False when that takes too long to tell.
+        """Whether a response's last expression equals the answer's; False when that takes too long
+        to tell.
 
         None where the answer has no expression. Raises AlignerError when the child process fails.
         """

@@ -4,7 +4,8 @@ import logging
 
 import math_verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+# it warns that its own time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def equal(answer: str, response: str) -> bool | None:
@@ -13,4 +14,6 @@ def equal(answer: str, response: str) -> bool | None:
     expected = math_verify.parse(answer if latex else f"${answer}$", parsing_timeout=None)
     if not expected:
         return None
-    return math_verify.verify(expected, math_verify.parse(response, parsing_timeout=None), timeout_seconds=None)
+    return math_verify.verify(
+        expected, math_verify.parse(response, parsing_timeout=None), timeout_seconds=None
+    )

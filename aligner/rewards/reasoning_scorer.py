@@ -20,13 +20,20 @@ _MEMORY_BYTES = 4 << 30
 
 @lru_cache(maxsize=1)
 def _child() -> ChildFunction:
-    return ChildFunction("aligner.data.reasoning_questions", "score", processor_s=_PROCESSOR_S, memory_bytes=_MEMORY_BYTES)
+    return ChildFunction(
+        "aligner.data.reasoning_questions",
+        "score",
+        processor_s=_PROCESSOR_S,
+        memory_bytes=_MEMORY_BYTES,
+    )
 
 
 def reasoning_scores(requests: Sequence["ScoringRequest"]) -> list[float]:
-    """What each task's `score_answer` says of the answer; 0, with a warning, for one that takes too long to read.
+    """What each task's `score_answer` says of the answer; 0, with a warning, for one that takes too
+    long to read.
 
-    Raises AlignerError for a prompt that is none of `data.tasks`, and as the task does for any answer.
+    Raises AlignerError for a prompt that is none of `data.tasks`, and as the task does for any
+    answer.
     """
     return [_score(request) for request in requests]
 
@@ -34,9 +41,16 @@ def reasoning_scores(requests: Sequence["ScoringRequest"]) -> list[float]:
 def _score(request: "ScoringRequest") -> float:
     question = request.metadata.get("question")
     if not isinstance(question, dict) or "made_of" not in question:
-        raise AlignerError("the data must say `question` beside the prompt, as it does with data.tasks")
+        raise AlignerError(
+            "the data must say `question` beside the prompt, as it does with data.tasks"
+        )
     try:
         return _child()(request.response, question)
     except ChildTooSlow as error:
-        _log.warning("reasoning_gym: the answer %.80r to %s is worth 0: it %s", request.response, question["made_of"], error)
+        _log.warning(
+            "reasoning_gym: the answer %.80r to %s is worth 0: it %s",
+            request.response,
+            question["made_of"],
+            error,
+        )
         return 0.0

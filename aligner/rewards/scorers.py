@@ -55,12 +55,19 @@ def _sentiment_analyzer() -> Any:
 def sentiment(requests: Sequence[ScoringRequest]) -> list[float]:
     """VADER's compound sentiment of prompt and response together, in [-1, 1]."""
     analyzer = _sentiment_analyzer()
-    return [analyzer.polarity_scores(request.prompt + request.response)["compound"] for request in requests]
+    return [
+        analyzer.polarity_scores(request.prompt + request.response)["compound"]
+        for request in requests
+    ]
 
 
 def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
-    """The share of the response's characters that are the digits 0-9, in [0, 1]; 0 for an empty response."""
-    return [sum(character in "0123456789" for character in r.response) / max(len(r.response), 1) for r in requests]
+    """The share of the response's characters that are the digits 0-9, in [0, 1]; 0 for an empty
+    response."""
+    return [
+        sum(character in "0123456789" for character in r.response) / max(len(r.response), 1)
+        for r in requests
+    ]
 
 
 def left_to_environment(requests: Sequence[ScoringRequest]) -> list[float]:
@@ -81,27 +88,40 @@ def _verifier(rule: Rule) -> Scorer:
 
 
 def scored(function: Scorer, requests: Sequence[Sequence[Any]]) -> list[float]:
-    """What a scoring function says of requests, each given by its fields: how a child process calls one."""
+    """What a scoring function says of requests, each given by its fields: how a child process calls
+    one."""
     return [float(score) for score in function([ScoringRequest(*request) for request in requests])]
 
 
 def stepped(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> list[Steps]:
     """As `scored`, of a function that rewards the steps of a response."""
-    return [_read_steps(steps) for steps in function([ScoringRequest(*request) for request in requests])]
+    return [
+        _read_steps(steps) for steps in function([ScoringRequest(*request) for request in requests])
+    ]
 
 
-def _elsewhere(module: str, name: str, timeout_s: float | None, through: str = "scored") -> Callable[..., Any]:
-    """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason alone."""
-    child = ChildFunction(module, name, through=f"{__name__}:{through}", takes=1, deadline_s=timeout_s)
+def _elsewhere(
+    module: str, name: str, timeout_s: float | None, through: str = "scored"
+) -> Callable[..., Any]:
+    """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason
+    alone."""
+    child = ChildFunction(
+        module, name, through=f"{__name__}:{through}", takes=1, deadline_s=timeout_s
+    )
     child.start()
-    return lambda requests: child([[each.prompt, each.response, dict(each.metadata)] for each in requests])
+    return lambda requests: child(
+        [[each.prompt, each.response, dict(each.metadata)] for each in requests]
+    )
 
 
-def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | None = None) -> Scorer:
-    """A built-in scorer by its name, or any other by `module:callable`, which has `timeout_s` for a call.
+def resolve_scorer(
+    name: str, key: str = "reward.function", timeout_s: float | None = None
+) -> Scorer:
+    """A built-in scorer by its name, or any other by `module:callable`, which has `timeout_s` for a
+    call.
 
-    Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or what it needs is not
-    installed.
+    Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or
+    what it needs is not installed.
     """
     place = function_place(name)
     if place is None:
@@ -117,40 +137,46 @@ def resolve_scorer(name: str, key: str = "reward.function", timeout_s: float | N
         scorer = imported(module, attribute)
     except AlignerError as error:
         raise ConfigError(
-            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH, and have {attribute!r}, a"
-            " function of a list of requests, each with prompt, response and metadata (docs/rewards.md)"
+            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH,"
+            f" and have {attribute!r}, a function of a list of requests, each with prompt, response"
+            " and metadata (docs/rewards.md)"
         ) from error
     return _verifier(scorer) if name in RULES else scorer
 
 
 def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> StepScorer:
-    """A function of the user's own, `module:callable`, that rewards steps; otherwise as `resolve_scorer`."""
+    """A function of the user's own, `module:callable`, that rewards steps; otherwise as
+    `resolve_scorer`."""
     place = callable_place(name)
     if place is None:
         raise ConfigError(f"{key}={name}: rewards of steps are given by module:callable")
     try:
         return _elsewhere(*place, timeout_s, through="stepped")
     except AlignerError as error:
-        raise ConfigError(f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH") from error
+        raise ConfigError(
+            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH"
+        ) from error
 
 
 def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
-    """The finite scores, one a request, of the scorer that the configuration calls `name`. Raises as `_answers`."""
+    """The finite scores, one a request, of the scorer that the configuration calls `name`. Raises
+    as `_answers`."""
     scores = _answers(name, scorer, requests, float)
     require_finite(name, scores, requests)
     return scores
 
 
 def checked_steps(name: str, scorer: StepScorer, requests: Sequence[ScoringRequest]) -> list[Steps]:
-    """Each request's steps, with finite rewards and ends within the response. Raises as `_answers`."""
+    """Each request's steps, with finite rewards and ends within the response. Raises as
+    `_answers`."""
     answers = _answers(name, scorer, requests, _read_steps)
     for request, steps in zip(requests, answers, strict=True):
         require_finite(name, [reward for _, reward in steps], [request] * len(steps))
         for end, _ in steps:
             if not 1 <= end <= len(request.response):
                 raise ScoringError(
-                    f"the scorer {name} ends a step behind character {end}, must be within 1 and the response's"
-                    f" {len(request.response)}, {_shown([request])}"
+                    f"the scorer {name} ends a step behind character {end}, must be within 1 and"
+                    f" the response's {len(request.response)}, {_shown([request])}"
                 )
     return answers
 
@@ -160,12 +186,16 @@ def _read_steps(steps: Iterable[Sequence[Any]]) -> Steps:
 
 
 def _answers(
-    name: str, scorer: Callable[..., Iterable[Any]], requests: Sequence[ScoringRequest], read: Callable[[Any], Answer]
+    name: str,
+    scorer: Callable[..., Iterable[Any]],
+    requests: Sequence[ScoringRequest],
+    read: Callable[[Any], Answer],
 ) -> list[Answer]:
     """What a scorer says of each request, as `read` takes it.
 
-    Raises ScoringError with the scorer, and the prompt and response at fault. When it raises for several requests at once,
-    each is scored alone to find the one, but for a ScoringError of its own, which says what there is to say.
+    Raises ScoringError with the scorer, and the prompt and response at fault. When it raises for
+    several requests at once, each is scored alone to find the one, but for a ScoringError of its
+    own, which says what there is to say.
     """
     try:
         scores = [read(score) for score in scorer(requests)]
@@ -173,7 +203,8 @@ def _answers(
         raise type(error)(f"the scorer {name}: {error}") from error
     except ChildLost as error:  # to find which of them it was would take as long for each
         raise ScoringError(
-            f"the scorer {name} {error}; it had {len(requests)} requests, the first {_shown(requests)}"
+            f"the scorer {name} {error}; it had {len(requests)} requests, the first"
+            f" {_shown(requests)}"
         ) from error
     except Exception as error:
         what = str(error) if isinstance(error, ChildRaised) else f"{type(error).__name__}: {error}"
@@ -181,20 +212,26 @@ def _answers(
         if len(requests) > 1:
             for request in requests:
                 _answers(name, scorer, [request], read)
-            raise ScoringError(f"{raised} on a batch of {len(requests)} that it scores one by one") from error
+            raise ScoringError(
+                f"{raised} on a batch of {len(requests)} that it scores one by one"
+            ) from error
         raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):
         raise ScoringError(
-            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the first {_shown(requests)}"
+            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the"
+            f" first {_shown(requests)}"
         )
     return scores
 
 
 def require_finite(name: str, scores: Sequence[float], requests: Sequence[ScoringRequest]) -> None:
-    """Raise ScoringError with the scorer, prompt and response of the first score that is not finite."""
+    """Raise ScoringError with the scorer, prompt and response of the first score that is not
+    finite."""
     for request, score in zip(requests, scores, strict=True):
         if not math.isfinite(score):
-            raise ScoringError(f"the scorer {name} returned {score}, must be finite, {_shown([request])}")
+            raise ScoringError(
+                f"the scorer {name} returned {score}, must be finite, {_shown([request])}"
+            )
 
 
 def _shown(requests: Sequence[ScoringRequest]) -> str:

@@ -1,4 +1,5 @@
-"""What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or several of these combined."""
+"""What scores a batch on the reward's ranks: texts on one of them, a model on all of them, or
+several of these combined."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,8 @@ class ScoringBatch:
     whole: Callable[[], Sequence[ScoringRequest]] | None = None
     """Their texts with special tokens; None where they came as texts, or no source wants these."""
     token_at: Callable[[int, int], int] | None = None
-    """Of a row the place of the token with which so many characters of the response are complete; None as `tokens`."""
+    """Of a row the place of the token with which so many characters of the response are complete;
+    None as `tokens`."""
 
     def select(self, rows: Tensor) -> "ScoringBatch":
         """Some of them, int64 [N]."""
@@ -52,11 +54,16 @@ class ScoringBatch:
             None if self.tokens is None else self.tokens[rows],
             None if self.lengths is None else self.lengths[rows],
             None if whole is None else lambda: [whole()[row] for row in rows.tolist()],
-            None if token_at is None else lambda row, characters: token_at(int(rows[row]), characters),
+            (
+                None
+                if token_at is None
+                else lambda row, characters: token_at(int(rows[row]), characters)
+            ),
         )
 
     def places(self, row: int, steps: Sequence[tuple[int, float]]) -> dict[int, float]:
-        """The places of the tokens that end a row's steps, with their rewards; by characters where there are no tokens."""
+        """The places of the tokens that end a row's steps, with their rewards; by characters where
+        there are no tokens."""
         placed: dict[int, float] = {}
         for end, reward in steps:
             place = end if self.token_at is None else self.token_at(row, end)
@@ -64,7 +71,8 @@ class ScoringBatch:
         return placed
 
     def at_steps(self, steps: Sequence[Mapping[int, float]]) -> Tensor:
-        """float64 [B, S]: of each row the numbers at some places, elsewhere not a number; [B], their sums, of texts alone."""
+        """float64 [B, S]: of each row the numbers at some places, elsewhere not a number; [B],
+        their sums, of texts alone."""
         if self.tokens is None:
             return torch.tensor([sum(each.values()) for each in steps], dtype=torch.float64)
         placed = torch.full(self.tokens.shape, torch.nan, dtype=torch.float64)
@@ -78,7 +86,8 @@ class RewardSource(Protocol):
     """Something that scores."""
 
     def raw(self, batch: ScoringBatch) -> Tensor:
-        """Finite scores float64 [B], the same on every rank. Collective; raises ScoringError on every rank alike.
+        """Finite scores float64 [B], the same on every rank. Collective; raises ScoringError on
+        every rank alike.
 
         Of a source that rewards steps [B, S]: at the tokens that end them, elsewhere not a number.
         """
@@ -102,7 +111,9 @@ class TextSource:
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
         scores, error, unavailable = None, None, False
-        requests = batch.requests if self.skip_special_tokens or batch.whole is None else batch.whole
+        requests = (
+            batch.requests if self.skip_special_tokens or batch.whole is None else batch.whole
+        )
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 scores = checked_scores(self.name, self.scorer, requests())
@@ -146,14 +157,17 @@ class RewardNormalizer:
     def fit(cls, scores: Tensor, mean: float = 0.0, std: float = 1.0) -> "RewardNormalizer":
         """The one that gives these scores a mean and a population standard deviation.
 
-        gain = std / σ, bias = mean - gain·μ (Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 6).
-        Raises ValueError for scores that are all equal, or not all finite.
+        gain = std / σ, bias = mean - gain·μ (Huang et al. 2023, "The N Implementation Details of
+        RLHF with PPO", detail 6). Raises ValueError for scores that are all equal, or not all
+        finite.
         """
         samples = scores.detach().double()
         if not samples.isfinite().all():
             raise ValueError("a score is not finite")
         if samples.unique().numel() < 2:
-            raise ValueError(f"{samples.numel()} scores do not differ: there is no deviation to scale by")
+            raise ValueError(
+                f"{samples.numel()} scores do not differ: there is no deviation to scale by"
+            )
         gain = std / float(samples.std(correction=0))
         return cls(gain, mean - gain * float(samples.mean()))
 
@@ -164,7 +178,8 @@ class RewardNormalizer:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A reward model: its value after a sequence's last token, normalized; of a process reward model after each step's."""
+    """A reward model: its value after a sequence's last token, normalized; of a process reward
+    model after each step's."""
 
     name: str
     model: ScalarModel
@@ -190,7 +205,11 @@ class ModelSource:
         """Rewards of steps, as RewardSource has them, of the values [B, S] at all tokens."""
         if batch.lengths is None or batch.token_at is None:
             raise ValueError("steps are those of responses in tokens")
-        rewards, requests, steps = values.sigmoid() if self.step_probability else values, batch.requests(), []
+        rewards, requests, steps = (
+            values.sigmoid() if self.step_probability else values,
+            batch.requests(),
+            [],
+        )
         for row, (request, length) in enumerate(zip(requests, batch.lengths.tolist(), strict=True)):
             ends = [found.end() for found in re.finditer(re.escape(separator), request.response)]
             places = {batch.token_at(row, end) for end in ends}
@@ -205,15 +224,22 @@ class ModelSource:
 def step_source(source: FunctionSource) -> StepSource:
     """A function that rewards steps. Raises ConfigError when there is no such function."""
     key = f"{source.key}.function"
-    return StepSource(source.name, resolve_step_scorer(source.function, key, source.function_timeout_s))
+    return StepSource(
+        source.name, resolve_step_scorer(source.function, key, source.function_timeout_s)
+    )
 
 
 def text_source(source: Source) -> TextSource:
     """A scoring function or a remote scorer. Raises ConfigError when there is no such function."""
     if isinstance(source, FunctionSource):
-        return TextSource(source.name, resolve_scorer(source.function, f"{source.key}.function", source.function_timeout_s))
+        return TextSource(
+            source.name,
+            resolve_scorer(source.function, f"{source.key}.function", source.function_timeout_s),
+        )
     if isinstance(source, RemoteSource):
-        return TextSource(source.name, RemoteScorer(source.url, source.timeout_s), source.skip_special_tokens)
+        return TextSource(
+            source.name, RemoteScorer(source.url, source.timeout_s), source.skip_special_tokens
+        )
     raise TypeError(f"{type(source).__name__} does not score texts")
 
 
@@ -234,14 +260,17 @@ class CombinedReward:
         return self.in_steps(batch)[:2]
 
     def in_steps(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Finite scores float32 [B], what each source has given, float32 [B] each, 0 where it is not asked, and of the scores
-        what tokens get that end steps, float32 [B, S], not a number elsewhere; None where no source rewards steps.
+        """Finite scores float32 [B], what each source has given, float32 [B] each, 0 where it is
+        not asked, and of the scores what tokens get that end steps, float32 [B, S], not a number
+        elsewhere; None where no source rewards steps.
 
         The same on every rank. Collective; raises ScoringError on every rank alike.
         """
         given: dict[int, tuple[Tensor, Tensor]] = {}
         # Texts first: what they refuse costs no model's time.
-        for place, (settings, source) in sorted(enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)):
+        for place, (settings, source) in sorted(
+            enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)
+        ):
             given[place] = _given(settings, source, batch)
         there = torch.stack([given[place][1] for place in range(len(given))])
         inside = [rewards for rewards, _ in given.values() if rewards.ndim > 1]
@@ -249,7 +278,8 @@ class CombinedReward:
         if not bool(there.any(0).all()):
             request = batch.requests()[int(there.any(0).int().argmin())]
             raise ScoringError(
-                f"no source of the reward has a weight for task={request.metadata.get('task')}, prompt {request.prompt!r}"
+                f"no source of the reward has a weight for task={request.metadata.get('task')},"
+                f" prompt {request.prompt!r}"
             )
         scores = COMBINATIONS[self.combine](parts, there, self.disagreement_weight).float()
         added = list(parts.float())
@@ -269,7 +299,8 @@ def _totals(given: Tensor) -> Tensor:
 
 
 def _given(settings: Source, source: RewardSource, batch: ScoringBatch) -> tuple[Tensor, Tensor]:
-    """What a source gives, float64 [B] or, of steps, [B, S], and of which responses it is asked, bool [B].
+    """What a source gives, float64 [B] or, of steps, [B, S], and of which responses it is asked,
+    bool [B].
 
     Collective, the same on every rank.
     """
@@ -280,12 +311,16 @@ def _given(settings: Source, source: RewardSource, batch: ScoringBatch) -> tuple
     if not settings.task_weights:
         given = settings.weight * scores(batch)
         return given, torch.ones(len(given), dtype=torch.bool)
-    weights = torch.tensor([settings.weight_of(request.metadata) for request in batch.requests()], dtype=torch.float64)
+    weights = torch.tensor(
+        [settings.weight_of(request.metadata) for request in batch.requests()], dtype=torch.float64
+    )
     there = weights != 0
     if not there.any():
         return weights, there
     rows = there.nonzero()[:, 0]
     asked = scores(batch if there.all() else batch.select(rows))
-    given = torch.full((len(weights), *asked.shape[1:]), 0.0 if asked.ndim == 1 else torch.nan, dtype=torch.float64)
+    given = torch.full(
+        (len(weights), *asked.shape[1:]), 0.0 if asked.ndim == 1 else torch.nan, dtype=torch.float64
+    )
     given[rows] = weights[rows].view(-1, *[1] * (asked.ndim - 1)) * asked
     return given, there

@@ -31,7 +31,8 @@ def exact_match(response: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether `final_number` of the response and of the `answer`, which may be a whole solution, are equal."""
+    """Whether `final_number` of the response and of the `answer`, which may be a whole solution,
+    are equal."""
     answer = _answer(metadata)
     expected = final_number(answer)
     if expected is None:
@@ -40,9 +41,11 @@ def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def final_number(text: str) -> Decimal | None:
-    r"""The number that a solution ends with: the first after the last `####`, else in the last `\boxed{}`, else the last.
+    r"""The number that a solution ends with: the first after the last `####`, else in the last
+    `\boxed{}`, else the last.
 
-    Thousands separators, `$`, `%`, trailing zeros and powers of ten as in 1e5 make no difference. None where there is none.
+    Thousands separators, `$`, `%`, trailing zeros and powers of ten as in 1e5 make no difference.
+    None where there is none.
     """
     if "####" in text:
         numbers = _numbers(text.rpartition("####")[2])
@@ -68,9 +71,11 @@ def _last_boxed(text: str) -> str | None:
 
 
 def math(response: str, metadata: Mapping[str, Any]) -> bool:
-    r"""Whether the response's last mathematical expression and the `answer` are equal, as math-verify finds.
+    r"""Whether the response's last mathematical expression and the `answer` are equal, as
+    math-verify finds.
 
-    Either is LaTeX, plain, in `$…$` or in `\boxed{}`. A response that takes too long to check is not right.
+    Either is LaTeX, plain, in `$…$` or in `\boxed{}`. A response that takes too long to check is
+    not right.
     """
     answer = _answer(metadata)
     equal = _math_checker().equal(answer, response)
@@ -83,7 +88,8 @@ _math_checker = lru_cache(maxsize=1)(MathChecker)
 
 
 def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the whole response matches the regular expression `format`, in which `.` is any character, line ends too."""
+    """Whether the whole response matches the regular expression `format`, in which `.` is any
+    character, line ends too."""
     pattern = _entry(metadata, "format", str, "a regular expression")
     try:
         re.compile(pattern, re.DOTALL)
@@ -101,14 +107,20 @@ def whole_match(pattern: str, response: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _pattern_matcher() -> ChildFunction:
-    """`whole_match` elsewhere: the time that a pattern takes may double with every character, and nothing else ends it."""
+    """`whole_match` elsewhere: the time that a pattern takes may double with every character, and
+    nothing else ends it."""
     return ChildFunction(__name__, "whole_match", processor_s=_PATTERN_S)
 
 
 def length(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the response has at most `max_length` characters, and at least `min_length` where that is given."""
+    """Whether the response has at most `max_length` characters, and at least `min_length` where
+    that is given."""
     longest = _entry(metadata, "max_length", int, "a number of characters")
-    shortest = _entry(metadata, "min_length", int, "a number of characters") if "min_length" in metadata else 0
+    shortest = (
+        _entry(metadata, "min_length", int, "a number of characters")
+        if "min_length" in metadata
+        else 0
+    )
     return shortest <= len(response) <= longest
 
 
@@ -116,10 +128,14 @@ def _answer(metadata: Mapping[str, Any]) -> str:
     return str(_entry(metadata, "answer", (str, int, float), "a text or a number"))
 
 
-def _entry(metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str) -> Any:
+def _entry(
+    metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str
+) -> Any:
     if name not in metadata:
         found = ", ".join(metadata) or "nothing"
-        raise Unverifiable(f"the data must say `{name}`, {wanted}, beside the prompt; it says {found}")
+        raise Unverifiable(
+            f"the data must say `{name}`, {wanted}, beside the prompt; it says {found}"
+        )
     value = metadata[name]
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise Unverifiable(f"its `{name}` is {value!r}, must be {wanted}")

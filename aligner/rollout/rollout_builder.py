@@ -34,7 +34,8 @@ def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A step's samples, each prompt's in a row; what the servers were asked about them arrives while other work goes on."""
+    """A step's samples, each prompt's in a row; what the servers were asked about them arrives
+    while other work goes on."""
 
     prompts: list[Prompt]
     """One a sample."""
@@ -46,15 +47,18 @@ class RolloutBatch:
     values: PendingRows
     """[B, S] of the batch's rows; of none without a critic."""
     teacher_logprobs: PendingRows = field(default_factory=lambda: PendingRows(()))
-    """[B, S-1], or with a teacher's most probable tokens [B, S-1, 2+2k], of the batch's rows; of none without a teacher."""
+    """[B, S-1], or with a teacher's most probable tokens [B, S-1, 2+2k], of the batch's rows; of
+    none without a teacher."""
     deferred: int = 0
     """Prompts that were left behind, under way, to be trained on in a later step."""
     skipped: int = 0
     """Prompts that could not be drawn."""
     left_out: tuple[int, ...] = ()
-    """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a score."""
+    """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a
+    score."""
     replaced: tuple[Straggler, ...] = ()
-    """The prompts that dynamic sampling left out, with their samples; where these are drawn ahead rank 0's alone."""
+    """The prompts that dynamic sampling left out, with their samples; where these are drawn ahead
+    rank 0's alone."""
     guesses: tuple[int, int] = (0, 0)
     """Tokens that this rank's engine guessed, and how many of those it drew."""
     environment_s: float | None = None
@@ -62,11 +66,13 @@ class RolloutBatch:
 
     @property
     def all_scores(self) -> PendingRows:
-        """Of everything that was generated for these samples, what dynamic sampling left out included."""
+        """Of everything that was generated for these samples, what dynamic sampling left out
+        included."""
         return replace(self.scores, chosen=None)
 
     def scored_rows(self) -> Tensor:
-        """Which samples (int64 [N]) have a score; the others' prompts could not be scored. Collective."""
+        """Which samples (int64 [N]) have a score; the others' prompts could not be scored.
+        Collective."""
         return self.scores.result().isfinite().nonzero()[:, 0]
 
     def scored(self) -> "RolloutBatch":
@@ -74,7 +80,9 @@ class RolloutBatch:
         rows = self.scored_rows()
         if len(rows) == len(self.samples):
             return self
-        return replace(self.select(rows), left_out=(*self.left_out, *_lengths_without(self.samples, rows)))
+        return replace(
+            self.select(rows), left_out=(*self.left_out, *_lengths_without(self.samples, rows))
+        )
 
     def select(self, rows: Tensor) -> "RolloutBatch":
         """Some of the samples (int64 [N]), in that order."""
@@ -94,7 +102,13 @@ class RolloutBatch:
         rows = torch.arange(len(self.samples))
         samples = [replace(sample, branches=()) for sample in self.samples]
         values, teacher_logprobs = self.values.select(rows), self.teacher_logprobs.select(rows)
-        return replace(self, samples=samples, batch=self.batch.select(rows), values=values, teacher_logprobs=teacher_logprobs)
+        return replace(
+            self,
+            samples=samples,
+            batch=self.batch.select(rows),
+            values=values,
+            teacher_logprobs=teacher_logprobs,
+        )
 
 
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
@@ -115,14 +129,16 @@ class _Generated:
 
 
 class RolloutBuilder:
-    """Takes each step's samples from an engine, synchronously: every sample is of the newest weights.
+    """Takes each step's samples from an engine, synchronously: every sample is of the newest
+    weights.
 
-    Generation is cut into micro-batches, and a micro-batch's scores, values and teacher's log-probs are asked for before the
-    next one is generated.
+    Generation is cut into micro-batches, and a micro-batch's scores, values and teacher's log-probs
+    are asked for before the next one is generated.
 
-    With `spare_prompts` so many more prompts are under way than are wanted, and the first that are complete are taken; the
-    others go on with the next ones, from the tokens that they have. A step leaves a prompt behind `max_deferrals` times at
-    most: then it is waited for. Which are taken follows from the engine's steps, not from time.
+    With `spare_prompts` so many more prompts are under way than are wanted, and the first that are
+    complete are taken; the others go on with the next ones, from the tokens that they have. A step
+    leaves a prompt behind `max_deferrals` times at most: then it is waited for. Which are taken
+    follows from the engine's steps, not from time.
     """
 
     def __init__(
@@ -140,18 +156,23 @@ class RolloutBuilder:
         score_parts: int | None = None,
         is_alone: bool = False,
     ) -> None:
-        """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced by further ones, in at
-        most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared` makes what is compared of their scores. With
-        `truncate_token` responses are cut behind it.
-        `score_parts` is `PendingRows.sources` of scores.
-        What is rank 0's `is_alone` tells no other rank, and asks for no values: they are the newest critic's.
+        """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced
+        by further ones, in at most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared`
+        makes what is compared of their scores. With `truncate_token` responses are cut behind it.
+        `score_parts` is `PendingRows.sources` of scores. What is rank 0's `is_alone` tells no other
+        rank, and asks for no values: they are the newest critic's.
         """
         self._prompts, self._sampler, self._services = prompts, sampler, services
         self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
         self._rounds, self._compared = dynamic_sampling_rounds, compared
-        self._truncate_token, self.score_parts, self._is_alone = truncate_token, score_parts, is_alone
+        self._truncate_token, self.score_parts, self._is_alone = (
+            truncate_token,
+            score_parts,
+            is_alone,
+        )
         self.position = 0
-        """Prompts of the stream that were taken, or passed over, so far: what a resumed run sets."""
+        """Prompts of the stream that were taken, or passed over, so far: what a resumed run sets.
+        """
         self._rates: PassRates | None = None
         """Of the prompts, as the step that is drawn knows them."""
         self._under_way: tuple[Straggler, ...] = ()
@@ -160,9 +181,11 @@ class RolloutBuilder:
 
     @property
     def under_way(self) -> tuple[Straggler, ...]:
-        """The prompts that the last step left behind, in the order of their admission: what a resumed run sets.
+        """The prompts that the last step left behind, in the order of their admission: what a
+        resumed run sets.
 
-        Setting raises AlignerError where they have another number of samples than these rollouts take.
+        Setting raises AlignerError where they have another number of samples than these rollouts
+        take.
         """
         return self._under_way
 
@@ -171,19 +194,25 @@ class RolloutBuilder:
         each = self._settings.samples_per_prompt
         if others := {len(straggler.samples) for straggler in stragglers} - {each}:
             raise AlignerError(
-                f"rollout.samples_per_prompt={each}: the prompts under way have {max(others)} samples; go on with that number"
+                f"rollout.samples_per_prompt={each}: the prompts under way have {max(others)}"
+                " samples; go on with that number"
             )
         self._under_way = tuple(stragglers)
 
     def take(self, rates: PassRates | None = None) -> RolloutBatch:
-        """The samples of the next training step, equal on every rank, of prompts as they are drawn at these rates. Collective.
+        """The samples of the next training step, equal on every rank, of prompts as they are drawn
+        at these rates. Collective.
 
         Raises AlignerError when dynamic sampling, or the stream, does not find enough prompts.
         """
         generated, self._skipped, self._rates = _Generated(), 0, rates
         self._generate_and_ask(generated, self._settings.prompts_per_step)
-        rows = self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
-        self._under_way = tuple(replace(one, deferrals=one.deferrals + 1) for one in self._under_way)
+        rows = (
+            self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
+        )
+        self._under_way = tuple(
+            replace(one, deferrals=one.deferrals + 1) for one in self._under_way
+        )
         guesses = self._sampler.rest()  # new weights come before the next step
         samples = [generated.samples[row] for row in rows.tolist()]
         return RolloutBatch(
@@ -205,20 +234,31 @@ class RolloutBuilder:
         """The prompts of none of these rows, int64 [B], which are those of whole prompts."""
         each, taken = self._settings.samples_per_prompt, set(rows.tolist())
         firsts = [row for row in range(0, len(generated.samples), each) if row not in taken]
-        return tuple(Straggler(generated.prompts[row], tuple(generated.samples[row : row + each])) for row in firsts)
+        return tuple(
+            Straggler(generated.prompts[row], tuple(generated.samples[row : row + each]))
+            for row in firsts
+        )
 
     def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
-        """Those that were asked for, with what environments gave; of these rows, int64 [B], or all."""
+        """Those that were asked for, with what environments gave; of these rows, int64 [B], or
+        all."""
         added = environment_scores(generated.samples, self._settings.samples_per_prompt)
         return PendingRows(tuple(generated.scores), rows, added, self.score_parts)
 
-    def _values(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
-        """Of these rows, int64 [B], and of their samples' branches, of which values are asked for here."""
+    def _values(
+        self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
+    ) -> PendingRows:
+        """Of these rows, int64 [B], and of their samples' branches, of which values are asked for
+        here."""
         if self._is_alone:
             return PendingRows(())
-        return self._with_branches(generated, rows, samples, generated.values, self._services.ask_values)
+        return self._with_branches(
+            generated, rows, samples, generated.values, self._services.ask_values
+        )
 
-    def _teacher_logprobs(self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]) -> PendingRows:
+    def _teacher_logprobs(
+        self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
+    ) -> PendingRows:
         """As `_values`, but a teacher is always the same: it is asked whoever draws."""
         of_rows = zip(rows.tolist(), samples, strict=True)
         told = [generated.prompts[row].metadata for row, sample in of_rows for _ in sample.branches]
@@ -233,7 +273,8 @@ class RolloutBuilder:
         asked: Sequence[RemoteFuture[Tensor]],
         ask: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
     ) -> PendingRows:
-        """What was `asked` about all samples, of these rows, int64 [B], and of their branches, about which it asks here."""
+        """What was `asked` about all samples, of these rows, int64 [B], and of their branches,
+        about which it asks here."""
         branches = [branch for sample in samples for branch in sample.branches]
         if not branches:
             return PendingRows(tuple(asked), rows)
@@ -242,7 +283,8 @@ class RolloutBuilder:
         return PendingRows((*asked, *further), places)
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:
-        """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and ask about them."""
+        """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and
+        ask about them."""
         settings = self._settings
         size = settings.prompts_per_micro_batch
         for _ in range(0, count, size):
@@ -265,8 +307,8 @@ class RolloutBuilder:
     def _draw(self, count: int) -> list[Straggler]:
         """The next `count` prompts that are complete; others may stay under way.
 
-        What the generator refuses is asked for again prompt by prompt; those that are refused again are left out, and others
-        take their places.
+        What the generator refuses is asked for again prompt by prompt; those that are refused again
+        are left out, and others take their places.
         """
         was_refused, may_skip = False, self._settings.skippable_prompts if self._is_alone else 0
         while True:
@@ -287,16 +329,24 @@ class RolloutBuilder:
 
     def _admit(self, count: int) -> None:
         """Have at least `count` prompts under way."""
-        fresh, self.position = self._prompts.draw(self.position, max(0, count - len(self._under_way)), self._rates)
+        fresh, self.position = self._prompts.draw(
+            self.position, max(0, count - len(self._under_way)), self._rates
+        )
         each = self._settings.samples_per_prompt
-        self._under_way += tuple(Straggler(prompt, tuple(unbegun([prompt], each))) for prompt in fresh)
+        self._under_way += tuple(
+            Straggler(prompt, tuple(unbegun([prompt], each))) for prompt in fresh
+        )
 
     def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
-        """The prompts, at least `count` of them complete, and all that may not be left behind again."""
+        """The prompts, at least `count` of them complete, and all that may not be left behind
+        again."""
         each, enough = self._settings.samples_per_prompt, None
         if count < len(stragglers):
             limit = self._settings.max_deferrals
-            enough = Enough(count, tuple(place for place, one in enumerate(stragglers) if one.deferrals >= limit))
+            enough = Enough(
+                count,
+                tuple(place for place, one in enumerate(stragglers) if one.deferrals >= limit),
+            )
         samples = [sample for one in stragglers for sample in one.samples]
         drawn = iter(self._sampler.sample(samples, each, self._options, enough))
         return [replace(one, samples=tuple(itertools.islice(drawn, each))) for one in stragglers]
@@ -309,16 +359,23 @@ class RolloutBuilder:
                 self._taken_further([straggler], 1)
                 kept.append(straggler)
             except RefusedError as error:
-                _log.warning("prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error)
+                _log.warning(
+                    "prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error
+                )
         self._skipped += len(self._under_way) - len(kept)
         self._under_way = tuple(kept)
 
     def _informative(self, generated: _Generated) -> Tensor:
-        """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further ones as needed."""
+        """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further
+        ones as needed."""
         wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
         for rounds in range(self._rounds + 1):
             pending = self._scores(generated)
-            scores = pending.local().view(len(generated.samples), -1)[:, 0] if self._is_alone else pending.result()
+            scores = (
+                pending.local().view(len(generated.samples), -1)[:, 0]
+                if self._is_alone
+                else pending.result()
+            )
             rows = informative(self._compared(scores, generated.samples), each)
             found = len(rows) // each
             if found >= wanted:
@@ -326,9 +383,10 @@ class RolloutBuilder:
             if rounds < self._rounds:
                 self._generate_and_ask(generated, wanted - found)
         raise AlignerError(
-            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(generated.samples) // each} prompts only {found} have"
-            f" samples with different scores, and a step takes {wanted}; allow more rounds, draw more samples a prompt"
-            f" (rollout.samples_per_prompt={each}), or choose prompts that are neither solved nor out of reach"
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(generated.samples) // each}"
+            f" prompts only {found} have samples with different scores, and a step takes {wanted};"
+            f" allow more rounds, draw more samples a prompt (rollout.samples_per_prompt={each}),"
+            " or choose prompts that are neither solved nor out of reach"
         )
 
     def forget(self, first: int) -> None:
@@ -339,19 +397,28 @@ class RolloutBuilder:
         """Shut the engine down. Collective."""
         self._sampler.close()
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions) -> list[Sample]:
-        """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every rank. Collective."""
-        return self._cut(self._sampler.sample(unbegun(prompts, samples_per_prompt), samples_per_prompt, options))
+    def generate(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions
+    ) -> list[Sample]:
+        """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every
+        rank. Collective."""
+        return self._cut(
+            self._sampler.sample(unbegun(prompts, samples_per_prompt), samples_per_prompt, options)
+        )
 
     def _cut(self, samples: list[Sample]) -> list[Sample]:
         """Complete samples, behind the token that is to end them."""
         if self._truncate_token is None:
             return samples
-        return [truncated(sample, self._truncate_token, self._settings.truncate_after) for sample in samples]
+        return [
+            truncated(sample, self._truncate_token, self._settings.truncate_after)
+            for sample in samples
+        ]
 
 
 def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
-    """What environments gave for each of these samples, branches included, float32 [B]; None without any.
+    """What environments gave for each of these samples, branches included, float32 [B]; None
+    without any.
 
     Not a number for all samples of a prompt where it is for one: an episode was lost.
     """
@@ -371,7 +438,8 @@ def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
 
 
 def truncated(sample: Sample, token_id: int, after: int) -> Sample:
-    """The sample up to the first `token_id` among its response's tokens from `after` on; without one it has no end.
+    """The sample up to the first `token_id` among its response's tokens from `after` on; without
+    one it has no end.
 
     Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
     """

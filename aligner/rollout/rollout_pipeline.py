@@ -1,4 +1,5 @@
-"""Generation beside training: the next steps' samples are drawn while this one's are learned from."""
+"""Generation beside training: the next steps' samples are drawn while this one's are learned
+from."""
 
 import json
 from collections import deque
@@ -16,7 +17,12 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from aligner.data.claim import writing
-from aligner.data.collectives import broadcast_json, broadcast_samples, samples_from_tensors, samples_to_tensors
+from aligner.data.collectives import (
+    broadcast_json,
+    broadcast_samples,
+    samples_from_tensors,
+    samples_to_tensors,
+)
 from aligner.data.pass_rates import PassRates
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
@@ -39,7 +45,8 @@ def _thread(name: str) -> Executor:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Where drawing has come to: what a batch, or what was saved with a checkpoint, goes on from."""
+    """Where drawing has come to: what a batch, or what was saved with a checkpoint, goes on
+    from."""
 
     position: int = 0
     """Prompts taken from the stream."""
@@ -60,18 +67,21 @@ class _Batch:
 class RolloutPipeline:
     """Each step's rollout, drawn up to `max_staleness` steps ahead of it.
 
-    Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it, holds no sample admitted at a
-    version below v - `max_staleness`. It is kept by admission: batch b is begun when version b - `steps_ahead` serves, and
-    no earlier, where `steps_ahead` is `max_staleness` less the times that a prompt may be left behind; nothing is discarded.
+    Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it,
+    holds no sample admitted at a version below v - `max_staleness`. It is kept by admission: batch
+    b is begun when version b - `steps_ahead` serves, and no earlier, where `steps_ahead` is
+    `max_staleness` less the times that a prompt may be left behind; nothing is discarded.
 
-    The trainer never waits for a publish: it keeps a copy of its weights, and one thread of rank 0 has them served and the
-    batches drawn, one after another: version v, then the batch that it admits, then version v + 1. So a batch is drawn
-    to its end by one version, that of its admission: what draws a sample follows from the step alone, not from what takes how
-    long. With `interrupts` versions are served by a thread of their own, as soon as they are there, also in the middle of a
-    batch.
+    The trainer never waits for a publish: it keeps a copy of its weights, and one thread of rank 0
+    has them served and the batches drawn, one after another: version v, then the batch that it
+    admits, then version v + 1. So a batch is drawn to its end by one version, that of its
+    admission: what draws a sample follows from the step alone, not from what takes how long. With
+    `interrupts` versions are served by a thread of their own, as soon as they are there, also in
+    the middle of a batch.
 
-    Neither side runs away: the generator has work for `steps_ahead` steps at most, and the trainer waits when it takes a
-    batch that is not drawn. With `max_staleness` 0 a batch is drawn when it is taken.
+    Neither side runs away: the generator has work for `steps_ahead` steps at most, and the trainer
+    waits when it takes a batch that is not drawn. With `max_staleness` 0 a batch is drawn when it
+    is taken.
     """
 
     def __init__(
@@ -87,12 +97,18 @@ class RolloutPipeline:
         interrupts: bool = False,
         workers: Callable[[str], Executor] = _thread,
     ) -> None:
-        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where `max_staleness` is 0; elsewhere
-        `weights` is a `RemotePublisher`.
+        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where
+        `max_staleness` is 0; elsewhere `weights` is a `RemotePublisher`.
 
-        No batch of a step from `steps` on is begun. `workers` makes what does one thing after another beside the caller.
+        No batch of a step from `steps` on is begun. `workers` makes what does one thing after
+        another beside the caller.
         """
-        self._rollouts, self._ahead, self._weights, self._services = rollouts, ahead, weights, services
+        self._rollouts, self._ahead, self._weights, self._services = (
+            rollouts,
+            ahead,
+            weights,
+            services,
+        )
         self._settings, self._steps, self._pad_token_id = settings, steps, pad_token_id
         self._drawing = workers("rollouts") if settings.steps_ahead and ahead else None
         self._serving = workers("weights") if self._drawing and interrupts else self._drawing
@@ -100,7 +116,8 @@ class RolloutPipeline:
         """The newest version's, on rank 0; None where that was the last one."""
         self._newest = 0
         self._beside: Future[Any] | None = None
-        """What is drawn by the newest version beside the batches, on rank 0: the next version serves after it."""
+        """What is drawn by the newest version beside the batches, on rank 0: the next version
+        serves after it."""
         self._batches: deque[_Batch] = deque()
         """Rank 0's, in the order of their steps."""
         self._next = 0
@@ -112,9 +129,11 @@ class RolloutPipeline:
         self._held_from = _Progress()
         """Where the batches before them had come to."""
         self.pass_rates: PassRates | None = None
-        """Of the prompts, of the steps that are done: a version's batch is drawn by those at its publish. Every rank's."""
+        """Of the prompts, of the steps that are done: a version's batch is drawn by those at its
+        publish. Every rank's."""
         self._needed = 0
-        """The first prompt that who goes on from the last checkpoint draws, on rank 0, or is in the middle of."""
+        """The first prompt that who goes on from the last checkpoint draws, on rank 0, or is in the
+        middle of."""
 
     @property
     def is_ahead(self) -> bool:
@@ -127,10 +146,12 @@ class RolloutPipeline:
         return self._weights.stats
 
     def publish_weights(self, version: int, last: bool = False) -> None:
-        """The trainer's weights are `version` now: have them served, and begin the batches that they may draw.
+        """The trainer's weights are `version` now: have them served, and begin the batches that
+        they may draw.
 
-        Every rank calls it. The `last` version begins none, and is served only if it is awaited. Where batches are drawn
-        ahead, the weights are copied by the time this returns, and served later.
+        Every rank calls it. The `last` version begins none, and is served only if it is awaited.
+        Where batches are drawn ahead, the weights are copied by the time this returns, and served
+        later.
         """
         if not self.is_ahead:
             self._weights.publish(version)
@@ -146,18 +167,23 @@ class RolloutPipeline:
         served = self._served = self._serving.submit(self._serve, version, self._beside)
         self._beside = None
         while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
-            self._batches.append(_Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates)))
+            self._batches.append(
+                _Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates))
+            )
             self._next += 1
 
     def draw_beside(self, draw: Callable[[RolloutBuilder], Drawn]) -> Future[Drawn] | None:
-        """Have rank 0 draw by the newest version, behind the batches that it has begun and before a newer one serves.
+        """Have rank 0 draw by the newest version, behind the batches that it has begun and before a
+        newer one serves.
 
         Once for each version, where batches are drawn ahead. None on the other ranks.
         """
         if self._drawing is None or self._ahead is None:
             return None
         served, ahead = self._served, self._ahead
-        assert served is not None and self._beside is None, "the newest version serves, and draws nothing else"
+        assert served is not None and self._beside is None, (
+            "the newest version serves, and draws nothing else"
+        )
 
         def drawn() -> Drawn:
             served.result()
@@ -171,14 +197,17 @@ class RolloutPipeline:
 
         def wait() -> None:
             if self._serving is not None:
-                serving = self._served or self._serving.submit(cast(RemotePublisher, self._weights).serve, self._newest)
+                serving = self._served or self._serving.submit(
+                    cast(RemotePublisher, self._weights).serve, self._newest
+                )
                 serving.result()
 
         if self.is_ahead:
             together(wait)
 
     def take(self) -> RolloutBatch:
-        """The next step's batch, equal on every rank. Collective; raises AlignerError on every rank."""
+        """The next step's batch, equal on every rank. Collective; raises AlignerError on every
+        rank."""
         if not self.is_ahead:
             rollout = self._rollouts.take(self.pass_rates)
             self._taken = _Progress(self._rollouts.position)
@@ -205,18 +234,22 @@ class RolloutPipeline:
         self._rollouts.close()
 
     def begin_save(self, step: int) -> None:
-        """A checkpoint of `step` holds the batches of the steps from there on that older weights than `step`'s draw.
+        """A checkpoint of `step` holds the batches of the steps from there on that older weights
+        than `step`'s draw.
 
         What the newest weights draw can be drawn again. The checkpoint before it is complete.
         """
         self._rollouts.forget(self._needed)
-        self._held = [batch for batch in self._batches if batch.step < step + self._settings.steps_ahead]
+        self._held = [
+            batch for batch in self._batches if batch.step < step + self._settings.steps_ahead
+        ]
         self._held_from = self._taken
 
     def finish_save(self, directory: Path) -> int:
         """Write the batches, once they are drawn; rank 0 does.
 
-        Gives the prompts taken from the stream by then. Collective; raises AlignerError on every rank.
+        Gives the prompts taken from the stream by then. Collective; raises AlignerError on every
+        rank.
         """
         position = together(lambda: self._write(directory))
         if not self.is_ahead:
@@ -224,7 +257,8 @@ class RolloutPipeline:
         return position
 
     def resume(self, directory: Path, step: int, position: int) -> None:
-        """Go on with what was saved for `step`, if anything, and the prompts from `position` on. Collective.
+        """Go on with what was saved for `step`, if anything, and the prompts from `position` on.
+        Collective.
 
         Raises AlignerError when that was drawn further ahead than `rollout.max_staleness` allows.
         """
@@ -234,13 +268,16 @@ class RolloutPipeline:
         together(lambda: self._read(directory, step))
 
     def _serve(self, version: int, beside: Future[Any] | None) -> None:
-        """Have a version served, once what the one before it was to draw is drawn; whoever asked for that sees its error."""
+        """Have a version served, once what the one before it was to draw is drawn; whoever asked
+        for that sees its error."""
         if beside is not None:
             with suppress(Exception):
                 beside.result()
         cast(RemotePublisher, self._weights).serve(version)
 
-    def _draw(self, served: Future[None], rates: PassRates | None) -> tuple[RolloutBatch, _Progress]:
+    def _draw(
+        self, served: Future[None], rates: PassRates | None
+    ) -> tuple[RolloutBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""
         assert self._ahead is not None, "rank 0 draws"
         served.result()
@@ -264,7 +301,9 @@ class RolloutPipeline:
         with writing():
             directory.mkdir(parents=True, exist_ok=True)
             write_file(directory / _TENSORS, to_bytes(tensors))
-            write_file(directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way}))
+            write_file(
+                directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way})
+            )
         return progress.position
 
     def _read(self, directory: Path, step: int) -> None:
@@ -277,20 +316,24 @@ class RolloutPipeline:
             batches = saved["batches"]
             under_way = from_saved(_part(tensors, "under_way"), saved["under_way"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise AlignerError(f"{directory}: the batches that were drawn ahead cannot be read: {error!r}") from error
+            raise AlignerError(
+                f"{directory}: the batches that were drawn ahead cannot be read: {error!r}"
+            ) from error
         excess = len(batches) - self._settings.steps_ahead
         key, allowed = "rollout.max_staleness", self._settings.max_staleness
         if excess > 0:
             raise AlignerError(
-                f"{key}={allowed}: the checkpoint holds {len(batches)} batches that were drawn ahead, {excess} more than this"
-                f" draws; go on with {key}={allowed + excess} or more"
+                f"{key}={allowed}: the checkpoint holds {len(batches)} batches that were drawn"
+                f" ahead, {excess} more than this draws; go on with {key}={allowed + excess} or"
+                " more"
             )
         self._next = step + len(batches)
         oldest = min((version for one in under_way for version in one.first_versions), default=step)
         if self._next - oldest > allowed:
             raise AlignerError(
-                f"{key}={allowed}: of the checkpoint's prompts some that are under way are of version {oldest}, and step"
-                f" {self._next} is to train on them; go on with {key}={self._next - oldest} or more"
+                f"{key}={allowed}: of the checkpoint's prompts some that are under way are of"
+                f" version {oldest}, and step {self._next} is to train on them; go on with"
+                f" {key}={self._next - oldest} or more"
             )
         if self._ahead is not None:
             self._ahead.under_way = under_way
@@ -303,32 +346,57 @@ class RolloutPipeline:
 
     def _shared(self, drawn: RolloutBatch | None) -> RolloutBatch:
         """Rank 0's batch on every rank, with the critic's values of it asked for."""
-        told = None if drawn is None else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
+        told = (
+            None
+            if drawn is None
+            else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
+        )
         fields, rows, taught_rows = broadcast_json(told)
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
-        rollout = self._from_json(fields, samples, PendingRows(futures, torch.tensor(rows), added, self._rollouts.score_parts))
+        rollout = self._from_json(
+            fields,
+            samples,
+            PendingRows(futures, torch.tensor(rows), added, self._rollouts.score_parts),
+        )
         taught = () if drawn is None else drawn.teacher_logprobs.futures
-        teacher_logprobs = PendingRows(taught, None if taught_rows is None else torch.tensor(taught_rows))
+        teacher_logprobs = PendingRows(
+            taught, None if taught_rows is None else torch.tensor(taught_rows)
+        )
         values = PendingRows(self._services.ask_values(rollout.batch))
         replaced = () if drawn is None else drawn.replaced
         return replace(rollout, values=values, teacher_logprobs=teacher_logprobs, replaced=replaced)
 
-    def _from_json(self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows) -> RolloutBatch:
+    def _from_json(
+        self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows
+    ) -> RolloutBatch:
         """What `_to_json` was given, of these samples."""
-        prompts = [Prompt(**prompt, tokens=sample.asked) for prompt, sample in zip(fields["prompts"], samples, strict=True)]
+        prompts = [
+            Prompt(**prompt, tokens=sample.asked)
+            for prompt, sample in zip(fields["prompts"], samples, strict=True)
+        ]
         batch = collate_episodes(samples, self._pad_token_id)
-        counts = {"deferred": fields["deferred"], "skipped": fields["skipped"], "left_out": tuple(fields["left_out"])}
+        counts = {
+            "deferred": fields["deferred"],
+            "skipped": fields["skipped"],
+            "left_out": tuple(fields["left_out"]),
+        }
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), **counts)
 
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
         """The batch that `_to_tensors` and `_to_json` were given."""
         samples = samples_from_tensors(tensors)
-        scores = PendingRows((_answered(tensors["scores"]),), tensors["rows"], sources=self._rollouts.score_parts)
+        scores = PendingRows(
+            (_answered(tensors["scores"]),), tensors["rows"], sources=self._rollouts.score_parts
+        )
         rollout = self._from_json(fields, samples, scores)
         if (taught := tensors.get("teacher_logprobs")) is not None:
             rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(taught),)))
-        replaced = from_saved(_part(tensors, "replaced"), fields["replaced"]) if "replaced" in fields else ()
+        replaced = (
+            from_saved(_part(tensors, "replaced"), fields["replaced"])
+            if "replaced" in fields
+            else ()
+        )
         return replace(rollout, replaced=replaced)
 
 
@@ -345,13 +413,21 @@ def _places(pending: PendingRows) -> list[int] | None:
 
 def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
     prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
-    return {"prompts": prompts, "deferred": drawn.deferred, "skipped": drawn.skipped, "left_out": drawn.left_out}
+    return {
+        "prompts": prompts,
+        "deferred": drawn.deferred,
+        "skipped": drawn.skipped,
+        "left_out": drawn.left_out,
+    }
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
     taught: dict[str, Tensor] = {}
-    if drawn.teacher_logprobs.futures:  # kept, for asked again in other company they would be rounded differently
-        taught["teacher_logprobs"] = drawn.teacher_logprobs.local(drawn.batch.tokens.shape[1] - 1).contiguous()
+    # kept, for asked again in other company they would be rounded differently
+    if drawn.teacher_logprobs.futures:
+        taught["teacher_logprobs"] = drawn.teacher_logprobs.local(
+            drawn.batch.tokens.shape[1] - 1
+        ).contiguous()
     return {
         **taught,
         **samples_to_tensors(drawn.samples),
@@ -363,4 +439,8 @@ def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors whose names begin so, by what follows."""
-    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(f"{name}.")
+    }

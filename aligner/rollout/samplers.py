@@ -6,7 +6,12 @@ from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SamplingOptions
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    DrawsEpisodes,
+    GenerationEngine,
+    SamplingOptions,
+)
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
 from aligner.resharding.remote_publisher import RemotePublisher
 from aligner.rollout.services import together
@@ -19,9 +24,14 @@ class Sampler(Protocol):
     """Samples by the weights that serve. Every rank of the trainer calls every method."""
 
     def sample(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
+        self,
+        samples: Sequence[Sample],
+        samples_per_prompt: int,
+        options: SamplingOptions,
+        enough: Enough | None = None,
     ) -> list[Sample]:
-        """The same samples, each prompt's in a row, taken further until all are complete, or `enough`; equal on every rank.
+        """The same samples, each prompt's in a row, taken further until all are complete, or
+        `enough`; equal on every rank.
 
         Those that are unfinished go on from the tokens that they have, if any. Collective.
         """
@@ -29,15 +39,16 @@ class Sampler(Protocol):
     def rest(self) -> tuple[int, int]:
         """A step has its samples; weights are published before the next ones are wanted.
 
-        Returns how many tokens this rank's engine has guessed for them (`engine.speculation`), and how many it has drawn of
-        those; of an engine elsewhere nothing is known.
+        Returns how many tokens this rank's engine has guessed for them (`engine.speculation`), and
+        how many it has drawn of those; of an engine elsewhere nothing is known.
         """
 
     def forget(self, first: int) -> None:
         """No episode of a prompt before the `first` of the stream is begun again."""
 
     def take_waits(self) -> float | None:
-        """Seconds that an episode waited for its environment, in the mean of this rank's since the call before.
+        """Seconds that an episode waited for its environment, in the mean of this rank's since the
+        call before.
 
         None without any, or where they are drawn elsewhere.
         """
@@ -61,13 +72,24 @@ class ColocatedSampler:
     """What this rank has of them to close."""
 
     def sample(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
+        self,
+        samples: Sequence[Sample],
+        samples_per_prompt: int,
+        options: SamplingOptions,
+        enough: Enough | None = None,
     ) -> list[Sample]:
         """As `Sampler`."""
         steps = None if enough is None else STEPS_A_PART
         engine: BeginsGenerations = self.engine if self.episodes is None else self.episodes
         parts = generate_in_parts(
-            engine, self.layout, self.rank, samples, samples_per_prompt, options, steps=steps, enough=enough
+            engine,
+            self.layout,
+            self.rank,
+            samples,
+            samples_per_prompt,
+            options,
+            steps=steps,
+            enough=enough,
         )
         return run_through(parts)
 
@@ -104,7 +126,11 @@ class RemoteSampler:
     """Whether rank 0 asks for itself, and no other rank calls."""
 
     def sample(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None = None
+        self,
+        samples: Sequence[Sample],
+        samples_per_prompt: int,
+        options: SamplingOptions,
+        enough: Enough | None = None,
     ) -> list[Sample]:
         """As `Sampler`; raises the server's error on every rank."""
         if self.is_alone:
@@ -114,13 +140,20 @@ class RemoteSampler:
         return broadcast_samples(drawn)
 
     def _drawn(
-        self, samples: Sequence[Sample], samples_per_prompt: int, options: SamplingOptions, enough: Enough | None
+        self,
+        samples: Sequence[Sample],
+        samples_per_prompt: int,
+        options: SamplingOptions,
+        enough: Enough | None,
     ) -> list[Sample]:
-        """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws the same ones."""
+        """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws
+        the same ones."""
         version = self.weights.served
         while self.client is not None:
             try:
-                return self.client.generate(samples, samples_per_prompt, options, enough, version).result()
+                return self.client.generate(
+                    samples, samples_per_prompt, options, enough, version
+                ).result()
             except RemoteError as error:
                 if error.kind != "WeightsError":
                     raise

@@ -18,17 +18,26 @@ from aligner.errors import AlignerError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.remote_client import RemoteClient, RemoteFuture, RewardClient, UnscoredError, joined_scores, wide
+from aligner.servers.remote_client import (
+    RemoteClient,
+    RemoteFuture,
+    RewardClient,
+    UnscoredError,
+    joined_scores,
+    wide,
+)
 from aligner.servers.teacher_client import TeacherClient
 
 _SIGN_S = 0.25
-"""Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is 1 s."""
+"""Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is
+1 s."""
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
     """Every future's result; none is left unread. Raises the first error as AlignerError.
 
-    What could not be scored is NaN where anything could: what a step leaves out does not hang on how it was cut into requests.
+    What could not be scored is NaN where anything could: what a step leaves out does not hang on
+    how it was cut into requests.
     """
     results, error, unscored = [], None, []
     for future in futures:
@@ -56,12 +65,14 @@ class PendingRows:
     added: Tensor | None = None
     """[rows]: what is added to the scores that they are, on rank 0"""
     sources: int | None = None
-    """How many columns of scores are what a source has given, those behind them being rewards of tokens; all where None"""
+    """How many columns of scores are what a source has given, those behind them being rewards of
+    tokens; all where None"""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
     """All rows by their width, once they are here; selections share it."""
 
     def result(self, width: int | None = None) -> Tensor:
-        """Wait, and give every rank the rows: [B], or [B, width, ...], cut or zero-padded on the right. Collective.
+        """Wait, and give every rank the rows: [B], or [B, width, ...], cut or zero-padded on the
+        right. Collective.
 
         Raises the server's error on every rank.
         """
@@ -69,13 +80,15 @@ class PendingRows:
         return rows[:, 0] if width is None and rows.ndim > 1 else rows
 
     def parts(self) -> Tensor | None:
-        """Of scores what each of P sources has given, [B, P]; None where the reward has not told. As `result`."""
+        """Of scores what each of P sources has given, [B, P]; None where the reward has not told.
+        As `result`."""
         rows = self._everywhere(None)
         sources = None if self.sources is None else 1 + self.sources
         return rows[:, 1:sources] if rows.ndim > 1 and sources != 1 else None
 
     def steps(self, width: int) -> Tensor:
-        """Of scores what tokens get that end steps, float32 [B, width], not a number for others: entry t speaks of token t+1.
+        """Of scores what tokens get that end steps, float32 [B, width], not a number for others:
+        entry t speaks of token t+1.
 
         As `result`.
         """
@@ -84,7 +97,8 @@ class PendingRows:
         return F.pad(rewards, (0, width - rewards.shape[1]), value=torch.nan)
 
     def local(self, width: int | None = None) -> Tensor:
-        """Wait, and give the scores [B], or [B, 1+P] with parts behind them, to this rank, rank 0, alone.
+        """Wait, and give the scores [B], or [B, 1+P] with parts behind them, to this rank, rank 0,
+        alone.
 
         With a `width` they are [B, width], as `result` has them. Raises the server's error.
         """
@@ -134,7 +148,8 @@ class PendingUpdates:
     futures: tuple[RemoteFuture[dict[str, float]], ...]
 
     def result(self) -> list[dict[str, float]]:
-        """Wait, and give every rank each update's statistics. Collective; raises the server's error on every rank."""
+        """Wait, and give every rank each update's statistics. Collective; raises the server's error
+        on every rank."""
         return together(lambda: _results(self.futures))
 
 
@@ -151,7 +166,12 @@ class Services:
         generator: GeneratorClient | None = None,
         teacher: TeacherClient | None = None,
     ) -> None:
-        self._critic, self._reward, self.generator, self._teacher = critic, reward, generator, teacher
+        self._critic, self._reward, self.generator, self._teacher = (
+            critic,
+            reward,
+            generator,
+            teacher,
+        )
 
     @property
     def _clients(self) -> Iterator[RemoteClient]:
@@ -159,7 +179,8 @@ class Services:
         yield from (client for client in clients if client is not None)
 
     def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
-        """Wait until all servers answer, and bring the critic to the last of these states. Collective."""
+        """Wait until all servers answer, and bring the critic to the last of these states.
+        Collective."""
 
         def start() -> None:
             for client in self._clients:
@@ -170,35 +191,52 @@ class Services:
         together(start)
 
     def ask(
-        self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]], rows_apart: int | None = None
+        self,
+        batch: SampleBatch,
+        metadata: Sequence[Mapping[str, Any]],
+        rows_apart: int | None = None,
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
-        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some samples; float32.
+        """Ask for the scores [B] and, where there is a critic, the values [B, S] of some samples;
+        float32.
 
-        A score is of what the model said last, to all that came before it.
-        `rows_apart` as `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
+        A score is of what the model said last, to all that came before it. `rows_apart` as
+        `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
         """
         if self._reward is None and self._critic is not None:
-            asked = self._critic.values_and_scores(batch.tokens, batch.lengths, batch.last_turns, metadata)
+            asked = self._critic.values_and_scores(
+                batch.tokens, batch.lengths, batch.last_turns, metadata
+            )
             return asked[1:], asked[:1]
         return self.ask_scores(batch, metadata, rows_apart), self.ask_values(batch)
 
     def ask_scores(
-        self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]], rows_apart: int | None = None
+        self,
+        batch: SampleBatch,
+        metadata: Sequence[Mapping[str, Any]],
+        rows_apart: int | None = None,
     ) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask the reward server for the scores [B] of some samples; float32. `rows_apart` as `RewardClient.score` has it."""
+        """Ask the reward server for the scores [B] of some samples; float32. `rows_apart` as
+        `RewardClient.score` has it."""
         if self._reward is None:
             return ()
-        return (self._reward.score(batch.tokens, batch.lengths, batch.last_turns, metadata, rows_apart),)
+        return (
+            self._reward.score(batch.tokens, batch.lengths, batch.last_turns, metadata, rows_apart),
+        )
 
     def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
         """Ask for the values [B, S] of some samples where there is a critic; float32."""
         return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
 
-    def ask_teacher(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask for what the teacher says of some samples' tokens, where there is one, as `TeacherClient.logprobs`; float32."""
+    def ask_teacher(
+        self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]
+    ) -> tuple[RemoteFuture[Tensor], ...]:
+        """Ask for what the teacher says of some samples' tokens, where there is one, as
+        `TeacherClient.logprobs`; float32."""
         if self._teacher is None:
             return ()
-        return (self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths, metadata),)
+        return (
+            self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths, metadata),
+        )
 
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
         """The scores float32 [B] of some samples, on every rank. Collective."""
@@ -207,14 +245,17 @@ class Services:
             _results(values)
         return PendingRows(scores).result()
 
-    def train_critic(self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PendingUpdates:
+    def train_critic(
+        self, batches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> PendingUpdates:
         """Ask for one optimizer step on each (tokens, returns, old values, mask), in order."""
         if self._critic is None:
             return PendingUpdates(())
         return PendingUpdates(tuple(self._critic.train(*batch) for batch in batches))
 
     def begin_critic_checkpoint(self, step: int) -> CriticState | None:
-        """Have the critic, if there is one, begin to save itself as part of the run's checkpoint `step`. Collective."""
+        """Have the critic, if there is one, begin to save itself as part of the run's checkpoint
+        `step`. Collective."""
         critic = self._critic
         state = together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
         return None if state is None else CriticState(**state)
@@ -229,7 +270,8 @@ class Services:
             self._critic.keep(states)
 
     def assert_settled(self, *, is_ahead: bool = False) -> None:
-        """Raise if an answer was never read; where the run is ahead with samples, theirs are still to be."""
+        """Raise if an answer was never read; where the run is ahead with samples, theirs are still
+        to be."""
         for client in self._clients:
             if client is self._critic or not is_ahead:
                 client.assert_settled()
@@ -243,8 +285,9 @@ class Services:
 def together(action: Callable[[], Any]) -> Any:
     """Every rank acts, and gets rank 0's JSON result or error. Collective.
 
-    Rank 0 may wait for a server that starts, is started again or replays updates, for as long as that may take: it does so in
-    a thread, and tells the others meanwhile that it lives, so that no collective's timeout has to cover a server's.
+    Rank 0 may wait for a server that starts, is started again or replays updates, for as long as
+    that may take: it does so in a thread, and tells the others meanwhile that it lives, so that no
+    collective's timeout has to cover a server's.
     """
     acting: RemoteFuture[Any] = RemoteFuture(set())
     if is_distributed() and dist.get_rank() == 0:

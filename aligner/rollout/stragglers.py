@@ -29,12 +29,18 @@ class Straggler:
     def first_versions(self) -> list[int]:
         """Of the weights that drew the first token of each sample that has one."""
         firsts = [one.sequences[0] for one in self.samples]
-        drawn = [one.weight_versions if one.drawn is None else one.weight_versions[one.drawn] for one in firsts]
+        drawn = [
+            one.weight_versions if one.drawn is None else one.weight_versions[one.drawn]
+            for one in firsts
+        ]
         return [int(versions[0]) for versions in drawn if len(versions)]
 
 
-def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> tuple[list[Straggler], tuple[Straggler, ...]]:
-    """`count` complete ones, and the others; those that may not be left behind again come first, then the longest admitted.
+def divided(
+    stragglers: Sequence[Straggler], count: int, max_deferrals: int
+) -> tuple[list[Straggler], tuple[Straggler, ...]]:
+    """`count` complete ones, and the others; those that may not be left behind again come first,
+    then the longest admitted.
 
     stragglers: in the order of their admission, which both parts keep.
     """
@@ -42,7 +48,9 @@ def divided(stragglers: Sequence[Straggler], count: int, max_deferrals: int) -> 
     complete.sort(key=lambda place: stragglers[place].deferrals < max_deferrals)
     chosen = set(complete[:count])
     taken = [straggler for place, straggler in enumerate(stragglers) if place in chosen]
-    return taken, tuple(straggler for place, straggler in enumerate(stragglers) if place not in chosen)
+    return taken, tuple(
+        straggler for place, straggler in enumerate(stragglers) if place not in chosen
+    )
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
@@ -56,11 +64,15 @@ def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[d
     records = []
     for straggler in stragglers:
         fields = prompt_fields(straggler.prompt)
-        records.append({"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals})
+        records.append(
+            {"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals}
+        )
     return samples_to_tensors(samples), records
 
 
-def from_saved(tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> tuple[Straggler, ...]:
+def from_saved(
+    tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]
+) -> tuple[Straggler, ...]:
     """The stragglers as they were."""
     samples = samples_from_tensors(tensors)
     stragglers, first = [], 0

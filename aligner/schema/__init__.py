@@ -1,7 +1,8 @@
 """The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
 
-Every key a user may write is a field here; a field's metadata holds its help text and, where it has them, the allowed
-`choices` or its bounds (`minimum`, `above`, `maximum`, `below`). `checks/` enforces them, `docs/configuration.md` lists them.
+Every key a user may write is a field here; a field's metadata holds its help text and, where it has
+them, the allowed `choices` or its bounds (`minimum`, `above`, `maximum`, `below`). `checks/`
+enforces them, `docs/configuration.md` lists them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from aligner.schema.cluster import ClusterConfig, SlurmRoleConfig
 from aligner.schema.critic import TRAINED, CriticConfig
 from aligner.schema.data import CurriculumConfig, DataConfig
 from aligner.schema.dry_run import DryRunConfig
-from aligner.schema.engine import EngineConfig, EngineParallelConfig, SpeculationConfig, TensorRTLLMConfig, VLLMConfig
+from aligner.schema.engine import (
+    EngineConfig,
+    EngineParallelConfig,
+    SpeculationConfig,
+    TensorRTLLMConfig,
+    VLLMConfig,
+)
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation import EvaluationConfig
 from aligner.schema.logging import LoggingConfig
@@ -24,7 +31,12 @@ from aligner.schema.rollout import RolloutConfig
 from aligner.schema.run import RunConfig
 from aligner.schema.server import PortsConfig, ServerConfig, TLSConfig
 from aligner.schema.teacher import HAS_TEACHER, TeacherConfig
-from aligner.schema.trained_model import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
+from aligner.schema.trained_model import (
+    MegatronModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainedModelConfig,
+)
 
 
 @dataclass
@@ -37,7 +49,9 @@ class Config:
     data: DataConfig = section(DataConfig)
     rollout: RolloutConfig = section(RolloutConfig, read="algorithm.trainer=online|preferences")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, read=".trainer=online")
-    actor: ActorConfig = section(ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo|teacher_scores")
+    actor: ActorConfig = section(
+        ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo|teacher_scores"
+    )
     critic: CriticConfig = section(CriticConfig, read=TRAINED)
     reward: RewardConfig = section(
         RewardConfig,
@@ -50,8 +64,12 @@ class Config:
     engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
     server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
     cluster: ClusterConfig = section(ClusterConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, read="algorithm.trainer!=preferences|teacher_scores")
-    evaluation: EvaluationConfig = section(EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0")
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, read="algorithm.trainer!=preferences|teacher_scores"
+    )
+    evaluation: EvaluationConfig = section(
+        EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0"
+    )
     logging: LoggingConfig = section(LoggingConfig)
     dry_run: DryRunConfig = section(DryRunConfig, read=".scale=tiny")
 
@@ -63,4 +81,6 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """Whether the policy is distilled from a teacher that is asked about its samples."""
-        return self.algorithm.trainer == "online" and (self.teacher.path is not None or bool(self.teacher.sources))
+        return self.algorithm.trainer == "online" and (
+            self.teacher.path is not None or bool(self.teacher.sources)
+        )

@@ -1,9 +1,10 @@
-"""When a run reads a key: conditions over the values of other keys, as the schema writes them beside a key's help.
+"""When a run reads a key: conditions over the values of other keys, as the schema writes them
+beside a key's help.
 
-`algorithm.loss=clip|cispo` holds for one of these values, each a pattern as in file names, `!=` for any other value, and
-`rollout.spare_prompts>0` for a larger number; `null`, `{}` and `[]` stand for none. A key that begins with a dot is in
-the section that the condition is written in. Terms are joined by `and`, and these by `or`; of several conditions in a tuple
-all must hold.
+`algorithm.loss=clip|cispo` holds for one of these values, each a pattern as in file names, `!=` for
+any other value, and `rollout.spare_prompts>0` for a larger number; `null`, `{}` and `[]` stand for
+none. A key that begins with a dot is in the section that the condition is written in. Terms are
+joined by `and`, and these by `or`; of several conditions in a tuple all must hold.
 """
 
 import re
@@ -39,7 +40,11 @@ class Term:
             return f"{self.key} above {values}"
         if self.sign == "=":
             return f"{self.key}={values}"
-        return f"{self.key} given" if self.values[0] in ("null", "{}", "[]") else f"{self.key} other than {values}"
+        return (
+            f"{self.key} given"
+            if self.values[0] in ("null", "{}", "[]")
+            else f"{self.key} other than {values}"
+        )
 
 
 Alternatives = tuple[tuple[Term, ...], ...]
@@ -50,28 +55,40 @@ Condition = tuple[Alternatives, ...]
 
 def value_text(value: Any) -> str:
     """A key's value as it is written on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def parse_condition(written: Read, section: str) -> Condition:
-    """The condition that the schema has in a section. Raises ValueError for one that is not written as it must be."""
+    """The condition that the schema has in a section. Raises ValueError for one that is not written
+    as it must be."""
     if written == _ALWAYS:
         return ()
     texts = (written,) if isinstance(written, str) else written
     return tuple(
-        tuple(tuple(_term(term, section) for term in clause.split(" and ")) for clause in text.split(" or ")) for text in texts
+        tuple(
+            tuple(_term(term, section) for term in clause.split(" and "))
+            for clause in text.split(" or ")
+        )
+        for text in texts
     )
 
 
 def _term(text: str, section: str) -> Term:
     parts = _TERM.fullmatch(text)
     if parts is None:
-        raise ValueError(f"{text!r} is no condition; such are KEY=VALUE|VALUE, KEY!=VALUE and KEY>NUMBER")
+        raise ValueError(
+            f"{text!r} is no condition; such are KEY=VALUE|VALUE, KEY!=VALUE and KEY>NUMBER"
+        )
     key, sign, values = parts.groups()
     return Term(section + key if key.startswith(".") else key, sign, tuple(values.split("|")))
 
 
 def condition_text(condition: Condition) -> str:
     """A condition in a few words; nothing for what is always read."""
-    parts = [" or ".join(" and ".join(map(str, clause)) for clause in alternatives) for alternatives in condition]
+    parts = [
+        " or ".join(" and ".join(map(str, clause)) for clause in alternatives)
+        for alternatives in condition
+    ]
     return "; ".join(parts)

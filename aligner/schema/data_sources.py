@@ -1,4 +1,5 @@
-"""Where the records that a run learns from lie, as the configuration says: one source, or several with weights."""
+"""Where the records that a run learns from lie, as the configuration says: one source, or several
+with weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -42,7 +43,9 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
     if data.tasks and data.path is None and not data.sources:
         return task_sources(data, None)
     problems = list(_misplaced(data))
-    problems += [problem for key, entries in _entries(data) for problem in _source_problems(key, entries)]
+    problems += [
+        problem for key, entries in _entries(data) for problem in _source_problems(key, entries)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(
@@ -58,21 +61,31 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
 
 
 def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
-    """A source for each of `data.tasks`: what is learned from, or so many held-out questions of each.
+    """A source for each of `data.tasks`: what is learned from, or so many held-out questions of
+    each.
 
     Raises ConfigError with one line for each thing that is wrong.
     """
     tasks = reasoning_tasks(data.tasks)
     if "{question}" not in data.task_prompt:
-        raise ConfigError(f"data.task_prompt={data.task_prompt!r}: has no {{question}} to put a task's question for")
-    shared = {"prompt": data.task_prompt, "messages": data.task_messages, "held_out": held_out is not None}
+        raise ConfigError(
+            f"data.task_prompt={data.task_prompt!r}: has no {{question}} to put a task's"
+            " question for"
+        )
+    shared = {
+        "prompt": data.task_prompt,
+        "messages": data.task_messages,
+        "held_out": held_out is not None,
+    }
     sources = []
     for place, task in enumerate(tasks):
         arguments = asdict(task) | shared | {"questions": held_out or task.questions}
         del arguments["weight"], arguments["fields"]
         names = task.fields or data.fields
         key = f"data.tasks[{place}]"
-        sources.append(DataSource(key, _QUESTIONS, task.weight, names, data.function_timeout_s, arguments))
+        sources.append(
+            DataSource(key, _QUESTIONS, task.weight, names, data.function_timeout_s, arguments)
+        )
     return tuple(sources)
 
 
@@ -90,12 +103,18 @@ def is_dataset(path: Path) -> bool:
 
 def _misplaced(data: DataConfig) -> Iterator[str]:
     if data.path is not None and data.sources:
-        yield "data.sources: data.path is given as well; give all of them as sources, or data.path alone"
+        yield (
+            "data.sources: data.path is given as well; give all of them as sources, or data.path"
+            " alone"
+        )
     if data.tasks:
         given = "data.path" if data.path is not None else "data.sources"
         yield f"data.tasks: {given} is given as well; give one of them"
     if data.path is None and not data.sources and not data.prompts:
-        yield "data: no prompts or other records; give data.path=FILE, data.sources, data.tasks=[…] or data.prompts=[…]"
+        yield (
+            "data: no prompts or other records; give data.path=FILE, data.sources, data.tasks=[…]"
+            " or data.prompts=[…]"
+        )
     yield from fields_problems("data.fields", data.fields)
 
 
@@ -108,7 +127,10 @@ def _entries(data: DataConfig) -> Iterator[tuple[str, Any]]:
 
 def _source_problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
-        yield f"{key}={entries}: expected a mapping with path and, if wanted, weight and fields, got {type(entries).__name__}"
+        yield (
+            f"{key}={entries}: expected a mapping with path and, if wanted, weight and fields, got"
+            f" {type(entries).__name__}"
+        )
         return
     for entry, value in entries.items():
         if entry not in _ENTRIES:
@@ -119,7 +141,10 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
         elif entry == "path" and (not isinstance(value, str) or not value):
             yield f"{key}.path={value}: expected text, got {type(value).__name__}"
         elif entry == "weight" and not (is_finite_number(value) and value > 0):
-            yield f"{key}.weight={value}: must be a finite number above 0; leave the source out if it is to have no share"
+            yield (
+                f"{key}.weight={value}: must be a finite number above 0; leave the source out if it"
+                " is to have no share"
+            )
     if "path" not in entries:
         yield f"{key}.path: missing"
 
@@ -127,8 +152,13 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
 def fields_problems(key: str, fields: Any) -> Iterator[str]:
     """One line for each thing that is wrong with the names of a source's fields."""
     if not isinstance(fields, Mapping):
-        yield f"{key}={fields}: expected a mapping of our names to the data's, got {type(fields).__name__}"
+        yield (
+            f"{key}={fields}: expected a mapping of our names to the data's, got"
+            f" {type(fields).__name__}"
+        )
         return
     for ours, theirs in fields.items():
         if not isinstance(theirs, str) or not theirs:
-            yield f"{key}.{ours}={theirs}: expected the name of a field, got {type(theirs).__name__}"
+            yield (
+                f"{key}.{ours}={theirs}: expected the name of a field, got {type(theirs).__name__}"
+            )

@@ -40,14 +40,15 @@ class Suite:
 
     @property
     def first_id(self) -> int:
-        """Where its prompts' ids begin: beyond those of any training step, and of other suites, so that no random stream is
-        shared, whatever suites there are beside it.
+        """Where its prompts' ids begin: beyond those of any training step, and of other suites, so
+        that no random stream is shared, whatever suites there are beside it.
         """
         return 2**40 + (0 if self.name is None else zlib.crc32(self.name.encode()) << 20)
 
 
 def evaluation_suites(config: Config) -> tuple[Suite, ...]:
-    """Those of `evaluation` itself, where it has prompts or nothing else does, and then the suites in their order.
+    """Those of `evaluation` itself, where it has prompts or nothing else does, and then the suites
+    in their order.
 
     A suite has what the section says unless it says otherwise, but for prompts, groups and a judge.
     Raises ConfigError with one line for each thing that is wrong with a suite's entries.
@@ -59,13 +60,21 @@ def evaluation_suites(config: Config) -> tuple[Suite, ...]:
     of_none = {name: getattr(EvaluationConfig(), name) for name in (*_OWN, "suites")}
     return (
         *unnamed,
-        *(Suite(name, replace(section, **(of_none | dict(entries)))) for name, entries in section.suites.items()),
+        *(
+            Suite(name, replace(section, **(of_none | dict(entries))))
+            for name, entries in section.suites.items()
+        ),
     )
 
 
 def evaluated_suites(config: Config) -> tuple[Suite, ...]:
-    """`evaluation_suites` of a run that is evaluated on responses; none of any other. Raises ConfigError as that does."""
-    return evaluation_suites(config) if config.algorithm.trainer == "online" and config.evaluation.every else ()
+    """`evaluation_suites` of a run that is evaluated on responses; none of any other. Raises
+    ConfigError as that does."""
+    return (
+        evaluation_suites(config)
+        if config.algorithm.trainer == "online" and config.evaluation.every
+        else ()
+    )
 
 
 def suite_problems(section: EvaluationConfig) -> Iterator[str]:
@@ -76,15 +85,25 @@ def suite_problems(section: EvaluationConfig) -> Iterator[str]:
 
 def _has_prompts(config: Config) -> bool:
     settings = config.evaluation
-    return settings.path is not None or bool(settings.prompts) or bool(config.data.tasks and settings.questions)
+    return (
+        settings.path is not None
+        or bool(settings.prompts)
+        or bool(config.data.tasks and settings.questions)
+    )
 
 
 def _problems(name: str, entries: Any) -> Iterator[str]:
     key = f"evaluation.suites.{name}"
     if not _NAME.fullmatch(name) or name == "score":  # eval/score/… is of groups
-        yield f"{key}: a suite's name is letters, digits, _ and -, for it is part of its metrics' names, and not score"
+        yield (
+            f"{key}: a suite's name is letters, digits, _ and -, for it is part of its metrics'"
+            " names, and not score"
+        )
     if not isinstance(entries, Mapping):
-        yield f"{key}={entries}: expected a mapping with path or prompts, got {type(entries).__name__}"
+        yield (
+            f"{key}={entries}: expected a mapping with path or prompts, got"
+            f" {type(entries).__name__}"
+        )
         return
     for entry, value in entries.items():
         if entry in _SHARED:

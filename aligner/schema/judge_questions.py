@@ -1,4 +1,5 @@
-"""What a judge can be asked, and the templates of the questions: known before any of them is asked."""
+"""What a judge can be asked, and the templates of the questions: known before any of them is
+asked."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ ASKINGS: Mapping[str, Asking] = {
     "score": Asking(
         _SHOWN
         + "The response to it was:\n\n<response>\n{response}\n</response>\n\n"
-        + "Judge how good the response is. Give your reasons in a few sentences, and end with a line `SCORE: N`, where N is a"
+        + "Judge how good the response is. Give your reasons in a few sentences, and end with a"
+        " line `SCORE: N`, where N is a"
         + " number from {lowest}, the worst, to {highest}, the best.",
         ("response",),
         ("prompt", "response", "lowest", "highest"),
@@ -42,17 +44,18 @@ ASKINGS: Mapping[str, Asking] = {
     ),
     "pairwise": Asking(
         _SHOWN
-        + "Two responses to it were:\n\n<response_a>\n{response_a}\n</response_a>\n\n<response_b>\n{response_b}\n</response_b>"
-        + "\n\nWhich response is better? Give your reasons in a few sentences, and end with a line `VERDICT: A`, `VERDICT: B`"
-        + " or `VERDICT: tie`.",
+        + "Two responses to it were:\n\n<response_a>\n{response_a}\n</response_a>\n\n"
+        + "<response_b>\n{response_b}\n</response_b>"
+        + "\n\nWhich response is better? Give your reasons in a few sentences, and end with a line"
+        " `VERDICT: A`, `VERDICT: B`" + " or `VERDICT: tie`.",
         ("response_a", "response_b"),
         ("prompt", "response_a", "response_b"),
     ),
     "ranking": Asking(
         _SHOWN
         + "{count} responses to it were:\n\n{responses}\n\n"
-        + "Rank all of them. Give your reasons in a few sentences, and end with a line such as `RANKING: 2 > 1 > 3`, which has"
-        + " the number of each response once, the best first.",
+        + "Rank all of them. Give your reasons in a few sentences, and end with a line such as"
+        " `RANKING: 2 > 1 > 3`, which has" + " the number of each response once, the best first.",
         ("responses",),
         ("prompt", "responses", "count"),
     ),
@@ -67,11 +70,16 @@ def record_fields(asks: str, template: str) -> tuple[str, ...]:
 
 def template_problem(asks: str, template: str) -> str | None:
     """What is wrong with a template of this way to ask."""
-    lacking = [f"{{{field}}}" for field in ASKINGS[asks].needs if field not in template_fields(template)]
+    lacking = [
+        f"{{{field}}}" for field in ASKINGS[asks].needs if field not in template_fields(template)
+    ]
     offered = ", ".join(f"{{{field}}}" for field in ASKINGS[asks].offers)
     if not lacking:
         return None
-    return f"must have {' and '.join(lacking)} with judge_asks={asks}, which fills {offered}; other fields are the record's"
+    return (
+        f"must have {' and '.join(lacking)} with judge_asks={asks}, which fills {offered}; other"
+        " fields are the record's"
+    )
 
 
 def pattern_problem(pattern: str) -> str | None:

@@ -37,7 +37,8 @@ class Key:
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
 
     def value_problem(self, value: Any) -> str | None:
-        """What is wrong with a value that no schema was asked about, as of an entry of a mapping: its type, or its bounds."""
+        """What is wrong with a value that no schema was asked about, as of an entry of a mapping:
+        its type, or its bounds."""
         kind = self.type_name.removesuffix(" | None")
         if value is None and kind != self.type_name:
             return None
@@ -49,14 +50,17 @@ class Key:
             return "must be true or false"
         if kind == "str" and not (isinstance(value, str) and value):
             return f"expected text, got {type(value).__name__}"
-        if kind == "list[str]" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if kind == "list[str]" and not (
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+        ):
             return "must be a list of texts"
         if self.is_mapping and not isinstance(value, Mapping):
             return f"expected a mapping, got {type(value).__name__}"
         return self.bound_problem(value)
 
     def bound_problem(self, value: Any) -> str | None:
-        """What is wrong with a value that is not one of the choices, not finite or out of bounds."""
+        """What is wrong with a value that is not one of the choices, not finite or out of
+        bounds."""
         if value is None:
             return None
         is_own = CALLABLE in self.choices and callable_place(value) is not None
@@ -88,10 +92,14 @@ class Section:
 
 
 def _sections(
-    kind: type, name: str, read: Condition = (), above: Condition = (), of_keys: Mapping[str, Any] = MappingProxyType({})
+    kind: type,
+    name: str,
+    read: Condition = (),
+    above: Condition = (),
+    of_keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Section]:
-    """A section and those in it: `read` is its condition, `above` what holds for the keys that this names, and `of_keys` are
-    conditions of single keys.
+    """A section and those in it: `read` is its condition, `above` what holds for the keys that this
+    names, and `of_keys` are conditions of single keys.
     """
     hints = typing.get_type_hints(kind)
     named = {term.key for alternatives in read for clause in alternatives for term in clause}
@@ -101,7 +109,9 @@ def _sections(
         dotted = f"{name}.{field.name}" if name else field.name
         written = of_keys.get(field.name, field.metadata["read"])
         if dataclasses.is_dataclass(hint):
-            conditions = (read, above) if written is None else (parse_condition(written, dotted), read)
+            conditions = (
+                (read, above) if written is None else (parse_condition(written, dotted), read)
+            )
             nested.append((typing.cast(type, hint), dotted, *conditions, field.metadata["keys"]))
             continue
         own = above if dotted in named else read
@@ -109,7 +119,9 @@ def _sections(
         keys.append(
             Key(
                 name=dotted,
-                type_name=str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__,
+                type_name=(
+                    str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
+                ),
                 default=field.default if factory is dataclasses.MISSING else factory(),
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],
@@ -147,11 +159,15 @@ def value_at(config: Config, name: str) -> Any:
 
 
 def unmet(config: Config, condition: Condition) -> tuple[Term, ...]:
-    """What would have to be otherwise for a condition to hold, in the fewest changes; nothing where it holds.
+    """What would have to be otherwise for a condition to hold, in the fewest changes; nothing where
+    it holds.
 
     A term does not hold either where the run does not read its key.
     """
-    clauses = (min((_unmet_terms(config, clause) for clause in alternatives), key=len) for alternatives in condition)
+    clauses = (
+        min((_unmet_terms(config, clause) for clause in alternatives), key=len)
+        for alternatives in condition
+    )
     return tuple(dict.fromkeys(term for clause in clauses for term in clause))
 
 
@@ -170,9 +186,12 @@ def is_read(config: Config, name: str) -> bool:
 
 def only_read(config: Config) -> Config:
     """The configuration with the schema's own values of the keys that the run does not read."""
-    conditions = {key.read for key in schema_keys().values()}  # of hundreds of keys, many of which have a section's
+    # of hundreds of keys, many of which have a section's
+    conditions = {key.read for key in schema_keys().values()}
     unread = {condition for condition in conditions if unmet(config, condition)}
-    return with_values(config, {name: key.default for name, key in schema_keys().items() if key.read in unread})
+    return with_values(
+        config, {name: key.default for name, key in schema_keys().items() if key.read in unread}
+    )
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -192,7 +211,8 @@ def _replaced(section: Any, parts: Sequence[str], value: Any) -> Any:
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """The configuration, nested, for whoever may not read the run directory: without the values of environment variables."""
+    """The configuration, nested, for whoever may not read the run directory: without the values of
+    environment variables."""
     values = dataclasses.asdict(config)
     slurm = values["cluster"]["slurm"]
     for place in (slurm, *slurm["roles"].values()):

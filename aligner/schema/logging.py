@@ -13,7 +13,8 @@ class WandbConfig:
     enabled: bool = option(False, "record the metrics there too")
     mode: str = option(
         "offline",
-        "offline: in the run directory, to be uploaded with `wandb sync`; online: on the server while the run goes on",
+        "offline: in the run directory, to be uploaded with `wandb sync`; online: on the server"
+        " while the run goes on",
         choices=("offline", "online"),
     )
     project: str = option("aligner", "project that the run belongs to")
@@ -39,20 +40,31 @@ class LoggingConfig:
     """What is written and shown."""
 
     format: str = option(
-        "text", "of logs/<role>-<rank>.log: lines of text, or one JSON object a line", choices=("text", "json")
+        "text",
+        "of logs/<role>-<rank>.log: lines of text, or one JSON object a line",
+        choices=("text", "json"),
     )
     tensorboard: bool = option(True, "write TensorBoard event files")
     timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
     file_mib: int = option(
-        64, "of logs/<role>-<rank>.log and of a process's timeline: the older half of one that is longer is dropped", minimum=1
+        64,
+        "of logs/<role>-<rank>.log and of a process's timeline: the older half of one that is"
+        " longer is dropped",
+        minimum=1,
     )
     samples_every: int = option(
-        5, "show and store samples every N steps", minimum=1, read="algorithm.trainer=online|preferences"
+        5,
+        "show and store samples every N steps",
+        minimum=1,
+        read="algorithm.trainer=online|preferences",
     )
-    samples_count: int = option(4, "samples shown", minimum=1, read="algorithm.trainer=online|preferences")
+    samples_count: int = option(
+        4, "samples shown", minimum=1, read="algorithm.trainer=online|preferences"
+    )
     samples_mib: int = option(
         1024,
-        "of samples/, which has all samples: over it the oldest token files go, then the oldest step files; 0 keeps none",
+        "of samples/, which has all samples: over it the oldest token files go, then the oldest"
+        " step files; 0 keeps none",
         minimum=0,
         read="algorithm.trainer=online|preferences",
     )

@@ -12,21 +12,24 @@ class ModelConfig:
 
     source: str = option(
         "directory",
-        "directory: a Hugging Face model directory; gguf: a GGUF file shipped by a Python package, converted once and"
-        " cached; random: initialised from the seed",
+        "directory: a Hugging Face model directory; gguf: a GGUF file shipped by a Python package,"
+        " converted once and cached; random: initialised from the seed",
         choices=("directory", "gguf", "random"),
     )
     path: str | None = option(None, "model directory", read=".source=directory")
     previous_round: str | None = option(
         None,
-        "experiment:NAME, whose round before this one leaves the model of all rounds but the first, which begins with what is"
-        " given otherwise",
+        "experiment:NAME, whose round before this one leaves the model of all rounds but the first,"
+        " which begins with what is given otherwise",
     )
-    package: str | None = option(None, "importable package that ships the GGUF file", read=".source=gguf")
+    package: str | None = option(
+        None, "importable package that ships the GGUF file", read=".source=gguf"
+    )
     config: dict[str, Any] = option(
         {},
-        "Hugging Face config.json as YAML (source=random); with source=directory what `aligner validate` goes by while there"
-        " is no such directory; the data need not be there then either",
+        "Hugging Face config.json as YAML (source=random); with source=directory what `aligner"
+        " validate` goes by while there is no such directory; the data need not be there then"
+        " either",
         read=".source=random or .path!=experiment:*",
     )
     initializer_std: float = option(

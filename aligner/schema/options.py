@@ -1,4 +1,5 @@
-"""How a key of the schema is written: its default, its help text, its bounds, and when a run reads it."""
+"""How a key of the schema is written: its default, its help text, its bounds, and when a run reads
+it."""
 
 import difflib
 import sys
@@ -24,9 +25,11 @@ def option(
     below: float | None = None,
     read: Read | None = None,
 ) -> Any:
-    """A field with its default, its help text and its bounds; `above` and `below` are themselves not allowed.
+    """A field with its default, its help text and its bounds; `above` and `below` are themselves
+    not allowed.
 
-    `read` is the condition under which a run reads the key (`aligner.schema.conditions`), instead of its section's.
+    `read` is the condition under which a run reads the key (`aligner.schema.conditions`), instead
+    of its section's.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     metadata = {"help": help, "choices": choices, "read": read, **bounds}
@@ -36,9 +39,11 @@ def option(
 
 
 def section(kind: type, read: Read | None = None, **keys: Read) -> Any:
-    """A nested group of keys, and the condition under which a run reads them; of those that it names only what is above holds.
+    """A nested group of keys, and the condition under which a run reads them; of those that it
+    names only what is above holds.
 
-    `keys` are the conditions of single keys, or sections, of a kind that several sections have in common.
+    `keys` are the conditions of single keys, or sections, of a kind that several sections have in
+    common.
     """
     return field(default_factory=kind, metadata={"read": read, "keys": keys})
 
@@ -50,11 +55,17 @@ def callable_place(name: str) -> tuple[str, str] | None:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is a number, and one that a float holds. Compared, not converted: an integer may be too large."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Whether it is a number, and one that a float holds. Compared, not converted: an integer may
+    be too large."""
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def key_hint(section: str, entry: object, allowed: Collection[str], otherwise: str) -> str:
-    """What to tell of an entry that a section does not have: the one that it is near to, or `otherwise`."""
+    """What to tell of an entry that a section does not have: the one that it is near to, or
+    `otherwise`."""
     close = difflib.get_close_matches(str(entry), allowed, n=1)
     return f"did you mean {section}.{close[0]}?" if close else otherwise

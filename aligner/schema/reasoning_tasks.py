@@ -9,7 +9,8 @@ from aligner.schema.options import is_finite_number, key_hint
 
 LARGEST_SEED, MOST_QUESTIONS = 2**10 - 1, 2**16
 TASK = "task"
-"""The field of a prompt's record that names its task, by which rewards weigh and teachers are chosen."""
+"""The field of a prompt's record that names its task, by which rewards weigh and teachers are
+chosen."""
 
 
 @dataclass(frozen=True)
@@ -22,39 +23,56 @@ class ReasoningTask:
     """So many are learned from, pass by pass."""
     seed: int = 0
     difficulty: tuple[int, int] | None = None
-    """The level of its curriculum at the first question and at the last; None: the task's own defaults."""
+    """The level of its curriculum at the first question and at the last; None: the task's own
+    defaults."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The task's own settings."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a record's field to that of `reasoning_questions.questions`; none: `data.fields`."""
+    """Our name of a record's field to that of `reasoning_questions.questions`; none: `data.fields`.
+    """
 
 
 _ENTRIES = tuple(entry.name for entry in fields(ReasoningTask))
 
 
 def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
-    """The tasks of `data.tasks`, each a name or a mapping. Raises ConfigError with one line for each thing that is wrong."""
+    """The tasks of `data.tasks`, each a name or a mapping. Raises ConfigError with one line for
+    each thing that is wrong."""
     entries = [{"name": task} if isinstance(task, str) else task for task in tasks]
-    if problems := [problem for place, entry in enumerate(entries) for problem in _problems(f"data.tasks[{place}]", entry)]:
+    if problems := [
+        problem
+        for place, entry in enumerate(entries)
+        for problem in _problems(f"data.tasks[{place}]", entry)
+    ]:
         raise ConfigError("\n".join(problems))
-    return tuple(ReasoningTask(**(entry | {"difficulty": _levels(entry.get("difficulty"))})) for entry in entries)
+    return tuple(
+        ReasoningTask(**(entry | {"difficulty": _levels(entry.get("difficulty"))}))
+        for entry in entries
+    )
 
 
 def _levels(difficulty: Any) -> tuple[int, int] | None:
     if difficulty is None:
         return None
-    return (difficulty, difficulty) if isinstance(difficulty, int) else (difficulty[0], difficulty[1])
+    return (
+        (difficulty, difficulty) if isinstance(difficulty, int) else (difficulty[0], difficulty[1])
+    )
 
 
 def _problems(key: str, entry: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
-        yield f"{key}={entry}: expected a task's name, or a mapping with name, got {type(entry).__name__}"
+        yield (
+            f"{key}={entry}: expected a task's name, or a mapping with name, got"
+            f" {type(entry).__name__}"
+        )
         return
     if "name" not in entry:
         yield f"{key}.name: missing"
     for name, value in entry.items():
         if name not in _ENTRIES:
-            hint = key_hint(key, name, _ENTRIES, f"allowed are {', '.join(_ENTRIES)}; a task's own: config")
+            hint = key_hint(
+                key, name, _ENTRIES, f"allowed are {', '.join(_ENTRIES)}; a task's own: config"
+            )
             yield f"{key}.{name}: unknown key; {hint}"
         elif wanted := _wanted(name, value):
             yield f"{key}.{name}={value}: must be {wanted}"
@@ -65,19 +83,35 @@ def _wanted(name: str, value: Any) -> str | None:
     if name == "name":
         return None if isinstance(value, str) and value else "a task's name"
     if name == "weight":
-        return None if is_finite_number(value) and value > 0 else "a finite number above 0; leave out a task without a share"
+        return (
+            None
+            if is_finite_number(value) and value > 0
+            else "a finite number above 0; leave out a task without a share"
+        )
     if name == "questions":
-        return None if _is_level(value) and 0 < value <= MOST_QUESTIONS else f"a whole number, 1 to {MOST_QUESTIONS}"
+        return (
+            None
+            if _is_level(value) and 0 < value <= MOST_QUESTIONS
+            else f"a whole number, 1 to {MOST_QUESTIONS}"
+        )
     if name == "seed":
-        return None if _is_level(value) and value <= LARGEST_SEED else f"a whole number, 0 to {LARGEST_SEED}"
+        return (
+            None
+            if _is_level(value) and value <= LARGEST_SEED
+            else f"a whole number, 0 to {LARGEST_SEED}"
+        )
     if name == "fields":
-        good = isinstance(value, Mapping) and all(isinstance(theirs, str) for theirs in value.values())
+        good = isinstance(value, Mapping) and all(
+            isinstance(theirs, str) for theirs in value.values()
+        )
         return None if good else "a mapping of our names to the record's"
     if name == "config":
         return None if isinstance(value, Mapping) else "a mapping of the task's own settings"
     levels = [value] if not isinstance(value, list) else value
     good = value is None or (
-        len(levels) in (1, 2) and all(map(_is_level, levels)) and (value is not levels or len(levels) == 2)
+        len(levels) in (1, 2)
+        and all(map(_is_level, levels))
+        and (value is not levels or len(levels) == 2)
     )
     return None if good else "a level, 0 or above, or two, [FIRST, LAST]"
 

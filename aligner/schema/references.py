@@ -1,4 +1,5 @@
-"""Paths that name another experiment's result: `experiment:NAME`, or `experiment:NAME/FILE` for a file in it.
+"""Paths that name another experiment's result: `experiment:NAME`, or `experiment:NAME/FILE` for a
+file in it.
 
 `experiment:NAME@3` is that of its third round.
 """
@@ -48,7 +49,11 @@ class Reference:
     @property
     def text(self) -> str:
         """The value, as it was given."""
-        return _PREFIX + round_name(self.experiment, self.round) + (f"/{self.file}" if self.file else "")
+        return (
+            _PREFIX
+            + round_name(self.experiment, self.round)
+            + (f"/{self.file}" if self.file else "")
+        )
 
 
 def round_name(experiment: str, number: int | None) -> str:
@@ -57,17 +62,22 @@ def round_name(experiment: str, number: int | None) -> str:
 
 
 def parse_reference(key: str, text: str) -> Reference | None:
-    """The reference that a path's value is; None for an ordinary path. Raises ConfigError for a malformed one."""
+    """The reference that a path's value is; None for an ordinary path. Raises ConfigError for a
+    malformed one."""
     if not text.startswith(_PREFIX):
         return None
     named, _, file = text.removeprefix(_PREFIX).partition("/")
     experiment, counted, number = named.partition("@")
     parts = file.split("/")
     if not _NAME.fullmatch(experiment) or (file and any(part in ("", ".", "..") for part in parts)):
-        raise ConfigError(f"{key}={text}: expected experiment:NAME, or experiment:NAME/FILE for a file in its result")
+        raise ConfigError(
+            f"{key}={text}: expected experiment:NAME, or experiment:NAME/FILE for a file in its"
+            " result"
+        )
     if counted and not (_ROUND.fullmatch(number) and int(number) <= MOST_ROUNDS):
         raise ConfigError(
-            f"{key}={text}: @{number} is no round; they are counted from 1 to {MOST_ROUNDS}: experiment:{experiment}@3"
+            f"{key}={text}: @{number} is no round; they are counted from 1 to {MOST_ROUNDS}:"
+            f" experiment:{experiment}@3"
         )
     return Reference(key, experiment, file or None, int(number) if counted else None)
 
@@ -98,7 +108,9 @@ def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, s
     part, rest = parts[0], parts[1:]
     if isinstance(value, dict):
         chosen = [name for name in value if part in ("*", name)]
-        return value | {name: _mapped(value[name], rest, f"{key}.{name}", change) for name in chosen}
+        return value | {
+            name: _mapped(value[name], rest, f"{key}.{name}", change) for name in chosen
+        }
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value  # not what the schema wants there, which the checks tell
     changed = _mapped(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)

@@ -8,7 +8,13 @@ from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError
 from aligner.schema import EvaluationConfig, RewardConfig
-from aligner.schema.judge_questions import ASKINGS, COMPARISONS, pattern_problem, record_fields, template_problem
+from aligner.schema.judge_questions import (
+    ASKINGS,
+    COMPARISONS,
+    pattern_problem,
+    record_fields,
+    template_problem,
+)
 from aligner.schema.keys import schema_keys
 from aligner.schema.options import is_finite_number, key_hint
 from aligner.schema.reasoning_tasks import TASK
@@ -74,7 +80,8 @@ class RemoteSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSource(Source):
-    """A language model behind an OpenAI-compatible endpoint. What each key is, `reward` says of the one of the same name."""
+    """A language model behind an OpenAI-compatible endpoint. What each key is, `reward` says of the
+    one of the same name."""
 
     judge_url: str
     judge_model: str
@@ -112,7 +119,8 @@ class JudgeSource(Source):
 
     @property
     def compares(self) -> bool:
-        """Whether it tells the samples of a prompt apart by each other, and so needs several of them."""
+        """Whether it tells the samples of a prompt apart by each other, and so needs several of
+        them."""
         return self.judge_asks in COMPARISONS
 
 
@@ -128,11 +136,24 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     """The sources of the score. Raises ConfigError with one line for each thing that is wrong."""
     problems = []
     if reward.kind == "combined" and not reward.sources:
-        problems.append("reward.sources: no source to combine; give each a name, as in reward.sources.NAME.kind=function")
+        problems.append(
+            "reward.sources: no source to combine; give each a name, as in"
+            " reward.sources.NAME.kind=function"
+        )
     if reward.kind == "combined" and reward.combine != "sum" and len(reward.sources) == 1:
-        problems.append(f"reward.combine={reward.combine}: there is one source; give reward.sources more, or combine=sum")
-    if reward.kind == "combined" and reward.combine != "sum" and any(map(_entries_have_steps, reward.sources.values())):
-        problems.append(f"reward.combine={reward.combine}: rewards of steps can only be added up; give reward.combine=sum")
+        problems.append(
+            f"reward.combine={reward.combine}: there is one source; give reward.sources more, or"
+            " combine=sum"
+        )
+    if (
+        reward.kind == "combined"
+        and reward.combine != "sum"
+        and any(map(_entries_have_steps, reward.sources.values()))
+    ):
+        problems.append(
+            f"reward.combine={reward.combine}: rewards of steps can only be added up; give"
+            " reward.combine=sum"
+        )
     sources = []
     for key, name, entries in _entries(reward):
         found = list(_source_problems(key, entries))
@@ -151,7 +172,8 @@ def source_names(reward: RewardConfig) -> tuple[str, ...]:
 
 
 def score_parts(reward: RewardConfig) -> int | None:
-    """How many parts a score is told with before rewards of steps; None where there are none of these."""
+    """How many parts a score is told with before rewards of steps; None where there are none of
+    these."""
     names = source_names(reward) if has_step_rewards(reward) else None
     return None if names is None else len(names) if len(names) > 1 else 0
 
@@ -162,16 +184,23 @@ def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
 
 
 def has_step_rewards(reward: RewardConfig) -> bool:
-    """Whether a source rewards the steps of a response, not it alone; False for sources that do not say what they must."""
+    """Whether a source rewards the steps of a response, not it alone; False for sources that do not
+    say what they must."""
     if reward.kind == "combined":
         return any(map(_entries_have_steps, reward.sources.values()))
-    entries = {"step_rewards": reward.step_rewards} if reward.kind == "function" else {"step_separator": reward.step_separator}
+    entries = (
+        {"step_rewards": reward.step_rewards}
+        if reward.kind == "function"
+        else {"step_separator": reward.step_separator}
+    )
     return reward.kind in ("function", "model") and _entries_have_steps(entries)
 
 
 def _entries_have_steps(entries: Any) -> bool:
     is_mapping = isinstance(entries, Mapping)
-    return is_mapping and (entries.get("step_rewards") is True or entries.get("step_separator") is not None)
+    return is_mapping and (
+        entries.get("step_rewards") is True or entries.get("step_separator") is not None
+    )
 
 
 def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
@@ -179,8 +208,11 @@ def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
     return tuple(source for source in reward_sources(reward) if isinstance(source, JudgeSource))
 
 
-def evaluation_judge(evaluation: EvaluationConfig, section: str = "evaluation") -> JudgeSource | None:
-    """What compares responses with references, of the settings at `section`; None where nothing does.
+def evaluation_judge(
+    evaluation: EvaluationConfig, section: str = "evaluation"
+) -> JudgeSource | None:
+    """What compares responses with references, of the settings at `section`; None where nothing
+    does.
 
     Raises ConfigError as `reward_sources`.
     """
@@ -188,7 +220,11 @@ def evaluation_judge(evaluation: EvaluationConfig, section: str = "evaluation") 
     if not given:
         return None
     asks = given.get("judge_asks", "pairwise")
-    problems = [] if asks == "pairwise" else [f"{key}.judge_asks={asks}: an evaluation compares two responses; leave it out"]
+    problems = (
+        []
+        if asks == "pairwise"
+        else [f"{key}.judge_asks={asks}: an evaluation compares two responses; leave it out"]
+    )
     problems += [
         f"{key}.{entry}: a win has no such thing; leave it out"
         for entry in ("kind", "weight", "task_weights", "gain", "bias", *_OF_SCORES)
@@ -197,7 +233,11 @@ def evaluation_judge(evaluation: EvaluationConfig, section: str = "evaluation") 
     entries = {"kind": "judge", "judge_asks": "pairwise"} | given
     if problems := problems or list(_source_problems(key, entries)):
         raise ConfigError("\n".join(problems))
-    return JudgeSource(name="evaluation", key=key, **{entry: value for entry, value in entries.items() if entry != "kind"})
+    return JudgeSource(
+        name="evaluation",
+        key=key,
+        **{entry: value for entry, value in entries.items() if entry != "kind"},
+    )
 
 
 def asked_address(source: Source) -> str | None:
@@ -218,7 +258,8 @@ def has_reward_model(reward: RewardConfig) -> bool:
 def describe_sources(reward: RewardConfig) -> str:
     """What scores, in a few words, for the placement table."""
     each = [
-        ("" if source.weight == 1 else f"{source.weight:g} x ") + f"{kind} {getattr(source, source.needs[0])}"
+        ("" if source.weight == 1 else f"{source.weight:g} x ")
+        + f"{kind} {getattr(source, source.needs[0])}"
         for source in reward_sources(reward)
         for kind, chosen in _KINDS.items()
         if isinstance(source, chosen)
@@ -231,41 +272,70 @@ def source_entry(source: Source) -> dict[str, Any]:
     (kind,) = (kind for kind, chosen in _KINDS.items() if isinstance(source, chosen))
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     return {"kind": kind} | {
-        name: value for name, value in values.items() if name not in ("name", "key") and value not in (None, {})
+        name: value
+        for name, value in values.items()
+        if name not in ("name", "key") and value not in (None, {})
     }
 
 
 def without_tasks(reward: RewardConfig) -> dict[str, Any]:
-    """`reward.sources` with each asked about all records. Raises ConfigError as `reward_sources`."""
-    sources = {source.name: source for source in reward_sources(reward)} if reward.kind == "combined" else {}
-    changed = {name: dataclasses.replace(source, task_weights={}) for name, source in sources.items() if source.task_weights}
+    """`reward.sources` with each asked about all records. Raises ConfigError as
+    `reward_sources`."""
+    sources = (
+        {source.name: source for source in reward_sources(reward)}
+        if reward.kind == "combined"
+        else {}
+    )
+    changed = {
+        name: dataclasses.replace(source, task_weights={})
+        for name, source in sources.items()
+        if source.task_weights
+    }
     return dict(reward.sources) | {
-        name: source_entry(source) | {"weight": source.weight or 1.0} for name, source in changed.items()
+        name: source_entry(source) | {"weight": source.weight or 1.0}
+        for name, source in changed.items()
     }
 
 
 def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
-    """(key, name, entries) of each source; a single one is written in the section itself, without its defaults."""
+    """(key, name, entries) of each source; a single one is written in the section itself, without
+    its defaults."""
     if reward.kind == "combined":
         for name, entries in reward.sources.items():
             yield f"reward.sources.{name}", name, entries
         return
     entries = {"kind": reward.kind, "gain": reward.gain, "bias": reward.bias}
-    fields = (field.name for field in dataclasses.fields(_KINDS[reward.kind]) if hasattr(reward, field.name))
-    entries |= {field: getattr(reward, field) for field in fields if getattr(reward, field) is not None}
+    fields = (
+        field.name
+        for field in dataclasses.fields(_KINDS[reward.kind])
+        if hasattr(reward, field.name)
+    )
+    entries |= {
+        field: getattr(reward, field) for field in fields if getattr(reward, field) is not None
+    }
     yield "reward", reward.kind, entries
 
 
 def _source_problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
-        yield f"{key}={entries}: expected a mapping with kind and what the kind needs, got {type(entries).__name__}"
+        yield (
+            f"{key}={entries}: expected a mapping with kind and what the kind needs, got"
+            f" {type(entries).__name__}"
+        )
         return
     kind = _KINDS.get(str(entries.get("kind")))
     if kind is None:
-        got = f"{key}.kind={entries['kind']}: no such kind" if "kind" in entries else f"{key}.kind: missing"
+        got = (
+            f"{key}.kind={entries['kind']}: no such kind"
+            if "kind" in entries
+            else f"{key}.kind: missing"
+        )
         yield f"{got}; allowed: {', '.join(_KINDS)}"
         return
-    allowed = ["kind", *(field.name for field in dataclasses.fields(kind) if field.name not in ("name", "key"))]
+    allowed = [
+        "kind",
+        *(field.name for field in dataclasses.fields(kind) if field.name not in ("name", "key")),
+    ]
     for entry, value in entries.items():
         if entry not in allowed:
             hint = key_hint(key, entry, allowed, f"allowed in {key}: {', '.join(allowed)}")
@@ -275,16 +345,30 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
     for needed in kind.needs:
         if needed not in entries:
             yield f"{key}.{needed}: missing; kind={entries['kind']} needs it"
-    if entries.get("step_rewards") is True and (name := entries.get("function")) in {**FUNCTIONS, **RULES}:
-        yield f"{key}.step_rewards=true: {name} gives a number for a response, not rewards of steps; give module:callable"
+    if entries.get("step_rewards") is True and (name := entries.get("function")) in {
+        **FUNCTIONS,
+        **RULES,
+    }:
+        yield (
+            f"{key}.step_rewards=true: {name} gives a number for a response, not rewards of steps;"
+            " give module:callable"
+        )
     if kind is JudgeSource:
-        yield from _judge_problems(key, {entry: value for entry, value in entries.items() if entry in allowed})
+        yield from _judge_problems(
+            key, {entry: value for entry, value in entries.items() if entry in allowed}
+        )
 
 
 def _judge_problems(key: str, entries: Mapping[str, Any]) -> Iterator[str]:
-    """What does not go together among a judge's entries, those that are wrong by themselves left aside."""
-    right = {entry: value for entry, value in entries.items() if _value_problem(entry, value) is None}
-    lowest, highest = (right.get(entry, getattr(RewardConfig, entry)) for entry in ("judge_lowest", "judge_highest"))
+    """What does not go together among a judge's entries, those that are wrong by themselves left
+    aside."""
+    right = {
+        entry: value for entry, value in entries.items() if _value_problem(entry, value) is None
+    }
+    lowest, highest = (
+        right.get(entry, getattr(RewardConfig, entry))
+        for entry in ("judge_lowest", "judge_highest")
+    )
     if lowest >= highest:
         yield f"{key}.judge_lowest={lowest:g}: must be below {key}.judge_highest={highest:g}"
     template, asks = right.get("judge_template"), right.get("judge_asks", RewardConfig.judge_asks)
@@ -305,7 +389,11 @@ def _value_problem(entry: str, value: Any) -> str | None:
         return None
     if entry == "task_weights":
         good = isinstance(value, Mapping) and all(isinstance(task, str) for task in value)
-        return None if good and all(map(is_finite_number, value.values())) else "must be names of tasks with finite numbers"
+        return (
+            None
+            if good and all(map(is_finite_number, value.values()))
+            else "must be names of tasks with finite numbers"
+        )
     if not isinstance(value, str) or not value:
         return f"expected text, got {type(value).__name__}"
     if entry == "function":

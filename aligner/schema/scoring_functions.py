@@ -1,4 +1,5 @@
-"""Functions that score, by their names: what a configuration may call one, known before any of them is imported."""
+"""Functions that score, by their names: what a configuration may call one, known before any of them
+is imported."""
 
 from collections.abc import Mapping
 
@@ -23,10 +24,16 @@ _BUILT_IN = {**FUNCTIONS, **RULES}
 
 
 def function_place(name: str) -> tuple[str, str] | None:
-    """The module of a built-in scorer or a `module:callable`, and what it is called there; None for any other name."""
+    """The module of a built-in scorer or a `module:callable`, and what it is called there; None for
+    any other name."""
     return callable_place(_BUILT_IN.get(name, name))
 
 
 def function_problem(name: str) -> str | None:
-    """What is wrong with the name of a scorer; nothing is imported, so that it may still not be there."""
-    return None if function_place(name) else f"must be one of {', '.join(sorted(_BUILT_IN))}, or module:callable"
+    """What is wrong with the name of a scorer; nothing is imported, so that it may still not be
+    there."""
+    return (
+        None
+        if function_place(name)
+        else f"must be one of {', '.join(sorted(_BUILT_IN))}, or module:callable"
+    )

@@ -26,16 +26,29 @@ class TeacherSource:
 
 
 def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
-    """The teachers, in the configuration's order. Raises ConfigError with one line for each thing that is wrong."""
-    problems = [problem for name, entries in teacher.sources.items() for problem in _problems(_key(name), entries)]
+    """The teachers, in the configuration's order. Raises ConfigError with one line for each thing
+    that is wrong."""
+    problems = [
+        problem
+        for name, entries in teacher.sources.items()
+        for problem in _problems(_key(name), entries)
+    ]
     if teacher.path is not None and teacher.sources:
-        problems.append("teacher.sources: teacher.path is given as well; give all of them as sources, or teacher.path alone")
+        problems.append(
+            "teacher.sources: teacher.path is given as well; give all of them as sources, or"
+            " teacher.path alone"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     if teacher.path is not None:
         return (TeacherSource("teacher", teacher.path),)
     return tuple(
-        TeacherSource(_key(name), entries["path"], float(entries.get("weight", 1.0)), tuple(entries.get("tasks", ())))
+        TeacherSource(
+            _key(name),
+            entries["path"],
+            float(entries.get("weight", 1.0)),
+            tuple(entries.get("tasks", ())),
+        )
         for name, entries in teacher.sources.items()
     )
 
@@ -46,10 +59,15 @@ def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
     Raises ConfigError where none is for its task.
     """
     task = metadata.get(TASK)
-    weights = [source.weight if not source.tasks or task in source.tasks else 0.0 for source in sources]
+    weights = [
+        source.weight if not source.tasks or task in source.tasks else 0.0 for source in sources
+    ]
     if not any(weights):
         known = sorted({one for source in sources for one in source.tasks})
-        raise ConfigError(f"teacher.sources: none is for a prompt whose {TASK} is {task!r}; they are for {', '.join(known)}")
+        raise ConfigError(
+            f"teacher.sources: none is for a prompt whose {TASK} is {task!r}; they are for"
+            f" {', '.join(known)}"
+        )
     return [weight / sum(weights) for weight in weights]
 
 
@@ -59,7 +77,10 @@ def _key(name: str) -> str:
 
 def _problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
-        yield f"{key}={entries}: expected a mapping with path and, if wanted, weight and tasks, got {type(entries).__name__}"
+        yield (
+            f"{key}={entries}: expected a mapping with path and, if wanted, weight and tasks, got"
+            f" {type(entries).__name__}"
+        )
         return
     for entry, value in entries.items():
         if entry not in _ENTRIES:
@@ -68,8 +89,16 @@ def _problems(key: str, entries: Any) -> Iterator[str]:
         elif entry == "path" and (not isinstance(value, str) or not value):
             yield f"{key}.path={value}: expected text, got {type(value).__name__}"
         elif entry == "weight" and not (is_finite_number(value) and value > 0):
-            yield f"{key}.weight={value}: must be a finite number above 0; leave the teacher out if it is to have no share"
-        elif entry == "tasks" and not (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
-            yield f"{key}.tasks={value}: expected a list of names; leave it out for a teacher of all tasks"
+            yield (
+                f"{key}.weight={value}: must be a finite number above 0; leave the teacher out if"
+                " it is to have no share"
+            )
+        elif entry == "tasks" and not (
+            isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        ):
+            yield (
+                f"{key}.tasks={value}: expected a list of names; leave it out for a teacher of all"
+                " tasks"
+            )
     if "path" not in entries:
         yield f"{key}.path: missing"

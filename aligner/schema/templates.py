@@ -12,5 +12,6 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with its fields filled; other braces, and those of the values, stay. Raises KeyError for a missing one."""
+    """The template with its fields filled; other braces, and those of the values, stay. Raises
+    KeyError for a missing one."""
     return _FIELD.sub(lambda field: values[field[1]], template)

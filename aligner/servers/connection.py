@@ -1,4 +1,5 @@
-"""One server as a client sees it: requests out, answers or typed errors back. It needs only tritonclient."""
+"""One server as a client sees it: requests out, answers or typed errors back. It needs only
+tritonclient."""
 
 import json
 import threading
@@ -27,7 +28,8 @@ _DATATYPES = {
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A peer that has vanished without a word is noticed within seconds, however long a request may take.
+    # A peer that has vanished without a word is noticed within seconds, however long a request may
+    # take.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -36,11 +38,22 @@ _CHANNEL = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-# gRPC's words for a connection that broke under a request, where its status is the one that Triton uses for model errors.
-_BROKEN = ("RST_STREAM", "GOAWAY", "Stream removed", "HTTP2", "HTTP/2", "framing", "deserializing response", "parsing")
+# gRPC's words for a connection that broke under a request, where its status is the one that Triton
+# uses for model errors.
+_BROKEN = (
+    "RST_STREAM",
+    "GOAWAY",
+    "Stream removed",
+    "HTTP2",
+    "HTTP/2",
+    "framing",
+    "deserializing response",
+    "parsing",
+)
 _LOST = {
     "Stub process": "StubLost",
-    # PyTriton's words when a request did not get to our functions: as when their process was killed.
+    # PyTriton's words when a request did not get to our functions: as when their process was
+    # killed.
     "Model execute error": "NotHandedOver",
     # Triton is up before the endpoints are.
     "unknown model": "NotReady",
@@ -52,7 +65,8 @@ _SERVER_ENDS = ("ServerStopping", "ServerFailed")
 
 
 class RemoteError(AlignerError):
-    """A server's refusal or failure, or its silence. `kind` is the server's error type, or says who failed."""
+    """A server's refusal or failure, or its silence. `kind` is the server's error type, or says who
+    failed."""
 
     def __init__(self, role: str, address: str, kind: str, message: str) -> None:
         super().__init__(f"{role} server at {address}: {kind}: {message}")
@@ -69,7 +83,8 @@ class TransportError(RemoteError):
 
 
 class RefusedError(RemoteError):
-    """The server's own word: it will not do what was asked, or could not. Asked again, it would say the same."""
+    """The server's own word: it will not do what was asked, or could not. Asked again, it would say
+    the same."""
 
 
 class Connection:
@@ -91,24 +106,32 @@ class Connection:
         self._is_closed = False
 
     def infer(
-        self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray], timeout_s: float, look_s: float | None = None
+        self,
+        endpoint: EndpointSpec,
+        arrays: Mapping[str, NDArray],
+        timeout_s: float,
+        look_s: float | None = None,
     ) -> dict[str, NDArray]:
         """The endpoint's outputs for these inputs, of optional ones those that it gives.
 
         Raises TransportError, or RemoteError with the server's own words.
 
-        With `look_s` a server that takes longer is asked for its health, which it tells also while it is at work, and is left
-        with a TransportError where it does not within as long again.
+        With `look_s` a server that takes longer is asked for its health, which it tells also while
+        it is at work, and is left with a TransportError where it does not within as long again.
         """
         inputs = []
         for spec in endpoint.inputs:
             if spec.name in arrays:
-                tensor = triton.InferInput(spec.name, arrays[spec.name].shape, _DATATYPES[spec.dtype])
+                tensor = triton.InferInput(
+                    spec.name, arrays[spec.name].shape, _DATATYPES[spec.dtype]
+                )
                 tensor.set_data_from_numpy(arrays[spec.name])
                 inputs.append(tensor)
         try:
             if look_s is None:
-                response = self._client().infer(endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers)
+                response = self._client().infer(
+                    endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers
+                )
             else:
                 response = self._watched(endpoint.name, inputs, timeout_s, look_s)
         except InferenceServerException as error:
@@ -124,14 +147,19 @@ class Connection:
         def answer(result: Any, error: InferenceServerException | None) -> None:
             answered.set_result(result) if error is None else answered.set_exception(error)
 
-        call = self._client().async_infer(name, inputs, answer, client_timeout=timeout_s, headers=self._headers)
+        call = self._client().async_infer(
+            name, inputs, answer, client_timeout=timeout_s, headers=self._headers
+        )
         while not wait([answered], look_s).done:
             try:
                 self.control(look_s, "health")
             except RemoteError as error:
                 call.cancel()
                 raise TransportError(
-                    self.role, self.address, "Silent", f"it does not tell its health: {error.message}"
+                    self.role,
+                    self.address,
+                    "Silent",
+                    f"it does not tell its health: {error.message}",
                 ) from None
         return answered.result()
 
@@ -141,9 +169,12 @@ class Connection:
         return json.loads(array_text(self.infer(CONTROL, request, timeout_s)["response"]))
 
     def check_ready(self, timeout_s: float) -> None:
-        """Return when all endpoints are up. Raises TransportError when they are not, or not heard of in time."""
+        """Return when all endpoints are up. Raises TransportError when they are not, or not heard
+        of in time."""
         try:
-            ready = self._client().is_model_ready(CONTROL.name, headers=self._headers, client_timeout=timeout_s)
+            ready = self._client().is_model_ready(
+                CONTROL.name, headers=self._headers, client_timeout=timeout_s
+            )
         except InferenceServerException as error:
             raise self._told(CONTROL, error, timeout_s) from None
         if not ready:
@@ -167,14 +198,18 @@ class Connection:
             with self._lock:
                 if self._is_closed:
                     raise self._hung_up()
-                self._local.client = triton.InferenceServerClient(self.address, channel_args=_CHANNEL, **self._tls)
+                self._local.client = triton.InferenceServerClient(
+                    self.address, channel_args=_CHANNEL, **self._tls
+                )
                 self._clients.append(self._local.client)
         return self._local.client
 
     def _hung_up(self) -> RemoteError:
         return self.error("Closed", "the request was not sent: the connection is closed")
 
-    def _told(self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float) -> RemoteError:
+    def _told(
+        self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float
+    ) -> RemoteError:
         status, message = str(error.status() or ""), str(error.message())
         kind, told = told_error(message)
         if kind in _SERVER_ENDS:
@@ -184,12 +219,15 @@ class Connection:
         if "DEADLINE_EXCEEDED" in status:
             return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
         if "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
-            return self.error("AccessError", message)  # no other request would fare better: it is not about this one
+            # no other request would fare better: it is not about this one
+            return self.error("AccessError", message)
         for words, kind in _LOST.items():
             if words in message:
                 return TransportError(self.role, self.address, kind, message)
         lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))
         broken = "INTERNAL" in status and any(words in message for words in _BROKEN)
         if lost or broken or not message:  # Triton never refuses without a word
-            return TransportError(self.role, self.address, "Unreachable", message or f"{status} without a message")
+            return TransportError(
+                self.role, self.address, "Unreachable", message or f"{status} without a message"
+            )
         return self.error("Triton", message)

@@ -1,4 +1,5 @@
-"""What happens when the critic is lost: it is found again, restored and given the updates that it lacks."""
+"""What happens when the critic is lost: it is found again, restored and given the updates that it
+lacks."""
 
 import enum
 import logging
@@ -21,13 +22,17 @@ class Phase(enum.Enum):
     """What is known of the start of the critic that answered last."""
 
     FOLLOWING = "it has applied every update; requests are sent to it"
-    LOST = "a request got no answer, or another start's; if it answers again, it has applied every update"
+    LOST = (
+        "a request got no answer, or another start's; if it answers again, it has applied every"
+        " update"
+    )
     RESTORING = "it has to go back to a checkpoint first"
     REPLAYING = "it has been at a checkpoint, and is given the journal's updates after that"
 
 
 class CriticRecovery:
-    """The way back to a critic that has applied every update, whichever start of the server answers.
+    """The way back to a critic that has applied every update, whichever start of the server
+    answers.
 
         FOLLOWING ── a request fails ──▶ LOST                                 `lose`
         LOST ── the same start answers ──▶ FOLLOWING                          `follow`
@@ -36,8 +41,9 @@ class CriticRecovery:
         REPLAYING ── it has the journal's last update ──▶ FOLLOWING           `follow`
         FOLLOWING ── the start before it answered an update ──▶ REPLAYING     `record`
 
-    Where RESTORING or REPLAYING is broken off, the next attempt goes on with it. An update sent twice counts once: the
-    critic refuses any number but its next one, and answers its last one from memory.
+    Where RESTORING or REPLAYING is broken off, the next attempt goes on with it. An update sent
+    twice counts once: the critic refuses any number but its next one, and answers its last one from
+    memory.
     """
 
     def __init__(self, run: RunId, journal: UpdateJournal, timeout_s: float) -> None:
@@ -45,8 +51,10 @@ class CriticRecovery:
         self._run, self._journal, self._timeout_s = run, journal, timeout_s
         self._phase, self._instance = Phase.RESTORING, ""
         self._saving: CriticState | None = None  # the checkpoint that is being written
-        self._recovering = threading.Lock()  # held while the critic is brought back, however long it takes
-        self._moving = threading.Lock()  # of phase and instance: whoever loses the critic need not wait for its recovery
+        # held while the critic is brought back, however long it takes
+        self._recovering = threading.Lock()
+        # of phase and instance: whoever loses the critic need not wait for its recovery
+        self._moving = threading.Lock()
         self.start([INITIAL])
 
     def start(self, bases: Sequence[CriticState]) -> None:
@@ -56,15 +64,18 @@ class CriticRecovery:
         self._enter(Phase.RESTORING, "")
 
     def keep(self, bases: Sequence[CriticState], updates: int) -> None:
-        """Restore these states from now on; forget the updates before them, and from number `updates` on."""
+        """Restore these states from now on; forget the updates before them, and from number
+        `updates` on."""
         with self._recovering:
             self._bases = list(bases)
             self._journal.keep(bases[0].updates, updates - 1)
 
     def follow(self, connection: Connection) -> str:
-        """The name of a start that has applied every update, for requests to say; brings the critic there where it is not.
+        """The name of a start that has applied every update, for requests to say; brings the critic
+        there where it is not.
 
-        Raises RemoteError where it is lost on the way, and AlignerError where it cannot be brought there.
+        Raises RemoteError where it is lost on the way, and AlignerError where it cannot be brought
+        there.
         """
         with self._recovering:
             if self._phase is not Phase.FOLLOWING:
@@ -87,7 +98,8 @@ class CriticRecovery:
                 self._phase = Phase.LOST
 
     def record(self, number: int, instance: str) -> None:
-        """Update `number` has been answered by a start of the server; another may have been brought back since, without it."""
+        """Update `number` has been answered by a start of the server; another may have been brought
+        back since, without it."""
         with self._recovering:
             self._applied = number + 1
             if instance != self._instance and self._phase in (Phase.FOLLOWING, Phase.LOST):
@@ -95,30 +107,44 @@ class CriticRecovery:
 
     def numbered(self, number: int, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Update `number` as `critic_train` takes it."""
-        return {**arrays, "sequence_number": np.array([number]), "run_id": text_array(str(self._run))}
+        return {
+            **arrays,
+            "sequence_number": np.array([number]),
+            "run_id": text_array(str(self._run)),
+        }
 
     def expect_checkpoint(self, state: CriticState) -> None:
-        """A checkpoint of this state is to be made: by whoever asks next, or on the way back to a critic that is lost."""
+        """A checkpoint of this state is to be made: by whoever asks next, or on the way back to a
+        critic that is lost."""
         with self._recovering:
             self._saving = state
 
     def begin_checkpoint(self, connection: Connection, timeout_s: float, instance: str) -> None:
-        """Have the critic begin to write the checkpoint, unless it was made when the critic was brought back."""
+        """Have the critic begin to write the checkpoint, unless it was made when the critic was
+        brought back."""
         if self._saving is not None:
             self._save(connection, timeout_s, "begin_checkpoint", self._saving, instance)
 
     def finish_checkpoint(self, connection: Connection, timeout_s: float, instance: str) -> None:
-        """Have the critic finish the checkpoint, unless it was made when the critic was brought back."""
+        """Have the critic finish the checkpoint, unless it was made when the critic was brought
+        back."""
         saving = self._saving
         if saving is None:
             return
         answer = connection.control(timeout_s, "finish_checkpoint", instance=instance)
         if answer["finished"] != saving.step:
-            raise connection.error("CheckpointLost", f"checkpoint {saving.step} is not the one it was writing")
+            raise connection.error(
+                "CheckpointLost", f"checkpoint {saving.step} is not the one it was writing"
+            )
         with self._recovering:
             is_followed = self._phase is Phase.FOLLOWING and self._instance == instance
             if self._saving is not None and not is_followed:  # and may be half made again by now
-                raise TransportError("critic", connection.address, "Unreachable", "lost while it finished a checkpoint")
+                raise TransportError(
+                    "critic",
+                    connection.address,
+                    "Unreachable",
+                    "lost while it finished a checkpoint",
+                )
             self._saving = None
 
     def _enter(self, phase: Phase, instance: str | None = None) -> None:
@@ -131,34 +157,46 @@ class CriticRecovery:
         refusals = []
         for base in reversed(self._bases):
             if not self._journal.covers(base.updates, self._applied - 1):
-                refusals.append(f"updates {base.updates} to {self._applied - 1} are not in the journal")
+                refusals.append(
+                    f"updates {base.updates} to {self._applied - 1} are not in the journal"
+                )
                 break
             problem = self._problem_with(connection, base, state)
             if problem is None:
                 return base.updates
             refusals.append(problem)
         why = "; ".join(refusals)
-        raise AlignerError(f"the critic at {connection.address} cannot be brought to update {self._applied}: {why}")
+        raise AlignerError(
+            f"the critic at {connection.address} cannot be brought to update {self._applied}: {why}"
+        )
 
-    def _problem_with(self, connection: Connection, base: CriticState, state: Mapping[str, Any]) -> str | None:
+    def _problem_with(
+        self, connection: Connection, base: CriticState, state: Mapping[str, Any]
+    ) -> str | None:
         """Have the critic restore a base; what is wrong with the base where that fails."""
         if base.step is None:
             got = state["sequence_number"] + 1
             return f"it has applied {got} updates already; start it anew" if got else None
         try:
             known = {name: state[name] for name in ("instance", "sequence_number")}
-            restored = connection.control(self._timeout_s, "restore", step=base.step, run_id=str(self._run), **known)
+            restored = connection.control(
+                self._timeout_s, "restore", step=base.step, run_id=str(self._run), **known
+            )
         except RemoteError as error:
             if error.kind not in ("AlignerError", "DamagedError", "SequenceError"):
                 raise
             return error.message
         got = restored["sequence_number"] + 1
         if got != base.updates:
-            return f"the critic of checkpoint {base.step} has {got} updates, where the policy was saved after {base.updates}"
+            return (
+                f"the critic of checkpoint {base.step} has {got} updates, where the policy was"
+                f" saved after {base.updates}"
+            )
         return None
 
     def _replay(self, connection: Connection, first: int) -> None:
-        """Send the journal's updates from `first` on, and make the checkpoint that was being written on the way."""
+        """Send the journal's updates from `first` on, and make the checkpoint that was being
+        written on the way."""
         if first < self._applied:
             _log.info("critic: replaying updates %d to %d", first, self._applied - 1)
         for number in range(first, self._applied + 1):
@@ -167,15 +205,28 @@ class CriticRecovery:
                 self._saving = None
             if number < self._applied:
                 update = self.numbered(number, self._journal.read(number))
-                connection.infer(CRITIC_TRAIN, for_instance(CRITIC_TRAIN, update, self._instance), self._timeout_s)
+                connection.infer(
+                    CRITIC_TRAIN,
+                    for_instance(CRITIC_TRAIN, update, self._instance),
+                    self._timeout_s,
+                )
 
-    def _save(self, connection: Connection, timeout_s: float, op: str, state: CriticState, instance: str) -> None:
+    def _save(
+        self, connection: Connection, timeout_s: float, op: str, state: CriticState, instance: str
+    ) -> None:
         """Have the critic save itself, which must be in that state."""
-        order = {"step": state.step, "sequence_number": state.updates - 1, "run_id": str(self._run), "instance": instance}
+        order = {
+            "step": state.step,
+            "sequence_number": state.updates - 1,
+            "run_id": str(self._run),
+            "instance": instance,
+        }
         connection.control(timeout_s, op, **order)
 
 
-def for_instance(endpoint: EndpointSpec, arrays: Mapping[str, NDArray], instance: str) -> dict[str, NDArray]:
+def for_instance(
+    endpoint: EndpointSpec, arrays: Mapping[str, NDArray], instance: str
+) -> dict[str, NDArray]:
     """A request that only that start of the server is to answer."""
     rows = (arrays["tokens"].shape[0], 1) if endpoint.batching else (1,)
     return {**arrays, "instance": np.full(rows, instance.encode(), dtype=object)}

@@ -1,4 +1,5 @@
-"""The critic role: values and value-model updates behind Triton, and the reward beside them where it is served there too."""
+"""The critic role: values and value-model updates behind Triton, and the reward beside them where
+it is served there too."""
 
 import functools
 import json
@@ -50,19 +51,27 @@ def serve_critic(config: Config) -> None:
 
     world = initialize(config.critic.parallel, config.seed, config.cluster.collective_timeout_s)
     loss = functools.partial(value_loss, clip=config.algorithm.value_clip)
-    sharing = DeviceSharing()  # where a reward model is served too, the two take turns on the device
+    # where a reward model is served too, the two take turns on the device
+    sharing = DeviceSharing()
     scoring = None
     if config.critic.with_reward:
-        scoring = build_scoring(config, lambda path: sharing.add("reward", build_reward_model(config, path, world)))
+        scoring = build_scoring(
+            config, lambda path: sharing.add("reward", build_reward_model(config, path, world))
+        )
     critic = build_critic(config, world, loss)
     takes_turns = config.critic.with_reward and has_reward_model(config.reward)
     model = sharing.add("critic", critic) if takes_turns else critic
-    run_critic(config, model, model_limits(config, critic_directory(config), model.vocab_size), scoring)
+    run_critic(
+        config, model, model_limits(config, critic_directory(config), model.vocab_size), scoring
+    )
     shutdown()  # the groups' threads would abort an interpreter that ends under them
 
 
-def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scoring | None = None) -> None:
-    """Serve a value model as the critic, and scores beside it; every rank of its world calls this."""
+def run_critic(
+    config: Config, model: ValueModel, limits: Limits, scoring: Scoring | None = None
+) -> None:
+    """Serve a value model as the critic, and scores beside it; every rank of its world calls
+    this."""
     ranks = CriticRank(config, model)
     serve_role(
         "critic",
@@ -75,13 +84,15 @@ def run_critic(config: Config, model: ValueModel, limits: Limits, scoring: Scori
 
 
 class CriticRank:
-    """One rank's side of the critic. All ranks hold the same ledger, so that they accept and refuse alike."""
+    """One rank's side of the critic. All ranks hold the same ledger, so that they accept and refuse
+    alike."""
 
     def __init__(self, config: Config, model: ValueModel) -> None:
         self._config = config
         self._model = model
         self._ledger = UpdateLedger()
-        self._saving: tuple[int, UpdateLedger] | None = None  # the checkpoint that is being written, and its ledger
+        # the checkpoint that is being written, and its ledger
+        self._saving: tuple[int, UpdateLedger] | None = None
         self._finished: int | None = None
 
     @property
@@ -91,7 +102,8 @@ class CriticRank:
 
     @rank_handler(join=RowJoin())
     def infer(self, tokens: Tensor, lengths: Tensor, after: int | None = None) -> Tensor:
-        """Values float32 [B, S] of tokens int64 [B, S]. Raises SequenceError unless `after` is the last update."""
+        """Values float32 [B, S] of tokens int64 [B, S]. Raises SequenceError unless `after` is the
+        last update."""
         if after is not None:
             self._ledger.check_follows(after)
         return self._model.values(tokens, lengths)
@@ -105,10 +117,13 @@ class CriticRank:
         run_id: str | None,
         sequence_number: int | None,
     ) -> dict[str, float]:
-        """Apply an update once; a repeat of the last one returns its recorded result. Raises SequenceError."""
+        """Apply an update once; a repeat of the last one returns its recorded result. Raises
+        SequenceError."""
         if sequence_number is None:
             if not self._config.server.accept_unnumbered:
-                raise SequenceError("sequence_number: missing; send one, or configure server.accept_unnumbered=true")
+                raise SequenceError(
+                    "sequence_number: missing; send one, or configure server.accept_unnumbered=true"
+                )
             return self._model.train(tokens, returns, old_values, mask)
         run = RunId.parse(run_id or "")
         self._ledger.check_run(run)
@@ -130,10 +145,14 @@ class CriticRank:
             "run_id": None if self._ledger.run is None else str(self._ledger.run),
         }
 
-    def begin_checkpoint(self, step: int, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
-        """Begin to save as the critic's part of the run's checkpoint `step`; requests go on being served.
+    def begin_checkpoint(
+        self, step: int, sequence_number: int | None = None, run_id: str | None = None
+    ) -> dict[str, Any]:
+        """Begin to save as the critic's part of the run's checkpoint `step`; requests go on being
+        served.
 
-        Raises SequenceError unless `sequence_number` is the last update, and for another trainer than the run's newest.
+        Raises SequenceError unless `sequence_number` is the last update, and for another trainer
+        than the run's newest.
         """
         self._write_for(run_id)
         if sequence_number is not None:
@@ -146,7 +165,8 @@ class CriticRank:
         return {"step": step, **self.version()}
 
     def finish_checkpoint(self) -> dict[str, Any]:
-        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the step of the last begun so."""
+        """Wait until the checkpoint that was begun, if any, is complete; `finished` is the step of
+        the last begun so."""
         saving, self._saving = self._saving, None
         self._model.finish_save()
         if saving is not None:
@@ -157,26 +177,36 @@ class CriticRank:
                     ledger.save(self._directory(self._finished) / _LEDGER)
         return {"finished": self._finished, **self.version()}
 
-    def checkpoint(self, step: int | None, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
-        """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until it is complete.
+    def checkpoint(
+        self, step: int | None, sequence_number: int | None = None, run_id: str | None = None
+    ) -> dict[str, Any]:
+        """Save as `begin_checkpoint`, the optimizer steps taken when `step` is None, and wait until
+        it is complete.
 
-        One that the trainer has begun is complete then, and is still the one that it finds finished.
+        One that the trainer has begun is complete then, and is still the one that it finds
+        finished.
         """
-        begun = self.begin_checkpoint(self._model.version if step is None else step, sequence_number, run_id)
+        begun = self.begin_checkpoint(
+            self._model.version if step is None else step, sequence_number, run_id
+        )
         finished = self._finished
         self.finish_checkpoint()
         self._finished = finished
         return begun
 
-    def restore(self, step: int, sequence_number: int | None = None, run_id: str | None = None) -> dict[str, Any]:
+    def restore(
+        self, step: int, sequence_number: int | None = None, run_id: str | None = None
+    ) -> dict[str, Any]:
         """Go back to the run's checkpoint `step`, for the trainer `run_id`.
 
-        Raises AlignerError when the checkpoint is missing or incomplete, SequenceError when it is another run's, and
-        InstanceError when the last update is not `sequence_number`: a request that comes late must not undo what was
-        done since.
+        Raises AlignerError when the checkpoint is missing or incomplete, SequenceError when it is
+        another run's, and InstanceError when the last update is not `sequence_number`: a request
+        that comes late must not undo what was done since.
         """
         if sequence_number not in (None, self._ledger.last):
-            raise InstanceError(f"restore: the last update is {self._ledger.last}, no longer {sequence_number}")
+            raise InstanceError(
+                f"restore: the last update is {self._ledger.last}, no longer {sequence_number}"
+            )
         self._write_for(run_id)
         self.finish_checkpoint()
         directory = self._directory(step)
@@ -192,7 +222,8 @@ class CriticRank:
         return {"step": step, **self.version()}
 
     def _write_for(self, run_id: str | None) -> None:
-        """Write for this trainer while the run is its own. Raises SequenceError unless it is the newest that was heard."""
+        """Write for this trainer while the run is its own. Raises SequenceError unless it is the
+        newest that was heard."""
         if run_id is not None:
             self._ledger.check_run(RunId.parse(run_id))
             if run_paths(self._config).claim.exists():  # none but a trainer of ours takes a run
@@ -208,7 +239,10 @@ def _number(arrays: Mapping[str, NDArray]) -> int | None:
 
 def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
     def infer(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-        tensors = {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])}
+        tensors = {
+            "tokens": tensor(arrays["tokens"]),
+            "lengths": tensor(arrays["sequence_lengths"][:, 0]),
+        }
         after = _number(arrays)
         values = call("infer", tensors, alone=after is not None, after=after)
         return {"values": values.float().cpu().numpy()}
@@ -226,8 +260,12 @@ def _endpoints(call: Caller) -> Mapping[EndpointSpec, Serve]:
             run_id=array_text(arrays["run_id"]) if "run_id" in arrays else None,
             sequence_number=_number(arrays),
         )
-        loss = stats.get("loss", float("nan"))  # it is absent where it was not finite, and the update was skipped
-        return {"loss_mean": np.array([loss], dtype=np.float32), "stats": text_array(json.dumps(stats))}
+        # it is absent where it was not finite, and the update was skipped
+        loss = stats.get("loss", float("nan"))
+        return {
+            "loss_mean": np.array([loss], dtype=np.float32),
+            "stats": text_array(json.dumps(stats)),
+        }
 
     def save(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         call("checkpoint", step=None)

@@ -1,4 +1,5 @@
-"""The critic's numbered updates, each applied exactly once: the trainer's journal of them, and the critic's own ledger."""
+"""The critic's numbered updates, each applied exactly once: the trainer's journal of them, and the
+critic's own ledger."""
 
 import json
 import re
@@ -11,7 +12,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from aligner.data.checksums import DamagedError, read_sealed, read_sealed_record, sealed, sealed_record
+from aligner.data.checksums import (
+    DamagedError,
+    read_sealed,
+    read_sealed_record,
+    sealed,
+    sealed_record,
+)
 from aligner.data.claim import writing
 from aligner.errors import AlignerError
 from aligner.files import write_file
@@ -21,12 +28,14 @@ _UPDATE = re.compile(r"update_([0-9]+)\.record")
 
 
 class SequenceError(AlignerError):
-    """A request out of order: older than the last update, beyond the next, another run's, or unnumbered."""
+    """A request out of order: older than the last update, beyond the next, another run's, or
+    unnumbered."""
 
 
 @dataclass(frozen=True)
 class RunId:
-    """A run, and how often it was taken (`aligner.data.claim`) before the trainer that speaks did."""
+    """A run, and how often it was taken (`aligner.data.claim`) before the trainer that speaks
+    did."""
 
     name: str
     attempt: int = 0
@@ -56,7 +65,8 @@ INITIAL = CriticState(None, 0)
 
 
 class UpdateJournal:
-    """The trainer's write-ahead log: the updates since the last checkpoints, a file each, written before they are sent."""
+    """The trainer's write-ahead log: the updates since the last checkpoints, a file each, written
+    before they are sent."""
 
     def __init__(self, directory: Path) -> None:
         """Makes the directory; removes what an interrupted write left behind."""
@@ -75,7 +85,9 @@ class UpdateJournal:
         try:
             return load(read_sealed_record(self._file(number)))
         except (OSError, SafetensorError, DamagedError) as error:
-            raise AlignerError(f"cannot read the critic's update {number} from {self._file(number)}: {error}") from error
+            raise AlignerError(
+                f"cannot read the critic's update {number} from {self._file(number)}: {error}"
+            ) from error
 
     def covers(self, first: int, last: int) -> bool:
         """Whether every update from `first` to `last` is there."""
@@ -87,7 +99,8 @@ class UpdateJournal:
         for file in self._directory.iterdir():
             number = _UPDATE.fullmatch(file.name)
             if number is not None and not first <= int(number[1]) <= last:
-                with suppress(OSError):  # what cannot be removed now is the next time; whatever is asked for is written anew
+                # what cannot be removed now is the next time; whatever is asked for is written anew
+                with suppress(OSError):
                     file.unlink()
 
     def _file(self, number: int) -> Path:
@@ -107,22 +120,34 @@ class UpdateLedger:
         """Raise SequenceError for another run's trainer, and for one that a newer has replaced."""
         if self.run is not None and run.name != self.run.name:
             raise SequenceError(
-                f"run_id: got {str(run)!r}, but this critic serves run {self.run.name!r}; restart it for another run"
+                f"run_id: got {str(run)!r}, but this critic serves run {self.run.name!r}; restart"
+                " it for another run"
             )
         if self.run is not None and run.attempt < self.run.attempt:
-            raise SequenceError(f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over; this trainer must end")
+            raise SequenceError(
+                f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over; this trainer"
+                " must end"
+            )
 
     def is_repeat(self, number: int) -> bool:
-        """Whether the update is the last one again; false when it is the next one. Raises SequenceError otherwise."""
+        """Whether the update is the last one again; false when it is the next one. Raises
+        SequenceError otherwise."""
         if number not in (self.last, self.last + 1):
             kind = "a gap" if number > self.last else "already applied, its result no longer kept"
-            raise SequenceError(f"sequence_number: got {number}, {kind}; allowed: {self.last + 1}, or {self.last} again")
+            raise SequenceError(
+                f"sequence_number: got {number}, {kind}; allowed: {self.last + 1}, or {self.last}"
+                " again"
+            )
         return number == self.last
 
     def check_follows(self, number: int) -> None:
-        """Raise SequenceError unless `number` is the last update, which a request for values or a checkpoint is to follow."""
+        """Raise SequenceError unless `number` is the last update, which a request for values or a
+        checkpoint is to follow."""
         if number != self.last:
-            raise SequenceError(f"sequence_number: the request is to follow update {number}; the last is {self.last}")
+            raise SequenceError(
+                f"sequence_number: the request is to follow update {number}; the last is"
+                f" {self.last}"
+            )
 
     def record(self, number: int, result: dict[str, float]) -> None:
         """Note that an update has been applied."""
@@ -140,4 +165,6 @@ class UpdateLedger:
             state = read_sealed(path)
         except DamagedError as error:
             raise AlignerError(f"cannot read the critic's update ledger: {error}") from error
-        return UpdateLedger(None if state["run"] is None else RunId(state["run"]), state["last"], state["result"])
+        return UpdateLedger(
+            None if state["run"] is None else RunId(state["run"]), state["last"], state["result"]
+        )

@@ -1,4 +1,5 @@
-"""One world of ranks that executes commands in lockstep, in the order in which they arrived at rank 0."""
+"""One world of ranks that executes commands in lockstep, in the order in which they arrived at rank
+0."""
 
 import contextlib
 import threading
@@ -35,13 +36,14 @@ class ServerFailed(AlignerError):
 class SpmdExecutor:
     """Rank 0 takes commands from any thread; every rank runs the same handler on the same tensors.
 
-    An AlignerError that every rank raises goes to the command's caller, and the world goes on; anything else ends the
-    world, because its ranks may have parted ways. Ranks wait for each other in gloo, whatever the model computes in.
-    Commands run in the order of their arrival; alike ones that wait next to each other run as one where their handler is
-    marked with a `join`.
+    An AlignerError that every rank raises goes to the command's caller, and the world goes on;
+    anything else ends the world, because its ranks may have parted ways. Ranks wait for each other
+    in gloo, whatever the model computes in. Commands run in the order of their arrival; alike ones
+    that wait next to each other run as one where their handler is marked with a `join`.
 
-    A handler may be a generator, whose return value is the result. Each `yield` is a pause at which every rank has come
-    equally far: what waits then, and is marked `at_pauses`, runs there, ahead of what is not.
+    A handler may be a generator, whose return value is the result. Each `yield` is a pause at which
+    every rank has come equally far: what waits then, and is marked `at_pauses`, runs there, ahead
+    of what is not.
     """
 
     def __init__(
@@ -55,14 +57,20 @@ class SpmdExecutor:
         watch: Callable[[], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s` must be well below it.
+        """A rank that lets the others wait for `collective_timeout_s` ends the world; `heartbeat_s`
+        must be well below it.
 
-        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once a heartbeat and ends the
-        world by raising. What this rank computes is a span of the `timeline`, by its op.
+        Commands that run as one have `batch_tokens` at most. `watch` is called on rank 0 about once
+        a heartbeat and ends the world by raising. What this rank computes is a span of the
+        `timeline`, by its op.
         """
         self._handlers = dict(handlers)
-        self._joins: dict[str, RowJoin] = {op: join for op in handlers if (join := getattr(handlers[op], "join", None))}
-        self._at_pauses = {op for op, handler in handlers.items() if getattr(handler, "at_pauses", False)}
+        self._joins: dict[str, RowJoin] = {
+            op: join for op in handlers if (join := getattr(handlers[op], "join", None))
+        }
+        self._at_pauses = {
+            op for op, handler in handlers.items() if getattr(handler, "at_pauses", False)
+        }
         self._batch_tokens = batch_tokens
         self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
@@ -89,7 +97,12 @@ class SpmdExecutor:
         return self._stop_by is not None or self._closed
 
     def submit(
-        self, op: str, tensors: Mapping[str, Tensor] | None = None, *, alone: bool = False, **arguments: Any
+        self,
+        op: str,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        alone: bool = False,
+        **arguments: Any,
     ) -> Future[Any]:
         """Queue a command on rank 0, not to be joined with others where it is to run `alone`.
 
@@ -104,15 +117,18 @@ class SpmdExecutor:
         return command.future
 
     def shutdown(self) -> None:
-        """Refuse new commands, finish those taken for up to `drain_s`, then end `run` on every rank.
+        """Refuse new commands, finish those taken for up to `drain_s`, then end `run` on every
+        rank.
 
-        Safe in a signal handler. The running command is finished however long it takes: no rank can leave it.
+        Safe in a signal handler. The running command is finished however long it takes: no rank can
+        leave it.
         """
         if self._stop_by is None:
             self._stop_by = time.monotonic() + self._drain_s
 
     def run(self) -> None:
-        """Execute commands until shutdown. Every rank calls it; whatever it raises is fatal for the whole world."""
+        """Execute commands until shutdown. Every rank calls it; whatever it raises is fatal for the
+        whole world."""
         try:
             if self._rank == 0:
                 self._lead()
@@ -164,14 +180,19 @@ class SpmdExecutor:
         return None
 
     def _answer(self, commands: list[Command]) -> None:
-        """Run the commands as one; where that is refused, they are next one by one: the refusal may be about one of them."""
+        """Run the commands as one; where that is refused, they are next one by one: the refusal may
+        be about one of them."""
         join = self._joins[commands[0].op] if len(commands) > 1 else None
         try:
-            result = self._send_and_execute(join.joined(commands) if join is not None else commands[0])
+            result = self._send_and_execute(
+                join.joined(commands) if join is not None else commands[0]
+            )
         except AlignerError as error:
             if join is not None and not isinstance(error, UnavailableError):
                 with self._arrived:
-                    self._waiting.extendleft(replace(command, alone=True) for command in reversed(commands))
+                    self._waiting.extendleft(
+                        replace(command, alone=True) for command in reversed(commands)
+                    )
                 return
             for command in commands:
                 command.future.set_exception(error)
@@ -231,17 +252,29 @@ class SpmdExecutor:
             self._answer([command])
             self._running = outer
 
-    def _agree(self, op: str, *, pausing: bool = False, error: AlignerError | None = None, is_next: bool = False) -> bool:
-        """Every rank has come to a pause of the command, or to its end by the same way; whether rank 0 says `is_next`."""
+    def _agree(
+        self,
+        op: str,
+        *,
+        pausing: bool = False,
+        error: AlignerError | None = None,
+        is_next: bool = False,
+    ) -> bool:
+        """Every rank has come to a pause of the command, or to its end by the same way; whether
+        rank 0 says `is_next`."""
         if self._group is None:
             return is_next
         counts = torch.tensor([error is not None, pausing, is_next], dtype=torch.int64)
         dist.all_reduce(counts, group=self._group)
         failed, paused, following = counts.tolist()
         if 0 < failed < self._size:
-            raise RuntimeError(f"{op}: {failed} of {self._size} ranks refused it, this one: {error}") from error
+            raise RuntimeError(
+                f"{op}: {failed} of {self._size} ranks refused it, this one: {error}"
+            ) from error
         if 0 < paused < self._size:
-            raise RuntimeError(f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}")
+            raise RuntimeError(
+                f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}"
+            )
         return bool(following)
 
     def _broadcast(self, command: Command | None) -> Command:
@@ -249,11 +282,16 @@ class SpmdExecutor:
         header = None
         if command is not None:
             tensors = {name: tensor.contiguous() for name, tensor in command.tensors.items()}
-            shapes = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+            shapes = {
+                name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()
+            }
             header = {"op": command.op, "tensors": shapes, "arguments": dict(command.arguments)}
         header = broadcast_json(header, group=self._group)
         if command is None:
-            tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in header["tensors"].items()}
+            tensors = {
+                name: torch.empty(shape, dtype=_DTYPES[dtype])
+                for name, (dtype, shape) in header["tensors"].items()
+            }
             command = Command(header["op"], tensors, header["arguments"])
         for tensor in tensors.values():
             dist.broadcast(tensor, 0, group=self._group)
@@ -269,7 +307,9 @@ class SpmdExecutor:
             command.future.set_exception(ServerStopping("the server is shutting down"))
         for command in self._running:
             if not command.future.done():
-                command.future.set_exception(ServerFailed(f"the server failed while it ran {command.op}; see its log"))
+                command.future.set_exception(
+                    ServerFailed(f"the server failed while it ran {command.op}; see its log")
+                )
 
 
 def _is_wanted(command: Command) -> bool:

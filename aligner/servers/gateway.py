@@ -1,10 +1,13 @@
-"""The gateway: the one way to a Triton server, which itself listens on sockets in a directory of its owner's alone.
+"""The gateway: the one way to a Triton server, which itself listens on sockets in a directory of
+its owner's alone.
 
-Triton takes all of a request before it looks at a key, of any size, and has its management on the same ports. So the gateway
-stands before it, over HTTP and gRPC: it lets through what clients need, and the rest for nobody; it has the run's key checked
-before any of a request's body is taken, and bounds that.
+Triton takes all of a request before it looks at a key, of any size, and has its management on the
+same ports. So the gateway stands before it, over HTTP and gRPC: it lets through what clients need,
+and the rest for nobody; it has the run's key checked before any of a request's body is taken, and
+bounds that.
 
-`python -m aligner.servers.gateway` reads its settings as a line of JSON from its input, says `ready`, and ends with its input.
+`python -m aligner.servers.gateway` reads its settings as a line of JSON from its input, says
+`ready`, and ends with its input.
 """
 
 import asyncio
@@ -29,11 +32,22 @@ from aligner.servers.gateway_settings import READY, GatewaySettings, triton_sock
 _SERVICE = "/inference.GRPCInferenceService/"
 _OPEN = frozenset({"ServerLive", "ServerReady", "ModelReady"})
 """Health, which tells nothing: launchers poll it."""
-_GUARDED = frozenset({"ModelInfer", "ModelStreamInfer", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics"})
+_GUARDED = frozenset(
+    {
+        "ModelInfer",
+        "ModelStreamInfer",
+        "ServerMetadata",
+        "ModelMetadata",
+        "ModelConfig",
+        "ModelStatistics",
+    }
+)
 _MODEL = r"/v2/models/\w+(/versions/[0-9]+)?"
 _OPEN_PATHS = re.compile(rf"/v2/health/(live|ready)|{_MODEL}/ready")
 _GUARDED_PATHS = re.compile(rf"/v2/?|{_MODEL}(/(config|stats|infer|generate|generate_stream))?")
-_OF_A_CONNECTION = frozenset({"connection", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade", KEY_HEADER})
+_OF_A_CONNECTION = frozenset(
+    {"connection", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade", KEY_HEADER}
+)
 """Headers that are not handed on."""
 _CONNECTIONS = 64
 """To Triton, which says a line of each."""
@@ -61,15 +75,21 @@ class GrpcGateway(grpc.GenericRpcHandler):
         name = method.removeprefix(_SERVICE)
         shown = dict(handler_call_details.invocation_metadata or ()).get(GRPC_KEY_HEADER)
         if name not in _OPEN | _GUARDED:
-            return grpc.stream_stream_rpc_method_handler(_refusal(grpc.StatusCode.PERMISSION_DENIED, _CLOSED))
+            return grpc.stream_stream_rpc_method_handler(
+                _refusal(grpc.StatusCode.PERMISSION_DENIED, _CLOSED)
+            )
         if name in _GUARDED and not _is_key(shown, self._key):
-            return grpc.stream_stream_rpc_method_handler(_refusal(grpc.StatusCode.UNAUTHENTICATED, _NO_KEY))
+            return grpc.stream_stream_rpc_method_handler(
+                _refusal(grpc.StatusCode.UNAUTHENTICATED, _NO_KEY)
+            )
         return grpc.stream_stream_rpc_method_handler(self._forwarded(method))
 
     def _forwarded(self, method: str) -> Callable[..., AsyncIterator[bytes]]:
         call_triton = self._channel.stream_stream(method)
 
-        async def forward(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async def forward(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[bytes]:
             call = call_triton(requests)
             try:
                 async for answer in call:
@@ -107,7 +127,11 @@ class HttpGateway:
         if request.body_exists and request.content_length is None:
             return _error(411, "a request tells its length: Content-Length is missing")
         if (request.content_length or 0) > settings.max_request_bytes:
-            return _error(413, f"a request has at most {settings.max_request_bytes} bytes, got {request.content_length}")
+            return _error(
+                413,
+                f"a request has at most {settings.max_request_bytes} bytes, got"
+                f" {request.content_length}",
+            )
         return await self._forward(request)
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -120,7 +144,13 @@ class HttpGateway:
         body = request.content if request.method == "POST" and request.content_length else None
         url = URL(f"http://{to}{request.raw_path}", encoded=True)
         try:
-            asked = self._triton.request(request.method, url, data=body, headers=_kept(request.headers), allow_redirects=False)
+            asked = self._triton.request(
+                request.method,
+                url,
+                data=body,
+                headers=_kept(request.headers),
+                allow_redirects=False,
+            )
             async with asked as told:
                 answer = web.StreamResponse(status=told.status, headers=_kept(told.headers))
                 await answer.prepare(request)
@@ -141,9 +171,15 @@ def _error(status: int, words: str) -> web.Response:
 
 
 async def _listen_http(
-    handler: Any, address: str, port: int, closing: contextlib.AsyncExitStack, tls: ssl.SSLContext | None = None
+    handler: Any,
+    address: str,
+    port: int,
+    closing: contextlib.AsyncExitStack,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    runner = web.ServerRunner(web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True))
+    runner = web.ServerRunner(
+        web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True)
+    )
     await runner.setup()
     closing.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, address, port, ssl_context=tls).start()
@@ -151,24 +187,33 @@ async def _listen_http(
 
 async def _serve(settings: GatewaySettings) -> None:
     triton, tls = triton_sockets(Path(settings.sockets)), settings.tls
-    endless: list[tuple[str, int]] = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    endless: list[tuple[str, int]] = [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+    ]
     async with contextlib.AsyncExitStack() as closing:
 
         async def session(socket: str) -> HttpGateway:
             connector = UnixConnector(path=socket, limit=_CONNECTIONS)
-            client = ClientSession(connector=connector, auto_decompress=False, timeout=ClientTimeout(total=None))
+            client = ClientSession(
+                connector=connector, auto_decompress=False, timeout=ClientTimeout(total=None)
+            )
             return HttpGateway(settings, await closing.enter_async_context(client))
 
-        channel = await closing.enter_async_context(grpc.aio.insecure_channel(f"unix:{triton['grpc']}", endless))
+        channel = await closing.enter_async_context(
+            grpc.aio.insecure_channel(f"unix:{triton['grpc']}", endless)
+        )
         server = grpc.aio.server(
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.so_reuseport", 0),
-                # By default it reads ahead of whom it refuses, too, as far as the connection is fast: many MiB.
+                # By default it reads ahead of whom it refuses, too, as far as the connection is
+                # fast: many MiB.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _READ_AHEAD_BYTES),
-                # A client may ping every few seconds while its request runs; by default it would be hung up on.
+                # A client may ping every few seconds while its request runs; by default it would be
+                # hung up on.
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),
             ]
@@ -183,14 +228,18 @@ async def _serve(settings: GatewaySettings) -> None:
         closing.push_async_callback(server.stop, 0)
         http, secure = await session(triton["http"]), None if tls is None else tls.server_context()
         await _listen_http(http.handle, settings.address, settings.http, closing, secure)
-        await _listen_http((await session(triton["metrics"])).metrics, settings.address, settings.metrics, closing)
+        await _listen_http(
+            (await session(triton["metrics"])).metrics, settings.address, settings.metrics, closing
+        )
         print(READY, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
 def _credentials(tls: TLSFiles) -> grpc.ServerCredentials:
     authorities = tls.authorities.read_bytes() if tls.mutual else None
-    return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, tls.mutual)
+    return grpc.ssl_server_credentials(
+        [(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, tls.mutual
+    )
 
 
 if __name__ == "__main__":

@@ -42,11 +42,18 @@ class GatewaySettings:
 
 
 def triton_addresses(directory: Path) -> dict[str, Any]:
-    """Fields of PyTriton's TritonConfig, for a Triton that listens on Unix sockets in a directory, and nowhere else."""
+    """Fields of PyTriton's TritonConfig, for a Triton that listens on Unix sockets in a directory,
+    and nowhere else."""
     protocols = ("http", "grpc", "metrics")
-    return {f"{name}_address": f"unix:{directory}/{name}" for name in protocols} | {f"{name}_port": 1 for name in protocols}
+    return {f"{name}_address": f"unix:{directory}/{name}" for name in protocols} | {
+        f"{name}_port": 1 for name in protocols
+    }
 
 
 def triton_sockets(directory: Path) -> dict[str, str]:
     """The paths of those sockets: Triton hangs its port on gRPC's."""
-    return {"http": f"{directory}/http", "grpc": f"{directory}/grpc:1", "metrics": f"{directory}/metrics"}
+    return {
+        "http": f"{directory}/http",
+        "grpc": f"{directory}/grpc:1",
+        "metrics": f"{directory}/metrics",
+    }

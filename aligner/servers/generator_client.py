@@ -26,9 +26,15 @@ class GeneratorClient(RemoteClient):
     """The generator."""
 
     def __init__(
-        self, endpoint: Endpoint, access: Access, timeout_s: float, update_timeout_s: float, has_environment: bool = False
+        self,
+        endpoint: Endpoint,
+        access: Access,
+        timeout_s: float,
+        update_timeout_s: float,
+        has_environment: bool = False,
     ) -> None:
-        """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an update of the weights.
+        """`timeout_s` is the deadline of a request for samples, `update_timeout_s` that of an
+        update of the weights.
 
         With `has_environment` the generator is told what the data says about prompts.
         """
@@ -36,7 +42,8 @@ class GeneratorClient(RemoteClient):
         self._update_timeout_s = update_timeout_s
         self._has_environment = has_environment
         self.first_prompt: int | None = None
-        """No episode of a prompt before it, in the stream's order, is begun again: told with the requests that follow."""
+        """No episode of a prompt before it, in the stream's order, is begun again: told with the
+        requests that follow."""
 
     def generate(
         self,
@@ -46,11 +53,13 @@ class GeneratorClient(RemoteClient):
         enough: Enough | None = None,
         weight_version: int | None = None,
     ) -> RemoteFuture[list[Sample]]:
-        """The same samples, each prompt's in a row, taken further by the weights `weight_version` or newer ones.
+        """The same samples, each prompt's in a row, taken further by the weights `weight_version`
+        or newer ones.
 
-        All are complete in the end, or `enough`; those that are unfinished go on from the tokens that they have.
-        Where older weights or none serve the result is a RemoteError whose kind is WeightsError. Under the same weights the
-        same request gives the same samples, so that it may be sent again.
+        All are complete in the end, or `enough`; those that are unfinished go on from the tokens
+        that they have. Where older weights or none serve the result is a RemoteError whose kind is
+        WeightsError. Under the same weights the same request gives the same samples, so that it may
+        be sent again.
         """
         arrays = request_arrays(samples, samples_per_prompt, options, enough, weight_version)
         if self._has_environment:
@@ -60,19 +69,23 @@ class GeneratorClient(RemoteClient):
 
         def drawn() -> list[Sample]:
             answer = self._infer(GENERATE, arrays)
-            return with_responses(samples, {name: torch.tensor(array) for name, array in answer.items()})
+            return with_responses(
+                samples, {name: torch.tensor(array) for name, array in answer.items()}
+            )
 
         return self._future(self._parallel, drawn)
 
     def instance(self) -> str:
-        """The name of its start that answers, also while it is at work; a generator that is started anew has another one.
+        """The name of its start that answers, also while it is at work; a generator that is started
+        anew has another one.
 
         Raises RemoteError when none does.
         """
         return str(self.control("health")["instance"])
 
     def is_another(self, instance: str, start_timeout_s: float) -> bool:
-        """Whether the server has been started again since that start of it; waits where it is gone, or about to be.
+        """Whether the server has been started again since that start of it; waits where it is gone,
+        or about to be.
 
         Raises RemoteError when it does not come back within `start_timeout_s`.
         """
@@ -88,7 +101,8 @@ class GeneratorClient(RemoteClient):
         return False
 
     def connect(self, host: str, port: int, generation: int) -> RemoteFuture[dict[str, object]]:
-        """Have its ranks join the link whose store is at an address; the trainer's ranks have to join it meanwhile."""
+        """Have its ranks join the link whose store is at an address; the trainer's ranks have to
+        join it meanwhile."""
         return self._update("connect", host=host, port=port, generation=generation)
 
     def receive(self, version: int) -> RemoteFuture[dict[str, object]]:
@@ -96,7 +110,10 @@ class GeneratorClient(RemoteClient):
         return self._update("receive", version=version)
 
     def _update(self, op: str, **arguments: object) -> RemoteFuture[dict[str, object]]:
-        return self._future(self._parallel, lambda: self._replicas[0].control(self._update_timeout_s, op, **arguments))
+        return self._future(
+            self._parallel,
+            lambda: self._replicas[0].control(self._update_timeout_s, op, **arguments),
+        )
 
 
 def request_arrays(
@@ -119,7 +136,11 @@ def request_arrays(
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
     if enough is not None or any(len(sample.response) or sample.branches for sample in samples):
         taken = {spec.name for spec in GENERATE.inputs}
-        arrays |= {name: drawn.numpy() for name, drawn in response_tensors(samples).items() if name in taken}
+        arrays |= {
+            name: drawn.numpy()
+            for name, drawn in response_tensors(samples).items()
+            if name in taken
+        }
     if enough is not None:
         arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
         arrays["due"] = np.zeros((len(firsts), 1), dtype=np.int64)
@@ -129,4 +150,6 @@ def request_arrays(
 
 def metadata_array(samples: Sequence[Sample]) -> NDArray:
     """What the data says about each one's prompt, as the endpoint takes it."""
-    return np.array([[json.dumps(dict(sample.metadata)).encode()] for sample in samples], dtype=object)
+    return np.array(
+        [[json.dumps(dict(sample.metadata)).encode()] for sample in samples], dtype=object
+    )

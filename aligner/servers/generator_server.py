@@ -1,4 +1,5 @@
-"""The generator role: the generation engine behind Triton; the trainer's weights reach it shard to shard."""
+"""The generator role: the generation engine behind Triton; the trainer's weights reach it shard to
+shard."""
 
 import dataclasses
 import json
@@ -15,8 +16,20 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine, build_episodes
-from aligner.engines.engine_protocol import BeginsGenerations, DrawsEpisodes, GenerationEngine, SamplingOptions
-from aligner.engines.replicas import STEPS_A_PART, Enough, SamplesInParts, generate_in_parts, replica_group, run_through
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    DrawsEpisodes,
+    GenerationEngine,
+    SamplingOptions,
+)
+from aligner.engines.replicas import (
+    STEPS_A_PART,
+    Enough,
+    SamplesInParts,
+    generate_in_parts,
+    replica_group,
+    run_through,
+)
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -47,7 +60,10 @@ _OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
 def serve_generator(config: Config) -> None:
     """One rank of the generator, until it is told to stop."""
     settings, timeout = config.engine, timedelta(seconds=config.cluster.collective_timeout_s)
-    device, rank = join(settings.parallel.ranks, config.cluster.collective_timeout_s), dist.get_rank()
+    device, rank = (
+        join(settings.parallel.ranks, config.cluster.collective_timeout_s),
+        dist.get_rank(),
+    )
     directory = model_directory(config)
     shape, group = read_shape(directory), replica_group(settings.parallel, rank, timeout)
     engine = build_engine(
@@ -67,7 +83,14 @@ def serve_generator(config: Config) -> None:
     receiver = weight_receiver(config, shape, engine, rank, device)
     generator = Generator(config, engine, receiver, rank, episodes, means)
     limits = model_limits(config, directory, shape.vocab_size)
-    serve_role("generator", config, generator.handlers, generator.endpoints, ("version", "connect", "receive"), limits)
+    serve_role(
+        "generator",
+        config,
+        generator.handlers,
+        generator.endpoints,
+        ("version", "connect", "receive"),
+        limits,
+    )
     if means is not None:
         means.close()
     engine.shutdown()
@@ -100,15 +123,26 @@ class Generator:
         episodes: BeginsGenerations | None = None,
         means: DrawsEpisodes | None = None,
     ) -> None:
-        """`episodes` is what draws where there is an environment; `means` is what this rank has of them."""
-        self._layout, self._engine, self._receiver, self._rank = config.engine.parallel, engine, receiver, rank
+        """`episodes` is what draws where there is an environment; `means` is what this rank has of
+        them."""
+        self._layout, self._engine, self._receiver, self._rank = (
+            config.engine.parallel,
+            engine,
+            receiver,
+            rank,
+        )
         self._draws, self._means = episodes or engine, means
         self._interrupts = config.engine.in_flight == "interrupt"
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
         """What the ranks are asked to do."""
-        return {"generate": self._generate, "version": self._version, "connect": self._connect, "receive": self._receive}
+        return {
+            "generate": self._generate,
+            "version": self._version,
+            "connect": self._connect,
+            "receive": self._receive,
+        }
 
     def endpoints(self, caller: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's functions of the endpoints."""
@@ -131,13 +165,19 @@ class Generator:
         served = self._engine.version
         if weight_version is not None and (served is None or served < weight_version):
             serves = "no weights" if served is None else f"weights version {served}"
-            raise WeightsError(f"the generator serves {serves}, wanted: version {weight_version} or newer")
+            raise WeightsError(
+                f"the generator serves {serves}, wanted: version {weight_version} or newer"
+            )
         if self._means is not None and first_prompt is not None:
             self._means.forget(first_prompt)
         prompts = [
             Prompt(id=number, text="", tokens=row[:length], metadata=told)
             for number, row, length, told in zip(
-                prompt_ids.tolist(), tokens, lengths.tolist(), metadata or [{}] * len(tokens), strict=True
+                prompt_ids.tolist(),
+                tokens,
+                lengths.tolist(),
+                metadata or [{}] * len(tokens),
+                strict=True,
             )
         ]
         samples = unbegun(prompts, samples_per_prompt)
@@ -155,7 +195,10 @@ class Generator:
 
     @rank_handler(at_pauses=True)
     def _version(self) -> dict[str, Any]:
-        return {"protocol": PROTOCOL_VERSION, "version": -1 if self._engine.version is None else self._engine.version}
+        return {
+            "protocol": PROTOCOL_VERSION,
+            "version": -1 if self._engine.version is None else self._engine.version,
+        }
 
     @rank_handler(at_pauses=True)
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
@@ -175,27 +218,39 @@ def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str,
         "lengths": tensor(arrays["sequence_lengths"])[:, 0],
         "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
     }
-    request |= {spec.name: tensor(arrays[spec.name]) for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES) if spec.name in arrays}
+    request |= {
+        spec.name: tensor(arrays[spec.name])
+        for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES)
+        if spec.name in arrays
+    }
     named = ("samples_per_prompt", "weight_version", "enough", "first_prompt")
     numbers = {name: int(arrays[name][0]) for name in named if name in arrays}
-    metadata = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
+    metadata = (
+        json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
+    )
     due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
     samples = caller("generate", request, options=options, due=due, metadata=metadata, **numbers)
     share = len(samples) // len(request["tokens"])
-    prompts = [row[:length] for row, length in zip(request["tokens"], request["lengths"].tolist(), strict=True)]
+    prompts = [
+        row[:length]
+        for row, length in zip(request["tokens"], request["lengths"].tolist(), strict=True)
+    ]
     told = response_tensors(samples, [prompt for prompt in prompts for _ in range(share)])
     return {name: drawn.numpy() for name, drawn in told.items()}
 
 
 def _parsed_options(text: str) -> dict[str, Any]:
-    """The keys of SamplingOptions with values that it takes. Raises RequestError, or AlignerError as it does."""
+    """The keys of SamplingOptions with values that it takes. Raises RequestError, or AlignerError
+    as it does."""
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"options: not JSON: {error}") from error
     if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTIONS)):
         got = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
-        raise RequestError(f"options: got {got:.200}, allowed: an object with {', '.join(sorted(_OPTIONS))}")
+        raise RequestError(
+            f"options: got {got:.200}, allowed: an object with {', '.join(sorted(_OPTIONS))}"
+        )
     try:
         _sampling_options(options)
     except (TypeError, ValueError) as error:
@@ -204,4 +259,6 @@ def _parsed_options(text: str) -> dict[str, Any]:
 
 
 def _sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
-    return SamplingOptions(**{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))})
+    return SamplingOptions(
+        **{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))}
+    )

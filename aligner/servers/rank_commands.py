@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Handler = Callable[..., Any]
-"""Called with the command's tensors and arguments by keyword, on every rank. May be a generator, which yields None."""
+"""Called with the command's tensors and arguments by keyword, on every rank. May be a generator,
+which yields None."""
 _H = TypeVar("_H", bound=Handler)
 
 
@@ -25,12 +26,14 @@ class Command:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """JSON values"""
     alone: bool = False
-    """Never joined with others: rounding differs with what is computed together, and that is a matter of timing."""
+    """Never joined with others: rounding differs with what is computed together, and that is a
+    matter of timing."""
     future: Future[Any] = field(default_factory=Future)
 
 
 def rows_of(command: Command) -> dict[str, int]:
-    """What there is to say of a command's size: `rows`, and `tokens`, padding included, where it has either."""
+    """What there is to say of a command's size: `rows`, and `tokens`, padding included, where it
+    has either."""
     tokens = command.tensors.get("tokens")
     if tokens is not None:
         return {"rows": len(tokens), "tokens": tokens.numel()}
@@ -41,8 +44,8 @@ def rows_of(command: Command) -> dict[str, int]:
 class RowJoin:
     """How commands of an op whose rows do not know of each other are computed as one.
 
-    Tensors and results are [B], or [B, S] padded with zeros; a result may be a mapping of such tensors. An argument in
-    `listed` is a list with a value a row.
+    Tensors and results are [B], or [B, S] padded with zeros; a result may be a mapping of such
+    tensors. An argument in `listed` is a list with a value a row.
     """
 
     listed: tuple[str, ...] = ()
@@ -51,17 +54,27 @@ class RowJoin:
         """Rows, and tokens a row."""
         counts = [len(tensor) for tensor in command.tensors.values()]
         counts += [len(command.arguments[name]) for name in self._listed_in(command)]
-        return max(counts), max((tensor.shape[1] for tensor in command.tensors.values() if tensor.ndim > 1), default=1)
+        return max(counts), max(
+            (tensor.shape[1] for tensor in command.tensors.values() if tensor.ndim > 1), default=1
+        )
 
     def kind(self, command: Command) -> tuple[Any, ...]:
-        """Equal for commands that can be joined: names of tensors and lists, and the arguments beside them."""
+        """Equal for commands that can be joined: names of tensors and lists, and the arguments
+        beside them."""
         listed = self._listed_in(command)
-        return set(command.tensors), listed, {name: arg for name, arg in command.arguments.items() if name not in listed}
+        return (
+            set(command.tensors),
+            listed,
+            {name: arg for name, arg in command.arguments.items() if name not in listed},
+        )
 
     def joined(self, commands: Sequence[Command]) -> Command:
         """The rows of all, as wide as the widest."""
         first, width = commands[0], max(self.size(command)[1] for command in commands)
-        tensors = {name: torch.cat([_padded(each.tensors[name], width) for each in commands]) for name in first.tensors}
+        tensors = {
+            name: torch.cat([_padded(each.tensors[name], width) for each in commands])
+            for name in first.tensors
+        }
         lists = {
             name: list(itertools.chain.from_iterable(each.arguments[name] for each in commands))
             for name in self._listed_in(first)
@@ -75,14 +88,18 @@ class RowJoin:
             return [{name: parts[name][place] for name in parts} for place in range(len(commands))]
         sizes = [self.size(command) for command in commands]
         rows = result.split([count for count, _ in sizes])
-        return [part if part.ndim == 1 else part[:, :width].contiguous() for part, (_, width) in zip(rows, sizes, strict=True)]
+        return [
+            part if part.ndim == 1 else part[:, :width].contiguous()
+            for part, (_, width) in zip(rows, sizes, strict=True)
+        ]
 
     def _listed_in(self, command: Command) -> list[str]:
         return [name for name in self.listed if command.arguments.get(name) is not None]
 
 
 def rank_handler(*, join: RowJoin | None = None, at_pauses: bool = False) -> Callable[[_H], _H]:
-    """Mark a handler: commands of its op that wait together may be joined, or may run where another command pauses."""
+    """Mark a handler: commands of its op that wait together may be joined, or may run where another
+    command pauses."""
 
     def mark(handler: _H) -> _H:
         handler.join, handler.at_pauses = join, at_pauses  # type: ignore[attr-defined]
@@ -91,17 +108,25 @@ def rank_handler(*, join: RowJoin | None = None, at_pauses: bool = False) -> Cal
     return mark
 
 
-def take_together(waiting: deque[Command], joins: Mapping[str, RowJoin], budget: int) -> list[Command]:
-    """Take the first command, and those like it right behind it that fit into `budget` tokens, padding included.
+def take_together(
+    waiting: deque[Command], joins: Mapping[str, RowJoin], budget: int
+) -> list[Command]:
+    """Take the first command, and those like it right behind it that fit into `budget` tokens,
+    padding included.
 
-    Those whose width is nearest come first. A command is never taken past one that is not like it: order is a promise.
+    Those whose width is nearest come first. A command is never taken past one that is not like it:
+    order is a promise.
     """
     first = waiting.popleft()
     join = joins.get(first.op)
     if join is None or first.alone or not waiting:
         return [first]
     kind, taken = join.kind(first), [first]
-    alike = list(itertools.takewhile(lambda each: each.op == first.op and not each.alone and join.kind(each) == kind, waiting))
+    alike = list(
+        itertools.takewhile(
+            lambda each: each.op == first.op and not each.alone and join.kind(each) == kind, waiting
+        )
+    )
     rows, width = own = join.size(first)
     sizes = {other: join.size(other) for other in alike}
     for other in sorted(alike, key=lambda command: abs(sizes[command][1] - own[1])):
@@ -114,4 +139,8 @@ def take_together(waiting: deque[Command], joins: Mapping[str, RowJoin], budget:
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
-    return tensor if tensor.ndim == 1 or tensor.shape[1] == width else F.pad(tensor, (0, width - tensor.shape[1]))
+    return (
+        tensor
+        if tensor.ndim == 1 or tensor.shape[1] == width
+        else F.pad(tensor, (0, width - tensor.shape[1]))
+    )

@@ -1,4 +1,5 @@
-"""The trainer's side of a server: futures, deadlines, retries, and answers that cannot be forgotten."""
+"""The trainer's side of a server: futures, deadlines, retries, and answers that cannot be
+forgotten."""
 
 import contextlib
 import json
@@ -34,7 +35,8 @@ _SILENT_PART = 0.1
 
 
 class RemoteFuture(Future[T]):
-    """An answer to come. Whoever asked must call `result`: `assert_settled` finds the futures that were dropped."""
+    """An answer to come. Whoever asked must call `result`: `assert_settled` finds the futures that
+    were dropped."""
 
     def __init__(self, outstanding: set[Future[Any]]) -> None:
         """It is `outstanding` until somebody has seen its answer."""
@@ -61,12 +63,17 @@ class RemoteFuture(Future[T]):
 class RemoteClient:
     """Requests to the servers of one role, sent from background threads.
 
-    What the transport loses is sent again, to the same server or to another replica, with growing pauses until the
-    request's deadline; what a server refuses is not.
+    What the transport loses is sent again, to the same server or to another replica, with growing
+    pauses until the request's deadline; what a server refuses is not.
     """
 
     def __init__(
-        self, role: str, endpoints: Sequence[Endpoint], access: Access, timeout_s: float, max_batch_size: int
+        self,
+        role: str,
+        endpoints: Sequence[Endpoint],
+        access: Access,
+        timeout_s: float,
+        max_batch_size: int,
     ) -> None:
         """`timeout_s` is a request's deadline, retries included."""
         self._role = role
@@ -78,14 +85,18 @@ class RemoteClient:
         self._max_batch_size = max_batch_size
         self._outstanding: set[Future[Any]] = set()
         self._closing = threading.Event()
-        self._parallel = ThreadPoolExecutor(_PARALLEL_REQUESTS * len(endpoints), thread_name_prefix=f"{role}-requests")
+        self._parallel = ThreadPoolExecutor(
+            _PARALLEL_REQUESTS * len(endpoints), thread_name_prefix=f"{role}-requests"
+        )
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Run a control operation on the first replica and wait for its answer. It is not sent twice."""
+        """Run a control operation on the first replica and wait for its answer. It is not sent
+        twice."""
         return self._replicas[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every replica answers. Raises RemoteError when one does not within `timeout_s`."""
+        """Return when every replica answers. Raises RemoteError when one does not within
+        `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for connection in self._replicas:
             while True:
@@ -94,13 +105,17 @@ class RemoteClient:
                     break
                 except RemoteError as error:
                     if not isinstance(error, TransportError) or time.monotonic() > deadline:
-                        raise connection.error("NotReady", f"not ready within {timeout_s:g} s; last: {error}") from None
+                        raise connection.error(
+                            "NotReady", f"not ready within {timeout_s:g} s; last: {error}"
+                        ) from None
                 time.sleep(0.1)
 
     def assert_settled(self) -> None:
         """Raise AlignerError if an answer was asked for and never looked at."""
         if self._outstanding:
-            raise AlignerError(f"{len(self._outstanding)} answers of the {self._role} server were never consumed")
+            raise AlignerError(
+                f"{len(self._outstanding)} answers of the {self._role} server were never consumed"
+            )
 
     def close(self) -> None:
         """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
@@ -110,10 +125,14 @@ class RemoteClient:
         self._parallel.shutdown()
         if self._outstanding:
             warnings.warn(
-                f"{len(self._outstanding)} answers of the {self._role} server were never consumed", ResourceWarning, 2
+                f"{len(self._outstanding)} answers of the {self._role} server were never consumed",
+                ResourceWarning,
+                2,
             )
 
-    def _future(self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> RemoteFuture[T]:
+    def _future(
+        self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
+    ) -> RemoteFuture[T]:
         future: RemoteFuture[T] = RemoteFuture(self._outstanding)
         pool.submit(future.fulfil, function, *arguments)
         return future
@@ -121,15 +140,20 @@ class RemoteClient:
     def _infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
         # Half of that for the answer, half for a word of its health.
         look_s = self._timeout_s * _SILENT_PART / 2 if len(self._replicas) > 1 else None
-        return self._retried(lambda connection, left: connection.infer(endpoint, arrays, left, look_s))
+        return self._retried(
+            lambda connection, left: connection.infer(endpoint, arrays, left, look_s)
+        )
 
     def _retried(self, attempt: Callable[[Connection, float], T]) -> T:
-        """`attempt`'s result, given a connection and the seconds left; repeated after a TransportError."""
+        """`attempt`'s result, given a connection and the seconds left; repeated after a
+        TransportError."""
         deadline = time.monotonic() + self._timeout_s
         pause = _FIRST_PAUSE_S
         while True:
             if self._closing.is_set():
-                raise self._replicas[0].error("Closed", "the request was not sent: the client is closing")
+                raise self._replicas[0].error(
+                    "Closed", "the request was not sent: the client is closing"
+                )
             try:
                 with self._least_busy() as connection:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
@@ -147,16 +171,24 @@ class RemoteClient:
 
     @contextlib.contextmanager
     def _least_busy(self) -> Iterator[Connection]:
-        """The replica with the fewest requests under way; one that has just failed only when the others have, too."""
+        """The replica with the fewest requests under way; one that has just failed only when the
+        others have, too."""
         with self._lock:
             recently = time.monotonic() - _LONGEST_PAUSE_S
-            failed = {connection: max(recently, self._failed_at[connection]) for connection in self._replicas}
-            chosen = min(self._replicas, key=lambda connection: (failed[connection], self._busy[connection]))
+            failed = {
+                connection: max(recently, self._failed_at[connection])
+                for connection in self._replicas
+            }
+            chosen = min(
+                self._replicas, key=lambda connection: (failed[connection], self._busy[connection])
+            )
             self._busy[chosen] += 1
         try:
             yield chosen
         except TransportError as error:
-            self._failed_at[chosen] = time.monotonic() + (self._timeout_s * _SILENT_PART if error.kind == "Silent" else 0)
+            self._failed_at[chosen] = time.monotonic() + (
+                self._timeout_s * _SILENT_PART if error.kind == "Silent" else 0
+            )
             raise
         finally:
             with self._lock:
@@ -170,7 +202,8 @@ class RemoteClient:
         prompt_lengths: Tensor | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[tuple[slice, dict[str, NDArray]]]:
-        """Requests of at most `max_batch_size` rows each, and which ones; their padding is cut to what they need."""
+        """Requests of at most `max_batch_size` rows each, and which ones; their padding is cut to
+        what they need."""
         for first in range(0, len(lengths), self._max_batch_size):
             rows = slice(first, first + self._max_batch_size)
             arrays = {
@@ -181,7 +214,9 @@ class RemoteClient:
             if prompt_lengths is not None:
                 arrays["prompt_lengths"] = prompt_lengths[rows, None].contiguous().numpy()
             if metadata is not None and any(metadata):
-                arrays["metadata"] = np.array([[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object)
+                arrays["metadata"] = np.array(
+                    [[json.dumps(fields).encode()] for fields in metadata[rows]], dtype=object
+                )
             yield rows, arrays
 
 
@@ -191,20 +226,25 @@ def wide(rows: Tensor, width: int) -> Tensor:
 
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
-    """The scores float32 [B] of an answer, or [B, 1+P+S-1] with what each of P sources has given behind them, where there are
-    several, and then what tokens get that end steps, where any do."""
+    """The scores float32 [B] of an answer, or [B, 1+P+S-1] with what each of P sources has given
+    behind them, where there are several, and then what tokens get that end steps, where any do."""
     names = ("rewards", "reward_parts", "step_rewards")
     columns = [torch.from_numpy(answer[name].copy()) for name in names if name in answer]
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 
 
 def joined_scores(parts: Sequence[Tensor]) -> Tensor:
-    """Those of one request after another, as `scores_in` has them; of [B] that are not a number every part is none."""
+    """Those of one request after another, as `scores_in` has them; of [B] that are not a number
+    every part is none."""
     width = max(part.shape[1] if part.ndim > 1 else 0 for part in parts)
     if width == 0:
         return torch.cat(list(parts))
     padded = [
-        part[:, None].expand(-1, width) if part.ndim == 1 else F.pad(part, (0, width - part.shape[1]), value=math.nan)
+        (
+            part[:, None].expand(-1, width)
+            if part.ndim == 1
+            else F.pad(part, (0, width - part.shape[1]), value=math.nan)
+        )
         for part in parts
     ]
     return torch.cat(padded)
@@ -221,7 +261,13 @@ class UnscoredError(RefusedError):
 class RewardClient(RemoteClient):
     """The reward servers."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], access: Access, timeout_s: float, max_batch_size: int = 256) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        access: Access,
+        timeout_s: float,
+        max_batch_size: int = 256,
+    ) -> None:
         super().__init__("reward", endpoints, access, timeout_s, max_batch_size)
 
     def score(
@@ -232,16 +278,20 @@ class RewardClient(RemoteClient):
         metadata: Sequence[Mapping[str, Any]] | None = None,
         rows_apart: int | None = None,
     ) -> RemoteFuture[Tensor]:
-        """Scores, as `scores_in` has them, of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B].
+        """Scores, as `scores_in` has them, of right-padded tokens int64 [B, S], lengths and prompt
+        lengths int64 [B].
 
-        `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given, what is refused is asked
-        for once more, so many rows at a time: those that are refused again are NaN. Where all are, the error is UnscoredError.
+        `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given,
+        what is refused is asked for once more, so many rows at a time: those that are refused again
+        are NaN. Where all are, the error is UnscoredError.
         """
 
         def score(rows: slice) -> Tensor:
             known = None if metadata is None else metadata[rows]
             # Numbered requests are computed alone, so that scores do not depend on who else asks.
-            requests = self._row_requests(tokens[rows], lengths[rows], 0, prompt_lengths[rows], known)
+            requests = self._row_requests(
+                tokens[rows], lengths[rows], 0, prompt_lengths[rows], known
+            )
             answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
             return joined_scores([scores_in(answer) for answer in answers])
 

@@ -1,4 +1,5 @@
-"""The reward role: requests to scores, by functions, HTTP scorers, judges and models, on its own ranks or the critic's."""
+"""The reward role: requests to scores, by functions, HTTP scorers, judges and models, on its own
+ranks or the critic's."""
 
 import bisect
 import functools
@@ -45,18 +46,26 @@ from aligner.servers.wire_protocol import (
 
 
 def serve_reward(config: Config, group: str = "reward") -> None:
-    """One rank of the reward server, or of the replica that `group` names, until it is told to stop."""
+    """One rank of the reward server, or of the replica that `group` names, until it is told to
+    stop."""
     if reward_sources.has_reward_model(config.reward):
         from aligner.megatron.value_model import build_reward_model
         from aligner.megatron.world import initialize, shutdown
 
         world = initialize(config.reward.parallel, config.seed, config.cluster.collective_timeout_s)
-        run_reward(config, build_scoring(config, lambda directory: build_reward_model(config, directory, world)), group)
+        run_reward(
+            config,
+            build_scoring(config, lambda directory: build_reward_model(config, directory, world)),
+            group,
+        )
         shutdown()  # the groups' threads would abort an interpreter that ends under them
     elif config.reward.parallel.ranks == 1:
         run_reward(config, build_scoring(config), group)
     else:
-        raise ConfigError(f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward model")
+        raise ConfigError(
+            f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward"
+            " model"
+        )
 
 
 def run_reward(config: Config, scoring: "Scoring", group: str = "reward") -> None:
@@ -88,25 +97,39 @@ class Scoring:
         texts: Sequence[str] | None = None,
         metadata: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """`rewards` float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B]; `metadata` is B JSON objects.
+        """`rewards` float32 [B] of tokens int64 [B, S], lengths and prompt lengths int64 [B];
+        `metadata` is B JSON objects.
 
-        Or of whole texts, which are the responses to nothing; their tokens and lengths where a model wants them. What each
-        source has given is there by its number.
+        Or of whole texts, which are the responses to nothing; their tokens and lengths where a
+        model wants them. What each source has given is there by its number.
         """
 
         @functools.cache
         def requests(*, skip: bool) -> list[ScoringRequest]:
-            pairs = self._decoded(tokens, lengths, prompt_lengths, skip) if texts is None else [("", text) for text in texts]
+            pairs = (
+                self._decoded(tokens, lengths, prompt_lengths, skip)
+                if texts is None
+                else [("", text) for text in texts]
+            )
             fields = [{}] * len(pairs) if metadata is None else json_objects(metadata)
-            return [ScoringRequest(prompt, response, about) for (prompt, response), about in zip(pairs, fields, strict=True)]
+            return [
+                ScoringRequest(prompt, response, about)
+                for (prompt, response), about in zip(pairs, fields, strict=True)
+            ]
 
         plain, whole = (functools.partial(requests, skip=skip) for skip in (True, False))
         token_at = (
-            None if tokens is None or lengths is None else functools.partial(self._token_at, tokens, lengths, prompt_lengths)
+            None
+            if tokens is None or lengths is None
+            else functools.partial(self._token_at, tokens, lengths, prompt_lengths)
         )
-        rewards, parts, steps = self._reward.in_steps(ScoringBatch(plain, tokens, lengths, whole, token_at))
+        rewards, parts, steps = self._reward.in_steps(
+            ScoringBatch(plain, tokens, lengths, whole, token_at)
+        )
         inside = {} if steps is None else {"steps": steps}
-        return {"rewards": rewards} | inside | {str(number): part for number, part in enumerate(parts)}
+        return (
+            {"rewards": rewards} | inside | {str(number): part for number, part in enumerate(parts)}
+        )
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
@@ -121,33 +144,62 @@ class Scoring:
                 tensors = self._encoded(texts) if self._wants_tokens else {}
             else:
                 lengths = arrays["sequence_lengths"]
-                columns = {"lengths": lengths, "prompt_lengths": arrays.get("prompt_lengths", np.zeros_like(lengths))}
-                tensors = {"tokens": tensor(arrays["tokens"])} | {name: tensor(columns[name][:, 0]) for name in columns}
-            scores = call("score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata)
+                columns = {
+                    "lengths": lengths,
+                    "prompt_lengths": arrays.get("prompt_lengths", np.zeros_like(lengths)),
+                }
+                tensors = {"tokens": tensor(arrays["tokens"])} | {
+                    name: tensor(columns[name][:, 0]) for name in columns
+                }
+            scores = call(
+                "score", tensors, alone="sequence_number" in arrays, texts=texts, metadata=metadata
+            )
             rewards = {"rewards": scores.pop("rewards").float().cpu().numpy()[:, None]}
             if (steps := scores.pop("steps", None)) is not None and steps.shape[1] > 1:
-                rewards["step_rewards"] = steps[:, 1:].contiguous().cpu().numpy()  # entry t speaks of token t+1
-            return rewards if len(scores) < 2 else rewards | {"reward_parts": torch.stack([*scores.values()], 1).cpu().numpy()}
+                # entry t speaks of token t+1
+                rewards["step_rewards"] = steps[:, 1:].contiguous().cpu().numpy()
+            return (
+                rewards
+                if len(scores) < 2
+                else rewards | {"reward_parts": torch.stack([*scores.values()], 1).cpu().numpy()}
+            )
 
         return {REWARD_MODEL: rewards}
 
     def _decoded(
-        self, tokens: Tensor | None, lengths: Tensor | None, prompt_lengths: Tensor | None, skip: bool
+        self,
+        tokens: Tensor | None,
+        lengths: Tensor | None,
+        prompt_lengths: Tensor | None,
+        skip: bool,
     ) -> list[tuple[str, str]]:
         """Prompt and response of each row, special tokens skipped or not."""
         assert tokens is not None and lengths is not None and prompt_lengths is not None
         rows = zip(tokens.tolist(), lengths.tolist(), prompt_lengths.tolist(), strict=True)
-        halves = [half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])]
+        halves = [
+            half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])
+        ]
         texts = self._tokenizer.decode_batch(halves, skip_special_tokens=skip)
         return list(zip(texts[::2], texts[1::2], strict=True))
 
-    def _token_at(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None, row: int, characters: int) -> int:
-        """The place of a row's token with which so many characters of its response are complete, the last one at most."""
+    def _token_at(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor | None,
+        row: int,
+        characters: int,
+    ) -> int:
+        """The place of a row's token with which so many characters of its response are complete,
+        the last one at most."""
         first = 0 if prompt_lengths is None else int(prompt_lengths[row])
         response = tokens[row, first : int(lengths[row])].tolist()
 
         def complete(count: int) -> bool:
-            return len(self._tokenizer.decode(response[:count], skip_special_tokens=True)) >= characters
+            return (
+                len(self._tokenizer.decode(response[:count], skip_special_tokens=True))
+                >= characters
+            )
 
         return first + max(0, bisect.bisect_left(range(len(response)), True, key=complete) - 1)
 
@@ -155,17 +207,25 @@ class Scoring:
         rows = [with_beginning(encoding) for encoding in self._tokenizer.encode_batch(list(texts))]
         lengths, longest = [len(row) for row in rows], self.limits.max_sequence_length
         if min(lengths) < 1 or max(lengths) > longest:
-            raise RequestError(f"sentences: got {min(lengths)} to {max(lengths)} tokens, allowed: 1 to {longest}")
+            raise RequestError(
+                f"sentences: got {min(lengths)} to {max(lengths)} tokens, allowed: 1 to {longest}"
+            )
         largest = self.limits.vocab_size - 1
         for row, ids in enumerate(rows):
             if max(ids) > largest:
-                raise RequestError(f"sentences: row {row} has token id {max(ids)}, allowed: 0 to {largest} (the model's ids)")
+                raise RequestError(
+                    f"sentences: row {row} has token id {max(ids)}, allowed: 0 to {largest} (the"
+                    " model's ids)"
+                )
         tokens = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
         return {"tokens": tokens, "lengths": torch.tensor(lengths)}
 
 
-def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | None = None) -> Scoring:
-    """The reward that the configuration describes; `build_model` reads the reward model in a directory onto this rank.
+def build_scoring(
+    config: Config, build_model: Callable[[Path], ValueModel] | None = None
+) -> Scoring:
+    """The reward that the configuration describes; `build_model` reads the reward model in a
+    directory onto this rank.
 
     Raises ConfigError when it cannot be had.
     """
@@ -181,7 +241,9 @@ def build_scoring(config: Config, build_model: Callable[[Path], ValueModel] | No
             normalizer = RewardNormalizer(*read_normalization(Path(source.path)))
             steps = source.step_separator, source.step_probability
             parts.append((source, ModelSource(source.name, model, normalizer, *steps)))
-            its_limits = model_limits(config, Path(source.path), model.vocab_size, f"{source.key}.path")
+            its_limits = model_limits(
+                config, Path(source.path), model.vocab_size, f"{source.key}.path"
+            )
             limits = narrower(limits, its_limits)
         elif isinstance(source, reward_sources.JudgeSource):
             parts.append((source, TextSource(source.name, build_judge(source, run_paths(config)))))

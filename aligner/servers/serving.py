@@ -1,4 +1,5 @@
-"""The main of a server role's rank: rank 0 hosts Triton, every rank executes, a signal ends them all."""
+"""The main of a server role's rank: rank 0 hosts Triton, every rank executes, a signal ends them
+all."""
 
 import concurrent.futures
 import contextlib
@@ -21,19 +22,33 @@ from aligner.models.model_source import directory_shape
 from aligner.observability.stages import tell_stage
 from aligner.observability.timeline import open_timeline
 from aligner.paths import run_paths
-from aligner.placement.addresses import create_access_key, group_ports, interface_address, load_endpoints, run_access
+from aligner.placement.addresses import (
+    create_access_key,
+    group_ports,
+    interface_address,
+    load_endpoints,
+    run_access,
+)
 from aligner.placement.tls import create_certificate, tls_files
 from aligner.schema import Config, PortsConfig
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler
 from aligner.servers.triton_host import Guard, Serve, TritonHost
 from aligner.servers.validation import Limits, control_request, validate
-from aligner.servers.wire_protocol import CONTROL, PROTOCOL_VERSION, EndpointSpec, InstanceError, array_text, text_array
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    PROTOCOL_VERSION,
+    EndpointSpec,
+    InstanceError,
+    array_text,
+    text_array,
+)
 
 _log = logging.getLogger(__name__)
 
 _SPARE_BYTES, _BYTES_A_TOKEN = 2**20, 128
-"""A request that is served has no more: four numbers a token, each a text of at most 24 characters over HTTP."""
+"""A request that is served has no more: four numbers a token, each a text of at most 24 characters
+over HTTP."""
 _LOGGED = 500  # characters of what a request says that are logged
 _SPANS = {
     "infer": "values",
@@ -51,7 +66,14 @@ class Caller:
     executor: SpmdExecutor
     timeout_s: float
 
-    def __call__(self, op: str, tensors: Mapping[str, Tensor] | None = None, *, alone: bool = False, **arguments: Any) -> Any:
+    def __call__(
+        self,
+        op: str,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        alone: bool = False,
+        **arguments: Any,
+    ) -> Any:
         """The ranks' result. Raises AlignerError when they refuse, or have not answered in time."""
         future = self.executor.submit(op, tensors, alone=alone, **arguments)
         try:
@@ -59,7 +81,8 @@ class Caller:
         except concurrent.futures.TimeoutError:
             state = "was not begun and is dropped" if future.cancel() else "goes on"
             raise AlignerError(
-                f"the {self.role}'s ranks did not answer {op} within {self.timeout_s:g} s; it {state}"
+                f"the {self.role}'s ranks did not answer {op} within {self.timeout_s:g} s; it"
+                f" {state}"
             ) from None
 
 
@@ -77,8 +100,8 @@ def serve_role(
 ) -> None:
     """Serve until SIGTERM, SIGINT or a shutdown request; returns when the role has ended in order.
 
-    `operations` are the control operations whose handlers run on every rank. Raises whatever was fatal for the world, on
-    every rank that learns of it.
+    `operations` are the control operations whose handlers run on every rank. Raises whatever was
+    fatal for the world, on every rank that learns of it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = _host(config, role) if rank == 0 else None
@@ -92,7 +115,8 @@ def serve_role(
         timeline=open_timeline(config, role, rank, _SPANS),
     )
     if host is None:
-        # Rank 0 ends the world: another rank that left by itself would strand the rest in a collective.
+        # Rank 0 ends the world: another rank that left by itself would strand the rest in a
+        # collective.
         _on_stop_signals(lambda: None)
         executor.run()
         return
@@ -100,7 +124,9 @@ def serve_role(
     instance = secrets.token_hex(8)
     served = {
         **endpoints(caller),
-        CONTROL: _control(role, instance, executor, caller, {op: handlers[op] for op in operations}),
+        CONTROL: _control(
+            role, instance, executor, caller, {op: handlers[op] for op in operations}
+        ),
     }
 
     def stop_early() -> None:
@@ -112,7 +138,12 @@ def serve_role(
     try:
         with contextlib.suppress(_StoppedEarly):
             tell_stage(config, role, "starting Triton")
-            host.start({spec: _checked(role, spec, serve, limits, instance) for spec, serve in served.items()})
+            host.start(
+                {
+                    spec: _checked(role, spec, serve, limits, instance)
+                    for spec, serve in served.items()
+                }
+            )
             _on_stop_signals(executor.shutdown)
             tell_stage(config, role, None)
             _log.info("%s: ready at %s", role, host.endpoint)
@@ -121,8 +152,11 @@ def serve_role(
         host.stop()
 
 
-def serve_frozen(role: str, config: Config, handlers: Mapping[str, Handler], endpoints: Endpoints, limits: Limits) -> None:
-    """`serve_role` for what never learns: of its version there is no more to tell than the protocol's."""
+def serve_frozen(
+    role: str, config: Config, handlers: Mapping[str, Handler], endpoints: Endpoints, limits: Limits
+) -> None:
+    """`serve_role` for what never learns: of its version there is no more to tell than the
+    protocol's."""
 
     def version() -> dict[str, Any]:
         return {"protocol": PROTOCOL_VERSION, "version": 0}
@@ -139,10 +173,17 @@ def _host(config: Config, role: str) -> TritonHost:
         endpoint = load_endpoints(paths.endpoints)[role]
         ports = PortsConfig(endpoint.http, endpoint.grpc, endpoint.metrics)
     log.parent.mkdir(parents=True, exist_ok=True)
-    guard = Guard(run_access(config).key, tls_files(config), _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens)
+    guard = Guard(
+        run_access(config).key,
+        tls_files(config),
+        _SPARE_BYTES + _BYTES_A_TOKEN * server.max_request_tokens,
+    )
     address = interface_address(server.interface)
-    start_s = server.start_timeout_s / 2  # Triton can be tried again before whoever waits for the role gives up
-    return TritonHost(address, ports, server.max_batch_size, server.concurrent_requests, guard, log, start_s)
+    # Triton can be tried again before whoever waits for the role gives up
+    start_s = server.start_timeout_s / 2
+    return TritonHost(
+        address, ports, server.max_batch_size, server.concurrent_requests, guard, log, start_s
+    )
 
 
 class _StoppedEarly(BaseException):
@@ -154,7 +195,9 @@ def _on_stop_signals(action: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: action())
 
 
-def model_limits(config: Config, directory: Path, vocab_size: int, key: str = "model.path") -> Limits:
+def model_limits(
+    config: Config, directory: Path, vocab_size: int, key: str = "model.path"
+) -> Limits:
     """The limits of a model in a Hugging Face directory, which `key` names."""
     shape = directory_shape(directory, key)
     server = config.server
@@ -175,8 +218,19 @@ def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instan
                 _check_instance(array_text(arrays["instance"]), instance)
             return serve(arrays)
         except AlignerError as error:
-            trace = f" (trace {arrays['trace_id'].ravel()[:1].tolist()!r:.{_LOGGED}})" if "trace_id" in arrays else ""
-            _log.warning("%s: %s%s: %s: %r", role, spec.name, trace, type(error).__name__, str(error)[:_LOGGED])
+            trace = (
+                f" (trace {arrays['trace_id'].ravel()[:1].tolist()!r:.{_LOGGED}})"
+                if "trace_id" in arrays
+                else ""
+            )
+            _log.warning(
+                "%s: %s%s: %s: %r",
+                role,
+                spec.name,
+                trace,
+                type(error).__name__,
+                str(error)[:_LOGGED],
+            )
             raise
 
     return checked
@@ -184,10 +238,18 @@ def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instan
 
 def _check_instance(wanted: str, instance: str) -> None:
     if wanted != instance:
-        raise InstanceError(f"the request is for start {wanted!r} of this server, which is now {instance!r}")
+        raise InstanceError(
+            f"the request is for start {wanted!r} of this server, which is now {instance!r}"
+        )
 
 
-def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, operations: Mapping[str, Handler]) -> Serve:
+def _control(
+    role: str,
+    instance: str,
+    executor: SpmdExecutor,
+    caller: Caller,
+    operations: Mapping[str, Handler],
+) -> Serve:
     def control(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
         """A JSON request's JSON answer."""
         request = control_request(array_text(arrays["request"]), operations)
@@ -196,7 +258,12 @@ def _control(role: str, instance: str, executor: SpmdExecutor, caller: Caller, o
             _check_instance(wanted, instance)
         if op == "health":
             status = "stopping" if executor.stopping else "ok"
-            answer = {"status": status, "role": role, "protocol": PROTOCOL_VERSION, "queue_depth": executor.queue_depth}
+            answer = {
+                "status": status,
+                "role": role,
+                "protocol": PROTOCOL_VERSION,
+                "queue_depth": executor.queue_depth,
+            }
         elif op == "shutdown":
             _log.info("%s: told to end by a request", role)
             executor.shutdown()

@@ -1,4 +1,5 @@
-"""The trainer's side of the teacher: what it says of the policy's samples, asked for while further ones are drawn."""
+"""The trainer's side of the teacher: what it says of the policy's samples, asked for while further
+ones are drawn."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,26 +28,35 @@ class TeacherClient(RemoteClient):
         temperature: float,
         top_k: int = 0,
     ) -> None:
-        """Log-probs are at `temperature`, the policy's own when it samples; with `top_k` so many tokens are asked for too."""
+        """Log-probs are at `temperature`, the policy's own when it samples; with `top_k` so many
+        tokens are asked for too."""
         super().__init__("teacher", endpoints, access, timeout_s, max_batch_size)
         self._temperature, self._top_k = temperature, top_k
 
     def logprobs(
-        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, metadata: Sequence[Mapping[str, Any]]
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        metadata: Sequence[Mapping[str, Any]],
     ) -> RemoteFuture[Tensor]:
-        """float32 [B, S-1] of right-padded tokens int64 [B, S], lengths and prompt lengths int64 [B]; entry t is of token t+1.
+        """float32 [B, S-1] of right-padded tokens int64 [B, S], lengths and prompt lengths int64
+        [B]; entry t is of token t+1.
 
-        With `top_k` [B, S-1, 2+2k], as `TaughtTokens` packs it, of k tokens, fewer where the policy knows no more. Zeros in
-        the prompts and past a sequence's end. `metadata` is what the data says about each row's prompt, of which its task is
-        told.
+        With `top_k` [B, S-1, 2+2k], as `TaughtTokens` packs it, of k tokens, fewer where the policy
+        knows no more. Zeros in the prompts and past a sequence's end. `metadata` is what the data
+        says about each row's prompt, of which its task is told.
         """
         tasks = [{TASK: fields[TASK]} if TASK in fields else {} for fields in metadata]
 
         def logprobs() -> Tensor:
             parts = []
-            # Numbered requests are computed alone, so that log-probs do not depend on who else asks.
+            # Numbered requests are computed alone, so that log-probs do not depend on who else
+            # asks.
             for _, arrays in self._row_requests(tokens, lengths, 0, prompt_lengths, tasks):
-                arrays["temperature"] = np.full((len(arrays["tokens"]), 1), self._temperature, dtype=np.float32)
+                arrays["temperature"] = np.full(
+                    (len(arrays["tokens"]), 1), self._temperature, dtype=np.float32
+                )
                 if self._top_k:
                     arrays["top_k"] = np.full((len(arrays["tokens"]), 1), self._top_k)
                 parts.append(_told(self._infer(TEACHER_LOGPROBS, arrays)))

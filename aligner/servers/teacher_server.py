@@ -1,4 +1,5 @@
-"""The teacher role: log-probs of given tokens, and the most probable ones, under frozen language models on its own ranks."""
+"""The teacher role: log-probs of given tokens, and the most probable ones, under frozen language
+models on its own ranks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,12 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
     teacher = Teacher(models, sources, min(shape.vocab_size for shape in (*shapes, *known)))
     limits = min(
         (
-            model_limits(config, Path(source.path), min(shape.vocab_size for shape in shapes), f"{source.key}.path")
+            model_limits(
+                config,
+                Path(source.path),
+                min(shape.vocab_size for shape in shapes),
+                f"{source.key}.path",
+            )
             for source in sources
         ),
         key=lambda limits: limits.max_sequence_length,
@@ -62,8 +68,11 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
 class Teacher:
     """One rank's side of the teacher. Every rank of the world calls every handler."""
 
-    def __init__(self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource], vocabulary: int) -> None:
-        """The most probable tokens are told of the ids below `vocabulary`, which the policy and all of these know."""
+    def __init__(
+        self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource], vocabulary: int
+    ) -> None:
+        """The most probable tokens are told of the ids below `vocabulary`, which the policy and all
+        of these know."""
         self._models, self._sources, self._vocabulary = models, sources, vocabulary
 
     @property
@@ -81,57 +90,94 @@ class Teacher:
         shares: Sequence[Sequence[float]] | None = None,
         top_k: int = 0,
     ) -> Tensor:
-        """float32 [B, S] of tokens int64 [B, S], lengths and prompt lengths int64 [B]: entry t is of token t+1, the last is 0.
+        """float32 [B, S] of tokens int64 [B, S], lengths and prompt lengths int64 [B]: entry t is
+        of token t+1, the last is 0.
 
-        Zeros past a sequence's end and, with prompt lengths, in the prompt. As wide as the tokens, for joined requests are cut
-        apart at these. With `shares`, each model's in each row, they are the models' mean by these. With `top_k` it is what
-        `TaughtTokens` packs, of so many tokens, [B, S, 2+2k]; then each row must have one model.
+        Zeros past a sequence's end and, with prompt lengths, in the prompt. As wide as the tokens,
+        for joined requests are cut apart at these. With `shares`, each model's in each row, they
+        are the models' mean by these. With `top_k` it is what `TaughtTokens` packs, of so many
+        tokens, [B, S, 2+2k]; then each row must have one model.
         """
-        mask = None if prompt_lengths is None else response_mask(lengths, prompt_lengths, tokens.shape[1])
+        mask = (
+            None
+            if prompt_lengths is None
+            else response_mask(lengths, prompt_lengths, tokens.shape[1])
+        )
         parts = torch.ones(len(tokens), 1) if shares is None else torch.tensor(shares)
         columns = (2 + 2 * min(top_k, self._vocabulary),) if top_k else ()
         found = torch.zeros(*tokens.shape, *columns)
         for model, part in zip(self._models, parts.unbind(1), strict=shares is not None):
             if len(rows := part.nonzero()[:, 0]):
-                its: Any = {"mask": None if mask is None else mask[rows], "temperature": temperature}
+                its: Any = {
+                    "mask": None if mask is None else mask[rows],
+                    "temperature": temperature,
+                }
                 if top_k:
-                    taught = model.taught(tokens[rows], lengths[rows], top_k, self._vocabulary, **its)
+                    taught = model.taught(
+                        tokens[rows], lengths[rows], top_k, self._vocabulary, **its
+                    )
                     found[rows, :-1] = taught.packed().cpu()
                 else:
-                    found[rows] += part[rows, None] * F.pad(model.logprobs(tokens[rows], lengths[rows], **its).cpu(), (0, 1))
+                    found[rows] += part[rows, None] * F.pad(
+                        model.logprobs(tokens[rows], lengths[rows], **its).cpu(), (0, 1)
+                    )
         return found
 
     def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
         """Rank 0's endpoint functions."""
 
         def logprobs(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-            tensors = {"tokens": tensor(arrays["tokens"]), "lengths": tensor(arrays["sequence_lengths"][:, 0])}
+            tensors = {
+                "tokens": tensor(arrays["tokens"]),
+                "lengths": tensor(arrays["sequence_lengths"][:, 0]),
+            }
             if "prompt_lengths" in arrays:
                 tensors["prompt_lengths"] = tensor(arrays["prompt_lengths"][:, 0])
             shares = self._shares(arrays)
             temperature = float(arrays["temperature"][0, 0]) if "temperature" in arrays else 1.0
-            told: dict[str, Any] = {"temperature": temperature} | ({} if shares is None else {"shares": shares})
+            told: dict[str, Any] = {"temperature": temperature} | (
+                {} if shares is None else {"shares": shares}
+            )
             if "top_k" in arrays:
                 told["top_k"] = int(arrays["top_k"][0, 0])
                 if any(share not in (0.0, 1.0) for row in shares or () for share in row):
-                    raise RequestError("top_k: of some rows several teachers speak, allowed: one of each row")
-            found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)[:, :-1]
-            return _answer(TaughtTokens.unpacked(found)) if "top_k" in arrays else {"logprobs": found.contiguous().numpy()}
+                    raise RequestError(
+                        "top_k: of some rows several teachers speak, allowed: one of each row"
+                    )
+            found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)[
+                :, :-1
+            ]
+            return (
+                _answer(TaughtTokens.unpacked(found))
+                if "top_k" in arrays
+                else {"logprobs": found.contiguous().numpy()}
+            )
 
         return {TEACHER_LOGPROBS: logprobs}
 
     def _shares(self, arrays: Arrays) -> list[list[float]] | None:
-        """Each model's in each of a request's rows; None where there is one model for all. Raises RequestError."""
+        """Each model's in each of a request's rows; None where there is one model for all. Raises
+        RequestError."""
         if len(self._sources) == 1 and not self._sources[0].tasks:
             return None
-        told = json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
+        told = (
+            json_objects(column_texts("metadata", arrays["metadata"]))
+            if "metadata" in arrays
+            else None
+        )
         try:
-            return [teacher_shares(self._sources, fields) for fields in told or [{}] * len(arrays["tokens"])]
+            return [
+                teacher_shares(self._sources, fields)
+                for fields in told or [{}] * len(arrays["tokens"])
+            ]
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
 
 def _answer(taught: TaughtTokens) -> dict[str, NDArray]:
     tensors = {"logprobs": taught.logprobs, "top_ids": taught.ids}
-    tensors |= {"top_logprobs": taught.outcomes[..., :-1], "rest_logprobs": taught.outcomes[..., -1]}
+    tensors |= {
+        "top_logprobs": taught.outcomes[..., :-1],
+        "rest_logprobs": taught.outcomes[..., -1],
+    }
     return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}

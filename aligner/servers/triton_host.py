@@ -25,7 +25,12 @@ from aligner.errors import AlignerError, TransientError
 from aligner.placement.addresses import Endpoint
 from aligner.placement.tls import TLSFiles
 from aligner.schema import PortsConfig
-from aligner.servers.gateway_settings import READY, GatewaySettings, triton_addresses, triton_sockets
+from aligner.servers.gateway_settings import (
+    READY,
+    GatewaySettings,
+    triton_addresses,
+    triton_sockets,
+)
 from aligner.servers.private_child import private_children
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import (
@@ -61,9 +66,10 @@ class Guard:
 class TritonHost:
     """A Triton server that listens on one address.
 
-    Triton's own dynamic batcher is off: it joins only requests of equal shapes, counts rows but no tokens, and PyTriton
-    answers a batch with one error, so that one caller's bad request would fail the others in its batch. Instead a batching
-    endpoint takes `concurrent` requests at a time, each checked and answered alone, and the executor joins what waits.
+    Triton's own dynamic batcher is off: it joins only requests of equal shapes, counts rows but no
+    tokens, and PyTriton answers a batch with one error, so that one caller's bad request would fail
+    the others in its batch. Instead a batching endpoint takes `concurrent` requests at a time, each
+    checked and answered alone, and the executor joins what waits.
     """
 
     def __init__(
@@ -97,10 +103,12 @@ class TritonHost:
         self._last_answer = -math.inf
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
-        """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton does not come up."""
+        """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton
+        does not come up."""
         from pytriton.utils.workspace import Workspace
 
-        # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no news.
+        # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no
+        # news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         _prepare_environment()
         sockets = claim_triton_files()
@@ -118,7 +126,9 @@ class TritonHost:
                 _await_gateway(gateway)
         except (Exception, _TritonFailed) as error:
             why = error if isinstance(error, _TritonFailed) else f"{type(error).__name__}: {error}"
-            raise TransientError(f"Triton did not start ({why}); see {self._log or 'the lines above'}") from error
+            raise TransientError(
+                f"Triton did not start ({why}); see {self._log or 'the lines above'}"
+            ) from error
         finally:
             self._directories = [workspace.path, *(triton_environments() - before)]
             claim_paths(self._directories)
@@ -138,13 +148,17 @@ class TritonHost:
             tls=guard.tls,
         )
         command = [sys.executable, "-m", "aligner.servers.gateway"]
-        gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        gateway = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert gateway.stdin is not None
         gateway.stdin.write(settings.to_json())
         gateway.stdin.flush()
         return gateway
 
-    def _bound_triton(self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, Serve]) -> Any:
+    def _bound_triton(
+        self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, Serve]
+    ) -> Any:
         from pytriton.model_config import ModelConfig
         from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
@@ -152,7 +166,8 @@ class TritonHost:
             config=TritonConfig(
                 **triton_addresses(directory),
                 allow_gpu_metrics=False,
-                # PyTriton reads Triton's output byte by byte: a few refused requests would fill the pipe and stall Triton.
+                # PyTriton reads Triton's output byte by byte: a few refused requests would fill the
+                # pipe and stall Triton.
                 log_file=self._log,
                 # Triton would keep the memory of several requests.
                 grpc_infer_allocation_pool_size=0,
@@ -161,19 +176,27 @@ class TritonHost:
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
         atexit.unregister(triton.stop)  # which asks Triton over a network
-        # PyTriton's configurations are complete: having Triton complete them takes a helper process, 1.6 s a model. There is
-        # no public option for it.
+        # PyTriton's configurations are complete: having Triton complete them takes a helper
+        # process, 1.6 s a model. There is no public option for it.
         triton._triton_server_config["strict-model-config"] = True
         for spec, serve in endpoints.items():
             triton.bind(
                 model_name=spec.name,
                 # PyTriton tells a model's instances apart by their functions.
-                infer_func=[self._answering(serve) for _ in range(self._concurrent if spec.batching else spec.instances)],
+                infer_func=[
+                    self._answering(serve)
+                    for _ in range(self._concurrent if spec.batching else spec.instances)
+                ],
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 # PyTriton refuses the word at outputs, and takes answers without them.
-                outputs=[_bound(replace(tensor, optional=False), spec.batching) for tensor in spec.outputs],
+                outputs=[
+                    _bound(replace(tensor, optional=False), spec.batching)
+                    for tensor in spec.outputs
+                ],
                 config=ModelConfig(
-                    batching=spec.batching, max_batch_size=self._max_batch_size if spec.batching else 0, batcher=None
+                    batching=spec.batching,
+                    max_batch_size=self._max_batch_size if spec.batching else 0,
+                    batcher=None,
                 ),
             )
         return triton
@@ -193,14 +216,17 @@ class TritonHost:
                 time.sleep(_POLL_S)
             for model in triton._model_manager.models:
                 files = model.get_proxy_model_files()
-                client.load_model(model.model_name, config=json.dumps(model.get_model_config()), files=files)
+                client.load_model(
+                    model.model_name, config=json.dumps(model.get_model_config()), files=files
+                )
                 model.setup()
 
     @contextlib.contextmanager
     def _interrupted_when_triton_fails(self) -> Iterator[None]:
         """Raise _TritonFailed inside soon after Triton ends, or takes too long. Main thread only.
 
-        PyTriton would ask one that has ended for two minutes more, and one that hangs, between fork and exec, for ever.
+        PyTriton would ask one that has ended for two minutes more, and one that hangs, between fork
+        and exec, for ever.
         """
         deadline = time.monotonic() + self._start_timeout_s
 
@@ -210,7 +236,9 @@ class TritonHost:
             if not any(map(is_alive, found[:1])):
                 raise _TritonFailed("it ended by itself")
             if time.monotonic() > deadline:
-                raise _TritonFailed(f"it had not loaded its models after {self._start_timeout_s:g} s")
+                raise _TritonFailed(
+                    f"it had not loaded its models after {self._start_timeout_s:g} s"
+                )
 
         before = signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
@@ -221,13 +249,20 @@ class TritonHost:
             signal.signal(signal.SIGALRM, before)
 
     def check(self) -> None:
-        """Raise AlignerError when Triton has ended, or one of its helpers; claim what is shared by now.
+        """Raise AlignerError when Triton has ended, or one of its helpers; claim what is shared by
+        now.
 
-        Triton starts a helper again, but may hand the late answer of the one before to the next request.
+        Triton starts a helper again, but may hand the late answer of the one before to the next
+        request.
         """
-        if self._triton is None or not self._triton.is_alive() or not all(map(is_alive, self._processes)):
+        if (
+            self._triton is None
+            or not self._triton.is_alive()
+            or not all(map(is_alive, self._processes))
+        ):
             raise AlignerError(
-                f"the Triton server or a helper of it ended by itself; its last words are in {self._log or 'the lines above'}"
+                "the Triton server or a helper of it ended by itself; its last words are in"
+                f" {self._log or 'the lines above'}"
             )
         claim_paths([*self._directories, *shared_memory()])
 
@@ -243,10 +278,11 @@ class TritonHost:
         return answer
 
     def stop(self) -> None:
-        """End Triton with all its processes and remove what it leaves behind: its requests have been drained before."""
+        """End Triton with all its processes and remove what it leaves behind: its requests have
+        been drained before."""
         time.sleep(max(0.0, self._last_answer + _LAST_ANSWERS_S - time.monotonic()))
-        # Its own end would take two seconds. What had ended by itself has left stubs that are nobody's children by now, and
-        # that take it for alive until it was waited for.
+        # Its own end would take two seconds. What had ended by itself has left stubs that are
+        # nobody's children by now, and that take it for alive until it was waited for.
         servers = _triton_processes()
         kill_processes([*{*servers, *self._processes}])
         psutil.wait_procs(servers[:1], timeout=_LOOK_S)
@@ -283,7 +319,9 @@ def _claimed(interface: str, name: str, port: int) -> int:
         try:
             probe.bind((interface, port))
         except OSError as error:
-            raise AlignerError(f"ports.{name}={port}: cannot listen on {interface}:{port}: {error.strerror}") from error
+            raise AlignerError(
+                f"ports.{name}={port}: cannot listen on {interface}:{port}: {error.strerror}"
+            ) from error
         return probe.getsockname()[1]
 
 
@@ -298,11 +336,13 @@ def _triton_processes() -> list[psutil.Process]:
 
 
 def _prepare_environment() -> None:
-    """Let Triton's Python stub load this interpreter's libpython: with another one it dies at start.
+    """Let Triton's Python stub load this interpreter's libpython: with another one it dies at
+    start.
 
-    The dynamic linker reads LD_LIBRARY_PATH when a process starts, so setting it here reaches the stub, and a restart of
-    this process is not needed. A model's instances start one after another: PyTriton's others wait a second for the first
-    to tell them its settings, and on a busy machine the first is not up by then if all start at once.
+    The dynamic linker reads LD_LIBRARY_PATH when a process starts, so setting it here reaches the
+    stub, and a restart of this process is not needed. A model's instances start one after another:
+    PyTriton's others wait a second for the first to tell them its settings, and on a busy machine
+    the first is not up by then if all start at once.
     """
     os.environ["TRITON_PARALLEL_INSTANCE_LOADING"] = "0"
     own = sysconfig.get_config_var("LIBDIR")

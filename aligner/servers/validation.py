@@ -23,10 +23,19 @@ from aligner.servers.wire_protocol import (
     TensorSpec,
 )
 
-_NO_SAMPLES = (SafetensorError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+_NO_SAMPLES = (
+    SafetensorError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 """What bytes raise that are no samples."""
 _BYTES_A_TOKEN = 16
-"""Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes of one."""
+"""Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes
+of one."""
 _LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
 """Numbers of control requests, and the lowest allowed."""
 
@@ -41,7 +50,8 @@ class Limits:
 
 
 def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
-    """Raise RequestError, naming tensor, got and allowed, unless the request fits the endpoint and the model."""
+    """Raise RequestError, naming tensor, got and allowed, unless the request fits the endpoint and
+    the model."""
     _check_names(endpoint, arrays)
     sizes: dict[str, int] = {}
     for spec in endpoint.inputs:
@@ -60,20 +70,33 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
     known = [spec.name for spec in endpoint.inputs]
     unknown = sorted(set(arrays) - set(known))
     if unknown:
-        raise RequestError(f"{endpoint.name}: unknown tensor {', '.join(unknown)}; allowed: {', '.join(known)}")
-    missing = [spec.name for spec in endpoint.inputs if not spec.optional and spec.name not in arrays]
+        raise RequestError(
+            f"{endpoint.name}: unknown tensor {', '.join(unknown)}; allowed: {', '.join(known)}"
+        )
+    missing = [
+        spec.name for spec in endpoint.inputs if not spec.optional and spec.name not in arrays
+    ]
     if missing:
-        raise RequestError(f"{endpoint.name}: missing tensor {', '.join(missing)}; got: {', '.join(sorted(arrays)) or 'none'}")
+        raise RequestError(
+            f"{endpoint.name}: missing tensor {', '.join(missing)}; got:"
+            f" {', '.join(sorted(arrays)) or 'none'}"
+        )
     if endpoint is REWARD_MODEL and ("sentences" in arrays) == ("tokens" in arrays):
-        raise RequestError("reward_model: got both or neither of tokens and sentences, allowed: exactly one of them")
+        raise RequestError(
+            "reward_model: got both or neither of tokens and sentences, allowed: exactly one of"
+            " them"
+        )
     if "tokens" in arrays and endpoint is REWARD_MODEL and "sequence_lengths" not in arrays:
         raise RequestError("reward_model: missing tensor sequence_lengths, which tokens need")
 
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
-    """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in `sizes`."""
+    """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in
+    `sizes`."""
     if array.dtype.kind not in "SO" if spec.dtype is np.bytes_ else array.dtype != spec.dtype:
-        raise RequestError(f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}")
+        raise RequestError(
+            f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}"
+        )
     shown = f"[{', '.join(map(str, spec.shape))}]"
     if array.ndim != len(spec.shape):
         raise RequestError(f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}")
@@ -87,7 +110,8 @@ def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> No
         if got != expected:
             known = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise RequestError(
-                f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}" + (f" with {known}" if known else "")
+                f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}"
+                + (f" with {known}" if known else "")
             )
 
 
@@ -95,10 +119,13 @@ def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
     if sizes["B"] < 1:
         raise RequestError("the batch is empty: B=0, allowed: at least 1")
     if not 1 <= sizes.get("S", 1) <= limits.max_sequence_length:
-        raise RequestError(f"tokens: got S={sizes['S']}, allowed: 1 to {limits.max_sequence_length}")
+        raise RequestError(
+            f"tokens: got S={sizes['S']}, allowed: 1 to {limits.max_sequence_length}"
+        )
     if sizes["B"] * sizes.get("S", 1) > limits.max_request_tokens:
         raise RequestError(
-            f"tokens: got B={sizes['B']} rows of S={sizes['S']}, allowed: at most {limits.max_request_tokens} tokens a request"
+            f"tokens: got B={sizes['B']} rows of S={sizes['S']}, allowed: at most"
+            f" {limits.max_request_tokens} tokens a request"
         )
 
 
@@ -110,14 +137,23 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
     if "tokens" in arrays:
         _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "the vocabulary's ids")
         if "sequence_lengths" in arrays:
-            _check_range("sequence_lengths", arrays["sequence_lengths"], 1, arrays["tokens"].shape[1], "1 to S")
+            _check_range(
+                "sequence_lengths",
+                arrays["sequence_lengths"],
+                1,
+                arrays["tokens"].shape[1],
+                "1 to S",
+            )
     if "prompt_lengths" in arrays:
         if "sequence_lengths" not in arrays:
-            raise RequestError("prompt_lengths: got it without sequence_lengths, allowed: together with tokens")
+            raise RequestError(
+                "prompt_lengths: got it without sequence_lengths, allowed: together with tokens"
+            )
         excess = arrays["prompt_lengths"] - arrays["sequence_lengths"]
         if arrays["prompt_lengths"].min() < 0 or excess.max() > 0:
             raise RequestError(
-                f"prompt_lengths: got {arrays['prompt_lengths'].ravel().tolist()}, allowed: 0 to the sequence's length"
+                f"prompt_lengths: got {arrays['prompt_lengths'].ravel().tolist()}, allowed: 0 to"
+                " the sequence's length"
             )
     for name in ("returns", "prev_values"):
         if name in arrays and not np.isfinite(arrays[name]).all():
@@ -132,15 +168,22 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
             raise RequestError(f"{name}: got several values, allowed: the same in every row")
     if "sequence_number" in arrays:
         # Values may be asked for before the first update.
-        number, lowest = int(arrays["sequence_number"].flat[0]), -1 if "sequence_lengths" in arrays else 0
+        number, lowest = (
+            int(arrays["sequence_number"].flat[0]),
+            (-1 if "sequence_lengths" in arrays else 0),
+        )
         if number < lowest:
             raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
 
 
 def _check_scored_tokens(arrays: Arrays) -> None:
     if arrays["tokens"].shape[1] < 2:
-        raise RequestError("tokens: got S=1, allowed: 2 and up, for a row's first token has no log-prob")
-    if "temperature" in arrays and not 0 < (temperature := float(arrays["temperature"].flat[0])) < float("inf"):
+        raise RequestError(
+            "tokens: got S=1, allowed: 2 and up, for a row's first token has no log-prob"
+        )
+    if "temperature" in arrays and not 0 < (
+        temperature := float(arrays["temperature"].flat[0])
+    ) < float("inf"):
         raise RequestError(f"temperature: got {temperature:g}, allowed: a finite number above 0")
     if "top_k" in arrays and (count := int(arrays["top_k"].flat[0])) < 1:
         raise RequestError(f"top_k: got {count}, allowed: 1 and up")
@@ -159,12 +202,14 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
         return
     if missing:
         raise RequestError(
-            f"generate: missing tensor {', '.join(missing)}, which others need: they come together or not at all"
+            f"generate: missing tensor {', '.join(missing)}, which others need: they come together"
+            " or not at all"
         )
     rows, width = arrays["responses"].shape
     if rows != prompts * each or not width:
         raise RequestError(
-            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each}, B x samples_per_prompt, and R>0"
+            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each}, B x"
+            " samples_per_prompt, and R>0"
         )
     _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "the vocabulary's ids")
     _check_range("stopped", arrays["stopped"], -1, 1, "-1 for a response to go on from")
@@ -177,49 +222,79 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
 
 def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
     if ("kept_counts" in arrays) != ("kept_ids" in arrays):
-        raise RequestError("generate: got one of kept_counts and kept_ids, allowed: both or neither")
+        raise RequestError(
+            "generate: got one of kept_counts and kept_ids, allowed: both or neither"
+        )
     if "kept_counts" in arrays:
         counts, ids = arrays["kept_counts"], arrays["kept_ids"]
         _check_range("kept_counts", counts, 0, limits.vocab_size, "the vocabulary")
         _check_range("kept_ids", ids, 0, limits.vocab_size - 1, "the vocabulary's ids")
         if max(int(counts.sum()), 1) != len(ids):
-            raise RequestError(f"kept_ids: got {len(ids)}, allowed: as many as kept_counts says, {int(counts.sum())}")
+            raise RequestError(
+                f"kept_ids: got {len(ids)}, allowed: as many as kept_counts says,"
+                f" {int(counts.sum())}"
+            )
     if "routes" in arrays:
-        prompts = np.repeat(arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0)
+        prompts = np.repeat(
+            arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0
+        )
         responses = arrays["response_lengths"]
         # What is not begun has none, however long its prompt; a branch has a prompt of its own.
         told = (responses > 0) & (arrays.get("branch_counts", np.zeros_like(responses)) == 0)
         longest = int((prompts + responses - 1)[told].max(initial=0))
         if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
             raise RequestError(
-                f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least T={longest} tokens a row"
+                f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least"
+                f" T={longest} tokens a row"
             )
 
 
 def _check_branches(arrays: Arrays, limits: Limits) -> None:
     if ("branches" in arrays) != ("branch_counts" in arrays):
-        raise RequestError("generate: got one of branches and branch_counts, allowed: both or neither")
+        raise RequestError(
+            "generate: got one of branches and branch_counts, allowed: both or neither"
+        )
     if "branches" not in arrays:
         return
     try:
         samples = samples_from_tensors(load(arrays["branches"].tobytes()))
     except _NO_SAMPLES as error:
-        raise RequestError(f"branches: got no samples ({error!r:.200}), allowed: samples as safetensors") from error
+        raise RequestError(
+            f"branches: got no samples ({error!r:.200}), allowed: samples as safetensors"
+        ) from error
     told = [int(count) for count in arrays["branch_counts"][:, 0] if count]
     if told != [len(sample.branches) for sample in samples]:
-        raise RequestError(f"branches: got those of {len(samples)} samples, allowed: as many as branch_counts says, {told}")
-    if any(branch.finish_reason == "unfinished" for sample in samples for branch in sample.branches):
-        raise RequestError("branches: got one that is unfinished, allowed: the last sequence of an episode alone")
+        raise RequestError(
+            f"branches: got those of {len(samples)} samples, allowed: as many as branch_counts"
+            f" says, {told}"
+        )
+    if any(
+        branch.finish_reason == "unfinished" for sample in samples for branch in sample.branches
+    ):
+        raise RequestError(
+            "branches: got one that is unfinished, allowed: the last sequence of an episode alone"
+        )
     for sequence in (each for sample in samples for each in sample.sequences):
-        if not 0 < len(sequence.tokens) <= limits.max_sequence_length or not sequence.prompt_length > 0:
-            raise RequestError(f"branches: got {len(sequence.tokens)} tokens, allowed: 1 to {limits.max_sequence_length}")
-        _check_range("branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "the vocabulary's ids")
+        if (
+            not 0 < len(sequence.tokens) <= limits.max_sequence_length
+            or not sequence.prompt_length > 0
+        ):
+            raise RequestError(
+                f"branches: got {len(sequence.tokens)} tokens, allowed: 1 to"
+                f" {limits.max_sequence_length}"
+            )
+        _check_range(
+            "branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "the vocabulary's ids"
+        )
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:
     smallest, largest = int(array.min()), int(array.max())
     if smallest < low or largest > high:
-        raise RequestError(f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high} ({meaning})")
+        raise RequestError(
+            f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high}"
+            f" ({meaning})"
+        )
 
 
 def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -239,12 +314,17 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
     expected = {"op", *(each.name for each in parameters if each.default is each.empty)}
     optional = {"instance", *(each.name for each in parameters)}
     if not expected <= set(request) <= expected | optional:
-        raise RequestError(f"control: {op} got keys {', '.join(sorted(request))}, allowed: {', '.join(sorted(expected))}")
+        raise RequestError(
+            f"control: {op} got keys {', '.join(sorted(request))}, allowed:"
+            f" {', '.join(sorted(expected))}"
+        )
     for name in {"instance", "run_id", "host"} & set(request):
         if not isinstance(request[name], str):
             raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
     for name in _LOWEST.keys() & set(request):
         value, lowest = request[name], _LOWEST[name]
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
-            raise RequestError(f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1")
+            raise RequestError(
+                f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1"
+            )
     return request

@@ -1,4 +1,5 @@
-"""What the critic and reward servers ask of a value model, and how two models share the devices of their ranks."""
+"""What the critic and reward servers ask of a value model, and how two models share the devices of
+their ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ from torch import Tensor
 class ValueModel(Protocol):
     """A model with a scalar head, spread over the role's ranks.
 
-    Every rank calls every method with the same full arguments, on the CPU, and gets the same full result. An AlignerError
-    is raised on all ranks alike.
+    Every rank calls every method with the same full arguments, on the CPU, and gets the same full
+    result. An AlignerError is raised on all ranks alike.
     """
 
     @property
@@ -23,13 +24,18 @@ class ValueModel(Protocol):
         """Token ids are below it."""
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """float32 [B, S] of tokens int64 [B, S] and lengths int64 [B]: entry t is the value after token t."""
+        """float32 [B, S] of tokens int64 [B, S] and lengths int64 [B]: entry t is the value after
+        token t."""
 
-    def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
-        """One optimizer step on tokens int64 [B, S] and float32 and bool [B, S-1]; the result has at least `loss`."""
+    def train(
+        self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
+    ) -> dict[str, float]:
+        """One optimizer step on tokens int64 [B, S] and float32 and bool [B, S-1]; the result has
+        at least `loss`."""
 
     def begin_save(self, directory: Path) -> None:
-        """Begin to write weights and optimizer as they are now; what comes later does not change them."""
+        """Begin to write weights and optimizer as they are now; what comes later does not change
+        them."""
 
     def finish_save(self) -> None:
         """Wait until what was begun, if anything, is complete."""
@@ -49,10 +55,11 @@ class OffloadableModel(ValueModel, Protocol):
 
 
 class DeviceSharing:
-    """Groups of models that share their ranks' devices: the weights of one group are there, the others' in host memory.
+    """Groups of models that share their ranks' devices: the weights of one group are there, the
+    others' in host memory.
 
-    A group that is asked for anything takes the device and keeps it until another is, so that nothing moves while requests
-    of one kind follow each other.
+    A group that is asked for anything takes the device and keeps it until another is, so that
+    nothing moves while requests of one kind follow each other.
     """
 
     def __init__(self) -> None:
@@ -82,6 +89,7 @@ class _SharingModel:
         self._model, self._wake = model, wake
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("values", "train", "begin_save", "load"):  # `finish_save` writes from the copy that `begin_save` took
+        # `finish_save` writes from the copy that `begin_save` took
+        if name in ("values", "train", "begin_save", "load"):
             self._wake()
         return getattr(self._model, name)

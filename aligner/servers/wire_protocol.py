@@ -1,6 +1,7 @@
 """The wire protocol: every endpoint's tensors, and how errors travel.
 
-Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the same to a reader.
+Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the
+same to a reader.
 """
 
 import json
@@ -30,16 +31,19 @@ class RequestError(AlignerError):
 
 
 class InstanceError(AlignerError):
-    """A request for another start of this server: what its sender relies on may be gone. Nothing has changed by it."""
+    """A request for another start of this server: what its sender relies on may be gone. Nothing
+    has changed by it."""
 
 
 class WeightsError(AlignerError):
-    """A request that the weights which serve are too old for. Nothing has changed by it; newer ones may come."""
+    """A request that the weights which serve are too old for. Nothing has changed by it; newer ones
+    may come."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of an endpoint. A dimension is a number or a name: B rows, S tokens, S-1 token transitions."""
+    """A tensor of an endpoint. A dimension is a number or a name: B rows, S tokens, S-1 token
+    transitions."""
 
     name: str
     dtype: type[np.generic]
@@ -55,9 +59,11 @@ class EndpointSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batching: bool
-    """Batching models are called with `infer_batch` and have B as their first dimension, the others with `infer_sample`."""
+    """Batching models are called with `infer_batch` and have B as their first dimension, the others
+    with `infer_sample`."""
     instances: int = 1
-    """Requests that are taken at a time; for a batching model it is `server.concurrent_requests`."""
+    """Requests that are taken at a time; for a batching model it is `server.concurrent_requests`.
+    """
 
 
 def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
@@ -66,7 +72,8 @@ def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpe
 
 
 def _order(batching: bool) -> tuple[TensorSpec, ...]:
-    """What our clients add: the update a request follows or is, the start of the server it is for, and its trace."""
+    """What our clients add: the update a request follows or is, the start of the server it is for,
+    and its trace."""
     return (
         _of_request("sequence_number", np.int64, batching),
         _of_request("instance", np.bytes_, batching),
@@ -77,7 +84,10 @@ def _order(batching: bool) -> tuple[TensorSpec, ...]:
 TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
 # The scores, and what each of P sources has given, where there are several.
-REWARDS = (TensorSpec("rewards", np.float32, ("B", 1)), TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True))
+REWARDS = (
+    TensorSpec("rewards", np.float32, ("B", 1)),
+    TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True),
+)
 # Of the scores what tokens get that end steps, not a number for others; where the reward gives any.
 STEP_REWARDS = TensorSpec("step_rewards", np.float32, ("B", "S-1"), optional=True)
 # Where a response begins, and what the data says about its prompt (a JSON object a row).
@@ -87,10 +97,15 @@ RESPONSES = (
 )
 
 CRITIC_INFER = EndpointSpec(
-    "critic_infer", (TOKENS, LENGTHS, *_order(batching=True)), (TensorSpec("values", np.float32, ("B", "S")),), batching=True
+    "critic_infer",
+    (TOKENS, LENGTHS, *_order(batching=True)),
+    (TensorSpec("values", np.float32, ("B", "S")),),
+    batching=True,
 )
 CRITIC_INFER_WITH_REWARD = replace(
-    CRITIC_INFER, inputs=(*CRITIC_INFER.inputs, *RESPONSES), outputs=(*CRITIC_INFER.outputs, *REWARDS)
+    CRITIC_INFER,
+    inputs=(*CRITIC_INFER.inputs, *RESPONSES),
+    outputs=(*CRITIC_INFER.outputs, *REWARDS),
 )
 CRITIC_TRAIN = EndpointSpec(
     "critic_train",
@@ -137,7 +152,8 @@ TEACHER_LOGPROBS = EndpointSpec(
     ),
     (
         TensorSpec("logprobs", np.float32, ("B", "S-1")),
-        # Where `top_k` asks for them: the most probable tokens, their log-probs, and that of all others together.
+        # Where `top_k` asks for them: the most probable tokens, their log-probs, and that of all
+        # others together.
         TensorSpec("top_ids", np.int32, ("B", "S-1", "K"), optional=True),
         TensorSpec("top_logprobs", np.float32, ("B", "S-1", "K"), optional=True),
         TensorSpec("rest_logprobs", np.float32, ("B", "S-1"), optional=True),
@@ -153,8 +169,9 @@ DRAWN = (
     TensorSpec("weight_versions", np.int64, ("N", "R")),
     TensorSpec("stopped", np.int64, ("N", 1)),
 )
-# Where the engine tells what it drew among (counts, 0 for the whole vocabulary, and the ids one after another), and the
-# experts of every token of a begun response but its last. Of episodes: which tokens the model drew, what environments gave.
+# Where the engine tells what it drew among (counts, 0 for the whole vocabulary, and the ids one
+# after another), and the experts of every token of a begun response but its last. Of episodes:
+# which tokens the model drew, what environments gave.
 ALSO_DRAWN = (
     TensorSpec("kept_counts", np.int64, ("N", "R"), optional=True),
     TensorSpec("kept_ids", np.int32, ("I",), optional=True),
@@ -162,7 +179,8 @@ ALSO_DRAWN = (
     TensorSpec("drawn", np.bool_, ("N", "R"), optional=True),
     TensorSpec("rewards", np.float32, ("N", "R"), optional=True),
 )
-# How many branches each sample has, and those that have some, whole: `samples_to_tensors` of them as safetensors.
+# How many branches each sample has, and those that have some, whole: `samples_to_tensors` of them
+# as safetensors.
 BRANCHES = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
@@ -197,7 +215,8 @@ CONTROL = EndpointSpec(
     (TensorSpec("request", np.bytes_, (1,)),),
     (TensorSpec("response", np.bytes_, (1,)),),
     batching=False,
-    instances=2,  # a trainer has one operation at a time that waits for the ranks; health need not wait for it
+    # a trainer has one operation at a time that waits for the ranks; health need not wait for it
+    instances=2,
 )
 
 
@@ -224,21 +243,27 @@ def column_texts(name: str, column: NDArray) -> list[str]:
 
 
 def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """What the data says about each row's prompt. Raises RequestError for what is no JSON object."""
+    """What the data says about each row's prompt. Raises RequestError for what is no JSON
+    object."""
     objects = []
     for row, text in enumerate(texts):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row") from error
+            raise RequestError(
+                f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row"
+            ) from error
         if not isinstance(value, dict):
-            raise RequestError(f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row")
+            raise RequestError(
+                f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row"
+            )
         objects.append(value)
     return objects
 
 
 def response_tensors(samples: Sequence[Sample], asked: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-    """Their responses, as `DRAWN`, `ALSO_DRAWN`, `BRANCHES` and `READ` name and shape them; zeros behind a response.
+    """Their responses, as `DRAWN`, `ALSO_DRAWN`, `BRANCHES` and `READ` name and shape them; zeros
+    behind a response.
 
     `asked` are the prompts, int64 [P], that each was asked for; without them `READ` is not told.
     """
@@ -255,22 +280,34 @@ def response_tensors(samples: Sequence[Sample], asked: Sequence[Tensor] = ()) ->
         "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
     }
     if (kept := kept_by(samples)) is not None:
-        tensors["kept_counts"] = padded(kept.counts.split([len(sample.response) for sample in samples]))
-        tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)  # Triton knows no empty tensors
+        tensors["kept_counts"] = padded(
+            kept.counts.split([len(sample.response) for sample in samples])
+        )
+        # Triton knows no empty tensors
+        tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)
     for name in ("drawn", "rewards"):
         if (told := of_responses(samples, name)) is not None:
             tensors[name] = padded(told.split([len(sample.response) for sample in samples]))
     if branched := [sample for sample in samples if sample.branches]:
-        tensors["branches"] = torch.frombuffer(bytearray(save(samples_to_tensors(branched))), dtype=torch.uint8)
+        tensors["branches"] = torch.frombuffer(
+            bytearray(save(samples_to_tensors(branched))), dtype=torch.uint8
+        )
         tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
     prompts = [sample.tokens[: sample.prompt_length] for sample in samples]
     plain = zip(samples, prompts, asked, strict=False)  # others are in `branches`, whole
-    if any(not sample.branches and not torch.equal(prompt, wanted) for sample, prompt, wanted in plain):
-        tensors["read"], tensors["read_lengths"] = padded(prompts), torch.tensor([[len(prompt)] for prompt in prompts])
+    if any(
+        not sample.branches and not torch.equal(prompt, wanted) for sample, prompt, wanted in plain
+    ):
+        tensors["read"], tensors["read_lengths"] = (
+            padded(prompts),
+            torch.tensor([[len(prompt)] for prompt in prompts]),
+        )
     routed = [sample.routes for sample in samples if sample.routes is not None]
     if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
         none = routed[0][:0]
-        tensors["routes"] = padded(none if sample.routes is None else sample.routes for sample in samples).short()
+        tensors["routes"] = padded(
+            none if sample.routes is None else sample.routes for sample in samples
+        ).short()
     return tensors
 
 
@@ -306,7 +343,11 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 weight_versions=tensors["weight_versions"][row, :length],
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],
                 kept=None if kept is None else kept.at((row, slice(length))),
-                routes=None if routes is None or not length else routes[row, : len(prompt) + length - 1],
+                routes=(
+                    None
+                    if routes is None or not length
+                    else routes[row, : len(prompt) + length - 1]
+                ),
                 drawn=tensors["drawn"][row, :length] if "drawn" in tensors else None,
                 rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
             )
@@ -315,12 +356,14 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
 
 
 _ERROR_MARK = "EndpointError: "
-# gRPC sends errors as metadata, 8 KiB at most in all, where every byte of a non-ASCII character becomes three.
+# gRPC sends errors as metadata, 8 KiB at most in all, where every byte of a non-ASCII character
+# becomes three.
 _MESSAGE_BYTES = 1500
 
 
 class EndpointError(Exception):
-    """An error as the server hands it to Triton, which wraps it in tracebacks: JSON that a client finds in them."""
+    """An error as the server hands it to Triton, which wraps it in tracebacks: JSON that a client
+    finds in them."""
 
     def __init__(self, error: Exception) -> None:
         told = {"type": type(error).__name__, "message": _shortened(str(error))}
@@ -328,7 +371,8 @@ class EndpointError(Exception):
 
 
 def _shortened(message: str) -> str:
-    """The message, without its middle where that makes it too long; what is no Unicode is escaped."""
+    """The message, without its middle where that makes it too long; what is no Unicode is
+    escaped."""
     text = message = message.encode(errors="backslashreplace").decode()
     kept = len(message)
     while len(json.dumps(text, ensure_ascii=False).encode()) > _MESSAGE_BYTES:
@@ -339,7 +383,8 @@ def _shortened(message: str) -> str:
 
 
 def told_error(text: str) -> tuple[str, str]:
-    """(type, message) of the server's error in Triton's text; ("Triton", text) when Triton itself refused."""
+    """(type, message) of the server's error in Triton's text; ("Triton", text) when Triton itself
+    refused."""
     _, mark, told = text.partition(_ERROR_MARK)
     if not mark:
         return "Triton", text

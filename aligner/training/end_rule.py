@@ -1,4 +1,5 @@
-"""By what a run ends before its last step: its KL to the reference, a value that is reached, evaluations without a gain."""
+"""By what a run ends before its last step: its KL to the reference, a value that is reached,
+evaluations without a gain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from aligner.training.named_metric import better_sign, check_named
 
 @dataclass(frozen=True)
 class EndRule:
-    """What `run.end_kl`, `run.end_at` and `run.end_without_gain` say; None where the run does not end by it."""
+    """What `run.end_kl`, `run.end_at` and `run.end_without_gain` say; None where the run does not
+    end by it."""
 
     kl: float | None = None
     target: tuple[str, float] | None = None
@@ -24,14 +26,16 @@ class EndRule:
         run = config.run
         if not run.ends:
             return None
-        return EndRule(run.end_kl, run.end_target, run.end_without_gain, config.checkpoint.best_metric or "")
+        return EndRule(
+            run.end_kl, run.end_target, run.end_without_gain, config.checkpoint.best_metric or ""
+        )
 
     def reason(self, measured: Mapping[str, float], evaluations: Sequence[float]) -> str | None:
         """Why the run ends after a step that has measured this; None where it goes on.
 
-        `evaluations` are the values of `metric` that were found so far, this step's last if it was evaluated: the first has
-        nothing to gain on, and one that is as good as the best before it gains nothing. Raises AlignerError where the target's
-        metric is none of those of its kind.
+        `evaluations` are the values of `metric` that were found so far, this step's last if it was
+        evaluated: the first has nothing to gain on, and one that is as good as the best before it
+        gains nothing. Raises AlignerError where the target's metric is none of those of its kind.
         """
         if self.target is not None:
             metric, value = self.target

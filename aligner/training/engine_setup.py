@@ -9,7 +9,12 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.engines.build import build_engine, build_episodes
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions, SpanListener, weight_format
+from aligner.engines.engine_protocol import (
+    GenerationEngine,
+    SamplingOptions,
+    SpanListener,
+    weight_format,
+)
 from aligner.engines.replicas import replica_group
 from aligner.environments.tool_protocol import ListedTool
 from aligner.megatron.policy import Policy
@@ -36,8 +41,9 @@ def build_engine_ends(
     listener: SpanListener | None = None,
     tools: Sequence[ListedTool] = (),
 ) -> tuple[Sampler, WeightPublisher]:
-    """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where there is a generator;
-    `listener` is told what a colocated engine tells of, and when weights move to the generator; `tools` are the environment's.
+    """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where
+    there is a generator; `listener` is told what a colocated engine tells of, and when weights move
+    to the generator; `tools` are the environment's.
     """
     if has_generator(config):
         publisher = _remote_publisher(config, policy, client, listener)
@@ -48,7 +54,9 @@ def build_engine_ends(
         engine = _colocated_engine(config, policy, group, listener)
     episodes = means = None
     if config.environment.draws_episodes:
-        episodes, means = build_episodes(config, engine, tokenizer, "trainer", rank, group, listener, tools)
+        episodes, means = build_episodes(
+            config, engine, tokenizer, "trainer", rank, group, listener, tools
+        )
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
     return sampler, _colocated_publisher(config, policy, engine)
 
@@ -58,7 +66,9 @@ def _remote_publisher(
 ) -> RemotePublisher:
     calls = None
     if client is not None:
-        is_another = functools.partial(client.is_another, start_timeout_s=config.server.start_timeout_s)
+        is_another = functools.partial(
+            client.is_another, start_timeout_s=config.server.start_timeout_s
+        )
         calls = GeneratorCalls(client.instance, is_another, client.connect, client.receive)
     world = policy.world
     to = weight_format(config.engine, world.device)
@@ -72,7 +82,8 @@ def _remote_publisher(
         read=policy.runner.weights.read,
         together=together,
         calls=calls,
-        listener=listener if config.rollout.max_staleness > 0 else None,  # else the trainer's own phase is the span
+        # else the trainer's own phase is the span
+        listener=listener if config.rollout.max_staleness > 0 else None,
     )
 
 
@@ -85,9 +96,17 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         return engine.begin_update(version)
 
     plan = plan_to_engine(policy.runner.shape, world.layout, to)
-    link = Link.of_world(plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device)
+    link = Link.of_world(
+        plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device
+    )
     return Publisher.to_engine(
-        plan, link, config.engine, to, read=weights.read, begin_update=begin_update, copied=weights.copied
+        plan,
+        link,
+        config.engine,
+        to,
+        read=weights.read,
+        begin_update=begin_update,
+        copied=weights.copied,
     )
 
 

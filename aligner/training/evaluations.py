@@ -30,7 +30,8 @@ class Evaluations:
         return any(one.has_begun for one in self.suites)
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated: the initial ones, every so many steps', and the last."""
+        """Whether the weights of `step` are to be evaluated: the initial ones, every so many
+        steps', and the last."""
         return step % self.every == 0 or step == self.last_step
 
     def draw(self, builder: RolloutBuilder) -> list[list[Sample]]:
@@ -38,7 +39,8 @@ class Evaluations:
         return [one.draw(builder) for one in self.suites]
 
     def begin(self, step: int, drawn: Future[list[list[Sample]]] | None) -> None:
-        """Have each suite of what is `drawn` of the weights of `step` scored, as `Evaluator.begin`. Collective."""
+        """Have each suite of what is `drawn` of the weights of `step` scored, as `Evaluator.begin`.
+        Collective."""
         for place, one in enumerate(self.suites):
             one.begin(step, None if drawn is None else functools.partial(_drawn_of, drawn, place))
 
@@ -59,8 +61,12 @@ def build_evaluations(
     services: Services,
     tools: Sequence[ListedTool] = (),
 ) -> Evaluations | None:
-    """What evaluates the run; None where `evaluation.every` is 0. Raises ConfigError as `build_evaluator`."""
+    """What evaluates the run; None where `evaluation.every` is 0. Raises ConfigError as
+    `build_evaluator`."""
     if not config.evaluation.every:
         return None
-    each = (build_evaluator(config, suite, tokenizer, policy, builder, services, tools) for suite in evaluation_suites(config))
+    each = (
+        build_evaluator(config, suite, tokenizer, policy, builder, services, tools)
+        for suite in evaluation_suites(config)
+    )
     return Evaluations(tuple(each), config.evaluation.every, config.run.steps)

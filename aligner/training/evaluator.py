@@ -1,4 +1,5 @@
-"""Evaluation while training: the newest weights' responses to held-out prompts, scored and compared."""
+"""Evaluation while training: the newest weights' responses to held-out prompts, scored and
+compared."""
 
 import json
 import math
@@ -12,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics, judged_metrics, perplexity
+from aligner.algorithms.evaluation_scores import (
+    evaluation_metrics,
+    group_metrics,
+    judged_metrics,
+    perplexity,
+)
 from aligner.data.collectives import broadcast_json, broadcast_samples
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -40,23 +46,32 @@ Wins = Sequence[tuple[float, float] | None]
 """What `Judge.compare` tells."""
 
 
-def scoring_requests(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> list[ScoringRequest]:
-    """What was said last in each sample, to all before it, as texts without special tokens, each with what the data says
-    about its prompt.
+def scoring_requests(
+    prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
+) -> list[ScoringRequest]:
+    """What was said last in each sample, to all before it, as texts without special tokens, each
+    with what the data says about its prompt.
     """
     return [
-        ScoringRequest(tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata)
-        for prompt, sample, last in zip(prompts, samples, (sample.turns()[-1] for sample in samples), strict=True)
+        ScoringRequest(
+            tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata
+        )
+        for prompt, sample, last in zip(
+            prompts, samples, (sample.turns()[-1] for sample in samples), strict=True
+        )
     ]
 
 
-def text_scores(scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer) -> Tensor:
+def text_scores(
+    scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
+) -> Tensor:
     """float64 [B], of `scoring_requests`."""
     return scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer)))
 
 
 def judged_wins(told: Wins, prompts: int) -> Tensor:
-    """What `Judge.compare` tells of the responses to so many prompts, float64 [P, K, 2]; NaN where it could not be read."""
+    """What `Judge.compare` tells of the responses to so many prompts, float64 [P, K, 2]; NaN where
+    it could not be read."""
     pairs = [(math.nan, math.nan) if wins is None else wins for wins in told]
     return torch.tensor(pairs, dtype=torch.float64).view(prompts, -1, 2)
 
@@ -69,8 +84,8 @@ def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
 def reference_samples(
     prompts: Sequence[Prompt], drawn: Sequence[Sample], tokenizer: Tokenizer, *, ended: bool
 ) -> list[Sample]:
-    """What was drawn for a prompt, else its `reference` as if it had been: the tokens that its record says it was drawn as,
-    else those of the text, with `ended` with an end of sequence last.
+    """What was drawn for a prompt, else its `reference` as if it had been: the tokens that its
+    record says it was drawn as, else those of the text, with `ended` with an end of sequence last.
 
     Raises AlignerError for a text that the tokenizer can not express.
     """
@@ -78,7 +93,9 @@ def reference_samples(
     for prompt in prompts:
         if prompt.id in found:
             continue
-        response = drawn_tokens(prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer)
+        response = drawn_tokens(
+            prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer
+        )
         if response is None:
             response = tokenizer.encode(prompt.metadata["reference"])
             response = tokenizer.ended(response) if ended else response
@@ -123,7 +140,8 @@ class Evaluator:
     writes: bool
     """Whether this rank is the one that writes files."""
     judge: Judge | None = None
-    """What compares the responses with the references, where `evaluation.judge` says so, on the rank that writes."""
+    """What compares the responses with the references, where `evaluation.judge` says so, on the
+    rank that writes."""
     has_begun: bool = field(default=False, init=False)
     """Whether `begin` was called, and `evaluate` is to follow."""
     _begun: Future[_Answers] | None = field(default=None, init=False)
@@ -137,14 +155,16 @@ class Evaluator:
         return self.suite.settings
 
     def draw(self, builder: RolloutBuilder) -> list[Sample]:
-        """Responses to the held-out prompts, each prompt's in a row, by the weights that serve `builder`.
+        """Responses to the held-out prompts, each prompt's in a row, by the weights that serve
+        `builder`.
 
         Random streams are the same every time and never a training step's.
         """
         return builder.generate(self.prompts, self.settings.samples, self.options)
 
     def begin(self, step: int, drawn: Callable[[], list[Sample]] | None) -> None:
-        """Have what `drawn` returns, responses by the weights of `step`, scored, on the rank that writes, which alone draws.
+        """Have what `drawn` returns, responses by the weights of `step`, scored, on the rank that
+        writes, which alone draws.
 
         Collective; `evaluate` waits for it. Raises AlignerError as that does for references.
         """
@@ -153,13 +173,20 @@ class Evaluator:
         if drawn is not None:
             self._begun = begun = RemoteFuture[_Answers](set())
             # Not an executor's thread: a run that fails must not wait for a judge before it ends.
-            Thread(target=begun.fulfil, args=(self._scored_alone, drawn), name="evaluation", daemon=True).start()
+            Thread(
+                target=begun.fulfil,
+                args=(self._scored_alone, drawn),
+                name="evaluation",
+                daemon=True,
+            ).start()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics, `eval/…`, of the weights of `step`: those that the engine holds, or that `begin` was called for.
+        """The metrics, `eval/…`, of the weights of `step`: those that the engine holds, or that
+        `begin` was called for.
 
-        Collective. An episode whose environment failed counts as one that is worth nothing, and in `eval/lost_episodes`.
-        Raises AlignerError as the scorer does, and where the run has gone on without the references' scores.
+        Collective. An episode whose environment failed counts as one that is worth nothing, and in
+        `eval/lost_episodes`. Raises AlignerError as the scorer does, and where the run has gone on
+        without the references' scores.
         """
         references = self._references(step)
         answers = self._taken() if self.has_begun else self._answers()
@@ -174,13 +201,18 @@ class Evaluator:
         if answers.wins is not None:
             metrics |= judged_metrics(judged_wins(answers.wins, len(self.prompts)))
         batch = collate(samples, self.tokenizer.pad_token_id)
-        logprobs = self.policy.reference_logprobs(batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0)
+        logprobs = self.policy.reference_logprobs(
+            batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0
+        )
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
-        if not self.options.greedy and not self.options.truncates:  # of other draws the log-probs' difference is no KL
+        # of other draws the log-probs' difference is no KL
+        if not self.options.greedy and not self.options.truncates:
             moved = torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
             metrics["eval/reference_kl"] = float(moved) / len(samples)
-        return {self.suite.prefix + name.removeprefix("eval/"): value for name, value in metrics.items()}
+        return {
+            self.suite.prefix + name.removeprefix("eval/"): value for name, value in metrics.items()
+        }
 
     def _answers(self) -> _Answers:
         """By the weights that the engine holds. Collective."""
@@ -193,7 +225,9 @@ class Evaluator:
     def _scored_alone(self, drawn: Callable[[], list[Sample]]) -> _Answers:
         """On the rank that writes, beside what the ranks do."""
         samples, prompts = drawn(), self._prompts_of_samples()
-        return _Answers(samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples))
+        return _Answers(
+            samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples)
+        )
 
     def _taken(self) -> _Answers:
         """What was begun, on every rank, once it is there. Collective."""
@@ -215,14 +249,18 @@ class Evaluator:
         return [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
 
     def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Wins | None:
-        """What the judge says of each sample against the prompt's reference; None on ranks that ask nothing."""
+        """What the judge says of each sample against the prompt's reference; None on ranks that ask
+        nothing."""
         if self.judge is None:
             return None
         others = [text for text in self._reference_texts for _ in range(self.settings.samples)]
         return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), others)
 
-    def _scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, alone: bool = False) -> Tensor:
-        """[B]: what each sample is worth, with what its environment gave. Collective, or one rank's `alone`."""
+    def _scores(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, alone: bool = False
+    ) -> Tensor:
+        """[B]: what each sample is worth, with what its environment gave. Collective, or one rank's
+        `alone`."""
         if self.scorer is None:
             batch = collate(samples, self.tokenizer.pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
@@ -233,7 +271,9 @@ class Evaluator:
                 scores = self.services.score(batch, metadata)
         elif alone:
             requests = scoring_requests(prompts, samples, self.tokenizer)
-            scores = torch.tensor(checked_scores(self.scorer.name, self.scorer.scorer, requests), dtype=torch.float64)
+            scores = torch.tensor(
+                checked_scores(self.scorer.name, self.scorer.scorer, requests), dtype=torch.float64
+            )
         else:
             scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
         given = environment_scores(samples, 1)
@@ -242,15 +282,17 @@ class Evaluator:
     def _references(self, step: int) -> Tensor:
         """[P]: the scores of the references, which are found once and kept in the run directory.
 
-        A prompt's reference is the record's `reference`, else the initial policy's most probable response.
+        A prompt's reference is the record's `reference`, else the initial policy's most probable
+        response.
         """
         if self._reference_scores is None:
             self._reference_scores = self._stored_scores()
         if self._reference_scores is None:
             if step and without_reference(self.prompts):
                 raise AlignerError(
-                    f"{self.references_file}: no such file, so that there is nothing to compare responses with: a run that is"
-                    " evaluated from its first step on keeps the initial policy's here; give `reference` with every prompt of"
+                    f"{self.references_file}: no such file, so that there is nothing to compare"
+                    " responses with: a run that is evaluated from its first step on keeps the"
+                    " initial policy's here; give `reference` with every prompt of"
                     f" {self.suite.key}.path, or evaluation.every=0"
                 )
             self._reference_scores = self._score_references()
@@ -258,8 +300,12 @@ class Evaluator:
 
     def _score_references(self) -> Tensor:
         lacking = without_reference(self.prompts)
-        drawn = self.builder.generate(lacking, 1, replace(self.options, greedy=True)) if lacking else []
-        samples = reference_samples(self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids))
+        drawn = (
+            self.builder.generate(lacking, 1, replace(self.options, greedy=True)) if lacking else []
+        )
+        samples = reference_samples(
+            self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids)
+        )
         scores = self._scores(self.prompts, samples)
         self._reference_texts = [self.tokenizer.decode(sample.response) for sample in samples]
         if self.writes:
@@ -267,7 +313,11 @@ class Evaluator:
             told = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
             for prompt, sample, response, score in told:
                 record: dict[str, Any] = {"prompt": prompt.text, "response": response}
-                record |= {"response_tokens": sample.response.tolist(), "score": score, "scorer": self.settings.function}
+                record |= {
+                    "response_tokens": sample.response.tolist(),
+                    "score": score,
+                    "scorer": self.settings.function,
+                }
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
             write_file(self.references_file, "".join(lines))
         return scores
@@ -275,20 +325,25 @@ class Evaluator:
     def _stored_scores(self) -> Tensor | None:
         records = None
         if self.writes and self.references_file.exists():
-            records = [json.loads(line) for line in self.references_file.read_text(encoding="utf-8").splitlines()]
-        records = broadcast_json(records)  # a rank that looked for itself might find what rank 0 is only now writing
+            records = [
+                json.loads(line)
+                for line in self.references_file.read_text(encoding="utf-8").splitlines()
+            ]
+        # a rank that looked for itself might find what rank 0 is only now writing
+        records = broadcast_json(records)
         if records is None:
             return None
         if [record["prompt"] for record in records] != [prompt.text for prompt in self.prompts]:
             raise AlignerError(
-                f"{self.references_file}: it has the references of other prompts than {self.suite.key}.path or"
-                f" {self.suite.key}.prompts; go on with the prompts that the run was started with"
+                f"{self.references_file}: it has the references of other prompts than"
+                f" {self.suite.key}.path or {self.suite.key}.prompts; go on with the prompts that"
+                " the run was started with"
             )
         function = records[0]["scorer"]
         if function != self.settings.function:
             raise AlignerError(
-                f"{self.references_file}: it has scores by {self.suite.key}.function={function}; go on with that, not with"
-                f" {self.settings.function}"
+                f"{self.references_file}: it has scores by {self.suite.key}.function={function}; go"
+                f" on with that, not with {self.settings.function}"
             )
         self._reference_texts = [record["response"] for record in records]
         return torch.tensor([record["score"] for record in records], dtype=torch.float64)
@@ -310,7 +365,9 @@ def build_evaluator(
     settings, scorer = suite.settings, None
     if settings.function is not None:
         deadline = settings.function_timeout_s
-        scorer = TextSource(settings.function, resolve_scorer(settings.function, f"{suite.key}.function", deadline))
+        scorer = TextSource(
+            settings.function, resolve_scorer(settings.function, f"{suite.key}.function", deadline)
+        )
     writes, judge = policy.world.rank == 0, evaluation_judge(settings, suite.key)
     return Evaluator(
         suite=suite,

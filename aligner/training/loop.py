@@ -1,4 +1,5 @@
-"""The training loop: what is done around a step, and how a run goes on from where it stood, is the same for every trainer."""
+"""The training loop: what is done around a step, and how a run goes on from where it stood, is the
+same for every trainer."""
 
 import logging
 import signal
@@ -28,18 +29,22 @@ _log = logging.getLogger(__name__)
 
 
 class StopCondition:
-    """After which step a run ends: its last, or the one that it is at when it is told to stop. One rank's view; all agree.
+    """After which step a run ends: its last, or the one that it is at when it is told to stop. One
+    rank's view; all agree.
 
     In the same breath they agree on whether the time for a checkpoint has come.
     """
 
-    def __init__(self, config: Config, world: World, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, world: World, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Takes over the signal to stop in this process; only the main thread may."""
         self.last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self.is_early = False
         """Whether the run was told to stop, and has ended before its last step."""
         self.is_save_due = False
-        """Whether on some rank `checkpoint.every_minutes` were over, when the ranks were last asked."""
+        """Whether on some rank `checkpoint.every_minutes` were over, when the ranks were last
+        asked."""
         self._world, self._clock = world, clock
         self._save_every_s, self._saved_at = 60 * config.checkpoint.every_minutes, clock()
         self._told = False
@@ -50,14 +55,18 @@ class StopCondition:
         self._told = True
 
     def is_early_after(self, done: int) -> bool:
-        """Whether the run was told to stop, with so many steps done and others to come. Collective."""
+        """Whether the run was told to stop, with so many steps done and others to come.
+        Collective."""
         overdue = 0 < self._save_every_s <= self._clock() - self._saved_at
-        told, due = self._world.max_(torch.tensor([int(self._told), int(overdue)], device=self._world.device)).tolist()
+        told, due = self._world.max_(
+            torch.tensor([int(self._told), int(overdue)], device=self._world.device)
+        ).tolist()
         self.is_early, self.is_save_due = bool(told) and done < self.last, bool(due)
         return self.is_early
 
     def is_after(self, done: int) -> bool:
-        """Whether the run ends after the step `done`: with that many done, none follows. Collective."""
+        """Whether the run ends after the step `done`: with that many done, none follows.
+        Collective."""
         return self.is_early_after(done) or done == self.last
 
     def count_anew(self) -> None:
@@ -67,7 +76,8 @@ class StopCondition:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """One rank of the trainer. Every rank runs the same program, and calls every method with the same arguments."""
+    """One rank of the trainer. Every rank runs the same program, and calls every method with the
+    same arguments."""
 
     config: Config
     checkpoints: RunCheckpoints | None
@@ -82,7 +92,8 @@ class TrainingLoop:
     _evaluating: int | None = field(default=None, init=False)
     """The step whose weights are evaluated beside the one after it."""
     _evaluations: list[float] = field(default_factory=list, init=False)
-    """What evaluations have found so far of the metric that `run.end_without_gain` counts by. Rank 0's."""
+    """What evaluations have found so far of the metric that `run.end_without_gain` counts by. Rank
+    0's."""
     _reached: str | None = field(default=None, init=False)
     """Why the run has ended before its last step, where it has."""
 
@@ -111,12 +122,17 @@ class TrainingLoop:
             self.publish(done, timer, last=ends)
             self._finish_evaluation(timer)
             if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
-                # What is measured hangs on steps alone: a checkpoint for the time that has passed has no part in it.
-                evaluated = self._evaluate(done, timer, saves=self._saves(done, ends=ends), beside=not ends)
+                # What is measured hangs on steps alone: a checkpoint for the time that has passed
+                # has no part in it.
+                evaluated = self._evaluate(
+                    done, timer, saves=self._saves(done, ends=ends), beside=not ends
+                )
                 result.metrics.update(evaluated)
                 if self._has_reached_its_end([{"step": done, **result.metrics}]):
                     ends = True
-                    result.metrics.update(evaluated or self._evaluate(done, timer, saves=True, as_last=True))
+                    result.metrics.update(
+                        evaluated or self._evaluate(done, timer, saves=True, as_last=True)
+                    )
             saves = self._saves(done, ends=ends)
             self._record(done, result, timer.take())
             if timer.begins is not None:  # how long steps take is known from here on
@@ -131,7 +147,8 @@ class TrainingLoop:
                 break
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Restore what the last of these checkpoints holds, if there is one; the steps that are done."""
+        """Restore what the last of these checkpoints holds, if there is one; the steps that are
+        done."""
         raise NotImplementedError
 
     def begin(self, first: int) -> None:
@@ -142,14 +159,17 @@ class TrainingLoop:
         raise NotImplementedError
 
     def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
-        """Take the weights, of as many steps, to where they are used, before a `last` step or others."""
+        """Take the weights, of as many steps, to where they are used, before a `last` step or
+        others."""
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
-        """Whether the weights of a step are to be evaluated, with a checkpoint of them or without."""
+        """Whether the weights of a step are to be evaluated, with a checkpoint of them or
+        without."""
         return False
 
     def begin_evaluation(self, step: int) -> bool:
-        """Begin to evaluate the weights of a step, which `evaluate` is asked for after the next one; False: it does all."""
+        """Begin to evaluate the weights of a step, which `evaluate` is asked for after the next
+        one; False: it does all."""
         return False
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -161,7 +181,8 @@ class TrainingLoop:
         raise NotImplementedError
 
     def finish_save(self, state: TrainingState) -> TrainingState:
-        """Wait until all parts of the checkpoint are written; its state, with what is known only now."""
+        """Wait until all parts of the checkpoint are written; its state, with what is known only
+        now."""
         raise NotImplementedError
 
     def committed(self, kept: Sequence[TrainingState]) -> None:
@@ -187,13 +208,19 @@ class TrainingLoop:
     @property
     def _owes_evaluation(self) -> bool:
         """Whether the step that the run resumes from is still to be evaluated."""
-        return bool(self._saved) and self._saved[-1].owes_evaluation and self.is_evaluated(self._saved[-1].step, saves=True)
+        return (
+            bool(self._saved)
+            and self._saved[-1].owes_evaluation
+            and self.is_evaluated(self._saved[-1].step, saves=True)
+        )
 
     def _evaluate_beforehand(self, first: int, timer: PhaseTimer) -> None:
         """Evaluate the initial weights, or those of a checkpoint whose evaluation is owed."""
         owes = self._owes_evaluation
         beside = owes and first < self.stop.last
-        evaluated = self._evaluate(first, timer, saves=owes, beside=beside) if owes or first == 0 else {}
+        evaluated = (
+            self._evaluate(first, timer, saves=owes, beside=beside) if owes or first == 0 else {}
+        )
         if not evaluated:
             return
         evaluated |= {"time/evaluate": timer.take()["time/evaluate"]}
@@ -203,7 +230,8 @@ class TrainingLoop:
             self.recorder.metrics.write(first, evaluated)
 
     def _amend(self, step: int, evaluated: Mapping[str, float]) -> None:
-        """Add what its evaluation has found to the last step that was recorded, and to its checkpoint if there is one."""
+        """Add what its evaluation has found to the last step that was recorded, and to its
+        checkpoint if there is one."""
         metric = None if self.checkpoints is None else self.checkpoints.metric(evaluated)
         if self._saving is not None and self._saving[0].step == step:
             state = replace(self._saving[0], owes_evaluation=False)
@@ -215,7 +243,13 @@ class TrainingLoop:
             self.checkpoints.settle(step, metric)
 
     def _evaluate(
-        self, step: int, timer: PhaseTimer, *, saves: bool, as_last: bool = False, beside: bool = False
+        self,
+        step: int,
+        timer: PhaseTimer,
+        *,
+        saves: bool,
+        as_last: bool = False,
+        beside: bool = False,
     ) -> dict[str, float]:
         """Evaluate a step where one is due: that of a run's last step with `as_last`.
 
@@ -231,7 +265,8 @@ class TrainingLoop:
             return self.evaluate(step)
 
     def _finish_evaluation(self, timer: PhaseTimer) -> None:
-        """Wait for what is still to be found by the evaluation that was begun a step ago, if any: it is that step's."""
+        """Wait for what is still to be found by the evaluation that was begun a step ago, if any:
+        it is that step's."""
         step, self._evaluating = self._evaluating, None
         if step is None:
             return
@@ -251,10 +286,15 @@ class TrainingLoop:
 
     def _recorded(self) -> list[dict[str, float]]:
         """The metrics of the steps that are done, if they are asked for. Rank 0's."""
-        return [] if self.recorder is None or self._end_rule is None else read_metrics(run_paths(self.config).metrics)
+        return (
+            []
+            if self.recorder is None or self._end_rule is None
+            else read_metrics(run_paths(self.config).metrics)
+        )
 
     def _has_reached_its_end(self, records: Sequence[Record]) -> bool:
-        """Whether the run ends by what it reached after the last of these steps, which follow those of the call before.
+        """Whether the run ends by what it reached after the last of these steps, which follow those
+        of the call before.
 
         The initial policy ends none. Collective; rank 0 decides.
         """
@@ -275,15 +315,16 @@ class TrainingLoop:
         return self._reached is not None
 
     def _comparable(self, record: Record) -> Record:
-        """A step's metrics without an evaluation that is there because the run stopped or ended then: where it ends must not
-        hang on where it was stopped."""
+        """A step's metrics without an evaluation that is there because the run stopped or ended
+        then: where it ends must not hang on where it was stopped."""
         step = int(record["step"])
         if self.is_evaluated(step, saves=self._saves(step, ends=False)):
             return record
         return {name: value for name, value in record.items() if not name.startswith("eval/")}
 
     def _tell_what_was_reached(self) -> None:
-        """Leave why the run has ended before its last step, once its checkpoint is complete, for whoever asks."""
+        """Leave why the run has ended before its last step, once its checkpoint is complete, for
+        whoever asks."""
         if self.recorder is not None and self._reached is not None:
             _log.info("%s", self._reached)
             with writing():
@@ -294,7 +335,10 @@ class TrainingLoop:
             self.checkpoints.check_metric(result.metrics)
         if self.recorder is None:
             return
-        throughput = {f"throughput/{unit}_per_s": count / times["time/step"] for unit, count in result.processed.items()}
+        throughput = {
+            f"throughput/{unit}_per_s": count / times["time/step"]
+            for unit, count in result.processed.items()
+        }
         if step == 1 or step % self.config.logging.samples_every == 0:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
         self.recorder.keep(step, result)
@@ -303,20 +347,26 @@ class TrainingLoop:
         judged = {} if self.recorder.judges is None else self.recorder.judges.metrics()
         self.recorder.metrics.write(step, result.metrics | judged | times | throughput)
 
-    def _begin_save(self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer) -> None:
-        """`metrics` are the step's; None: it is saved for the time that has passed, and not compared with others."""
+    def _begin_save(
+        self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer
+    ) -> None:
+        """`metrics` are the step's; None: it is saved for the time that has passed, and not
+        compared with others."""
         assert self.checkpoints is not None
         self.stop.count_anew()
         metric = None if metrics is None else self.checkpoints.metric(metrics)
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
-        owes = self._evaluating == step or (self.stop.is_early and self.is_evaluated(step, saves=True))
+        owes = self._evaluating == step or (
+            self.stop.is_early and self.is_evaluated(step, saves=True)
+        )
         self._saving = replace(state, owes_evaluation=owes, by_time=metrics is None), metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)
 
     def _finish_save(self, timer: PhaseTimer) -> None:
-        """Wait for the checkpoint that is being written, if any; it counts once all of it is there."""
+        """Wait for the checkpoint that is being written, if any; it counts once all of it is
+        there."""
         saving, self._saving = self._saving, None
         if saving is None or self.checkpoints is None:
             return

@@ -40,7 +40,9 @@ class OfflineTrainer(TrainingLoop):
         first = 0
         if saved:
             first, self._position = saved[-1].step, saved[-1].position
-            self.task.model.load(run_paths(self.config).checkpoint(first, self.task.part), verified=True)
+            self.task.model.load(
+                run_paths(self.config).checkpoint(first, self.task.part), verified=True
+            )
         if self.recorder is not None:
             _log.info("%s", self._announcement(first))
         return first
@@ -53,7 +55,10 @@ class OfflineTrainer(TrainingLoop):
         self._position += size
         with timer.phase("train"):
             stats = self.task.train(rows)
-        prefixed = {f"{'policy' if name in _OF_EVERY_UPDATE else self.task.name}/{name}": stats[name] for name in stats}
+        prefixed = {
+            f"{'policy' if name in _OF_EVERY_UPDATE else self.task.name}/{name}": stats[name]
+            for name in stats
+        }
         return StepResult(prefixed, {"samples": size, "tokens": int(rows.lengths.sum())})
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
@@ -70,15 +75,19 @@ class OfflineTrainer(TrainingLoop):
     def _held_out_rows(self) -> list[Rows]:
         """The held-out examples, as many at a time as a step takes."""
         size = self.config.data.batch_size
-        return [self.task.rows(self.held_out[start : start + size]) for start in range(0, len(self.held_out), size)]
+        return [
+            self.task.rows(self.held_out[start : start + size])
+            for start in range(0, len(self.held_out), size)
+        ]
 
     def _announcement(self, first: int) -> str:
         data, steps = self.config.data, self.config.run.steps
         rows, size = len(self.examples), data.batch_size
         resumed = f"; resumed after step {first}" if first else ""
         return (
-            f"{self.task.name}: {rows} rows, {len(self.held_out)} held out; steps of {size} rows, {rows / size:.1f} an epoch;"
-            f" the run's {steps} steps are {steps * size / rows:.2f} epochs{resumed}"
+            f"{self.task.name}: {rows} rows, {len(self.held_out)} held out; steps of {size} rows,"
+            f" {rows / size:.1f} an epoch; the run's {steps} steps are {steps * size / rows:.2f}"
+            f" epochs{resumed}"
         )
 
     def begin_save(self, step: int) -> TrainingState:

@@ -1,4 +1,5 @@
-"""What an offline run learns: from demonstrations (SFT), preferences (DPO, a reward model) or labeled steps."""
+"""What an offline run learns: from demonstrations (SFT), preferences (DPO, a reward model) or
+labeled steps."""
 
 import math
 from abc import ABC, abstractmethod
@@ -36,7 +37,8 @@ from aligner.schema import PreferenceConfig, TeacherConfig
 
 @dataclass(frozen=True)
 class OfflineTask(ABC):
-    """What is learned, and from which kind of example. Every rank calls every method with the same."""
+    """What is learned, and from which kind of example. Every rank calls every method with the
+    same."""
 
     model: Policy | ValueModel
     pad_token_id: int
@@ -53,7 +55,8 @@ class OfflineTask(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, rows: Any, denominator: float) -> tuple[Tensor, Stats]:
-        """Of the model's log-probs [B, S-1], or its head's numbers [B, S]; sums over `denominator`."""
+        """Of the model's log-probs [B, S-1], or its head's numbers [B, S]; sums over
+        `denominator`."""
 
     def count(self, rows: Rows) -> float:
         """How many of what the loss is a mean over: pairs where an example is one, else tokens."""
@@ -62,8 +65,12 @@ class OfflineTask(ABC):
     def train(self, rows: Rows) -> dict[str, float]:
         """One optimizer step; the loss's statistics, and those of every update."""
         if isinstance(self.model, ValueModel):
-            return self.model.train_rows(rows, self.loss, denominator=self.count(rows), group=self.group)
-        return self.model.train(rows, self._policy_loss, denominator=self.count(rows), group=self.group)
+            return self.model.train_rows(
+                rows, self.loss, denominator=self.count(rows), group=self.group
+            )
+        return self.model.train(
+            rows, self._policy_loss, denominator=self.count(rows), group=self.group
+        )
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
         """The loss's statistics as sums over `denominator`; nothing is trained."""
@@ -74,7 +81,9 @@ class OfflineTask(ABC):
         """JSON files that belong beside the model as it is now, by name."""
         return {}
 
-    def _policy_loss(self, logprobs: Tensor, entropy: Tensor, rows: Any, denominator: float) -> tuple[Tensor, Stats]:
+    def _policy_loss(
+        self, logprobs: Tensor, entropy: Tensor, rows: Any, denominator: float
+    ) -> tuple[Tensor, Stats]:
         return self.loss(logprobs, rows, denominator)
 
 
@@ -104,7 +113,9 @@ class OfflineDistillation(SupervisedFineTuning):
     def rows(self, examples: Sequence[Demonstration]) -> Rows:
         """A row a demonstration, with the teacher's most probable tokens."""
         rows = super().rows(examples)
-        taught = taught_rows([example.taught for example in examples if example.taught is not None], rows.mask)
+        taught = taught_rows(
+            [example.taught for example in examples if example.taught is not None], rows.mask
+        )
         return replace(rows, candidates=taught.ids, candidate_targets=taught.outcomes)
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
@@ -118,7 +129,8 @@ class OfflineDistillation(SupervisedFineTuning):
 
 @dataclass(frozen=True)
 class DirectPreferenceOptimization(OfflineTask):
-    """The policy prefers one answer over another. The reference is the model that the run starts from."""
+    """The policy prefers one answer over another. The reference is the model that the run starts
+    from."""
 
     model: Policy
     settings: PreferenceConfig
@@ -132,18 +144,27 @@ class DirectPreferenceOptimization(OfflineTask):
         reference = torch.zeros(rows.mask.shape)
         if self.settings.has_reference:
             reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
-        margins = torch.tensor([math.nan if pair.margin is None else pair.margin for pair in examples])
-        return PreferenceRows(rows.tokens, rows.lengths, rows.mask, reference, margins.repeat_interleave(2))
+        margins = torch.tensor(
+            [math.nan if pair.margin is None else pair.margin for pair in examples]
+        )
+        return PreferenceRows(
+            rows.tokens, rows.lengths, rows.mask, reference, margins.repeat_interleave(2)
+        )
 
-    def loss(self, output: Tensor, rows: PreferenceRows, denominator: float) -> tuple[Tensor, Stats]:
+    def loss(
+        self, output: Tensor, rows: PreferenceRows, denominator: float
+    ) -> tuple[Tensor, Stats]:
         """That of `algorithm.preference`."""
         margins = rows.margins[::2]
-        return pair_loss(output, rows.reference_logprobs, rows.mask, self.settings, denominator, margins=margins)
+        return pair_loss(
+            output, rows.reference_logprobs, rows.mask, self.settings, denominator, margins=margins
+        )
 
 
 @dataclass(frozen=True)
 class KahnemanTverskyOptimization(OfflineTask):
-    """The policy comes nearer to desirable answers and leaves others. The reference is the model that the run starts from."""
+    """The policy comes nearer to desirable answers and leaves others. The reference is the model
+    that the run starts from."""
 
     model: Policy
     settings: PreferenceConfig
@@ -151,12 +172,21 @@ class KahnemanTverskyOptimization(OfflineTask):
     part = "policy"
 
     def rows(self, examples: Sequence[LabeledAnswer]) -> LabeledRows:
-        """A row an answer, with the reference's log-probs; the baseline hangs on the policy that then learns from them."""
+        """A row an answer, with the reference's log-probs; the baseline hangs on the policy that
+        then learns from them."""
         rows = demonstration_rows([example.answer for example in examples], self.pad_token_id)
         desirable = torch.tensor([example.is_desirable for example in examples])
         share = len(examples) / torch.where(desirable, desirable.sum(), (~desirable).sum())
         reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
-        return LabeledRows(rows.tokens, rows.lengths, rows.mask, reference, desirable, torch.zeros(len(examples)), share)
+        return LabeledRows(
+            rows.tokens,
+            rows.lengths,
+            rows.mask,
+            reference,
+            desirable,
+            torch.zeros(len(examples)),
+            share,
+        )
 
     def count(self, rows: Rows) -> float:
         """Answers."""
@@ -175,11 +205,14 @@ class KahnemanTverskyOptimization(OfflineTask):
         return labeled_loss(output, rows, self.settings, denominator)
 
     def _with_baseline(self, rows: Any) -> LabeledRows:
-        """The KL estimate: the mean log-ratio of other prompts' answers, at least 0 (Ethayarajh et al. 2024, section 4.1)."""
+        """The KL estimate: the mean log-ratio of other prompts' answers, at least 0 (Ethayarajh et
+        al. 2024, section 4.1)."""
         others = with_others_answers(rows, self.pad_token_id)
         asked: dict[str, Any] = {"mask": others.mask}
         logprobs = self.model.logprobs(others.tokens, others.lengths, **asked)
-        log_ratios = logprobs - self.model.reference_logprobs(others.tokens, others.lengths, **asked)
+        log_ratios = logprobs - self.model.reference_logprobs(
+            others.tokens, others.lengths, **asked
+        )
         baseline = torch.where(others.mask, log_ratios, 0.0).sum(1).mean().clamp(min=0)
         learned: LabeledRows = replace(rows, baseline=baseline.expand(len(rows.tokens)))
         return learned
@@ -189,8 +222,9 @@ class KahnemanTverskyOptimization(OfflineTask):
 class PairwiseRewardModel(OfflineTask):
     """A reward model prefers one answer over another.
 
-    The loss is that of normalized rewards, under which the initial policy's samples had mean 0 and deviation 1 when the
-    head was new; what is stored is the normalization of the head as it has become (Huang et al. 2023, detail 6).
+    The loss is that of normalized rewards, under which the initial policy's samples had mean 0 and
+    deviation 1 when the head was new; what is stored is the normalization of the head as it has
+    become (Huang et al. 2023, detail 6).
     """
 
     model: ValueModel
@@ -202,8 +236,11 @@ class PairwiseRewardModel(OfflineTask):
     group = 2
 
     @classmethod
-    def start(cls, model: ValueModel, pad_token_id: int, samples: Sequence[Demonstration]) -> "PairwiseRewardModel":
-        """Normalize a model that has not been trained. Raises AlignerError where its rewards of the samples are equal."""
+    def start(
+        cls, model: ValueModel, pad_token_id: int, samples: Sequence[Demonstration]
+    ) -> "PairwiseRewardModel":
+        """Normalize a model that has not been trained. Raises AlignerError where its rewards of the
+        samples are equal."""
         rows = demonstration_rows(samples, pad_token_id)
         return cls(model, pad_token_id, rows, fit_normalizer(model, rows))
 
@@ -225,7 +262,8 @@ class PairwiseRewardModel(OfflineTask):
 
 @dataclass(frozen=True)
 class ProcessRewardModel(OfflineTask):
-    """A reward model tells right steps from wrong ones: the head's number at a step's end is the logit of its being right."""
+    """A reward model tells right steps from wrong ones: the head's number at a step's end is the
+    logit of its being right."""
 
     name = part = "reward_model"
 
@@ -250,21 +288,32 @@ def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
 
 
 def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: int) -> Rows:
-    """Right-padded rows of demonstrations, in their order; the mask is that of the responses, or of what is learned there."""
+    """Right-padded rows of demonstrations, in their order; the mask is that of the responses, or of
+    what is learned there."""
     lengths = torch.tensor([demonstration.tokens.numel() for demonstration in demonstrations])
     tokens = pad_sequence(
-        [demonstration.tokens for demonstration in demonstrations], batch_first=True, padding_value=pad_token_id
+        [demonstration.tokens for demonstration in demonstrations],
+        batch_first=True,
+        padding_value=pad_token_id,
     )
-    mask = pad_sequence([demonstration.is_learned[1:] for demonstration in demonstrations], batch_first=True)
+    mask = pad_sequence(
+        [demonstration.is_learned[1:] for demonstration in demonstrations], batch_first=True
+    )
     return Rows(tokens, lengths, mask)
 
 
 def with_others_answers(rows: Rows, pad_token_id: int) -> Rows:
     """Each row's prompt with the answer of the row behind it, the last one's with the first's."""
     starts = rows.mask.int().argmax(1) + 1
-    parts = [(row[:start], row[start:length]) for row, start, length in zip(rows.tokens, starts, rows.lengths, strict=True)]
+    parts = [
+        (row[:start], row[start:length])
+        for row, start, length in zip(rows.tokens, starts, rows.lengths, strict=True)
+    ]
     answers = [parts[(place + 1) % len(parts)][1] for place in range(len(parts))]
-    mixed = [Demonstration(torch.cat([parts[place][0], answer]), len(parts[place][0])) for place, answer in enumerate(answers)]
+    mixed = [
+        Demonstration(torch.cat([parts[place][0], answer]), len(parts[place][0]))
+        for place, answer in enumerate(answers)
+    ]
     return demonstration_rows(mixed, pad_token_id)
 
 
@@ -278,5 +327,6 @@ def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:
         return RewardNormalizer.fit(rewards)
     except ValueError as error:
         raise AlignerError(
-            f"the reward model cannot be normalized by its rewards of {len(rewards)} samples of the initial policy: {error}"
+            f"the reward model cannot be normalized by its rewards of {len(rewards)} samples of the"
+            f" initial policy: {error}"
         ) from error

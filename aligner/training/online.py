@@ -49,16 +49,18 @@ def critic_states(checkpoints: Sequence[TrainingState]) -> list[CriticState]:
 
 
 def announcement(config: Config, prompts: int) -> str:
-    """What the run's steps come to, in the words of an offline run's, and what several passes over a step's samples mean."""
+    """What the run's steps come to, in the words of an offline run's, and what several passes over
+    a step's samples mean."""
     size, steps, settings = config.rollout.prompts_per_step, config.run.steps, config.algorithm
     told = (
-        f"online: {prompts} prompts; steps of {size} prompts, {prompts / size:.1f} an epoch; the run's {steps} steps are"
-        f" {steps * size / prompts:.2f} epochs"
+        f"online: {prompts} prompts; steps of {size} prompts, {prompts / size:.1f} an epoch; the"
+        f" run's {steps} steps are {steps * size / prompts:.2f} epochs"
     )
     if settings.epochs > 1 and settings.loss in WITHOUT_RATIO:
         told += (
-            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no ratio, so nothing but its KL to the reference,"
-            " if it has one, holds the policy near the one that drew a step's samples"
+            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no ratio, so nothing"
+            " but its KL to the reference, if it has one, holds the policy near the one that drew"
+            " a step's samples"
         )
     return told
 
@@ -82,7 +84,9 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("generate"):
             rollout = self.pipeline.take()  # the servers are asked as each part is generated
         batch = rollout.batch
-        drawn = rollout = replace(rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens))))
+        drawn = rollout = replace(
+            rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens)))
+        )
         chosen = rollout
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
@@ -95,7 +99,11 @@ class OnlineTrainer(TrainingLoop):
         processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
         sampled = StepSamples.of(drawn, experience)
         counted = self._count_passes(sampled)
-        metrics = learned | counted | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+        metrics = (
+            learned
+            | counted
+            | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+        )
         light = self.config.engine.publish != "whole" and self._changes_weights(step)
         if light and (stats := self.pipeline.publish_stats) is not None:
             metrics |= publish_metrics(stats)
@@ -109,8 +117,11 @@ class OnlineTrainer(TrainingLoop):
         self.pipeline.pass_rates = self.pass_rates
         return draw_metrics(drawn, before, self.pass_rates)
 
-    def _learn(self, step: int, rollout: RolloutBatch, timer: PhaseTimer) -> tuple[dict[str, float], Experience | None]:
-        """Make experience of the samples, and learn from it; None where nothing is left to learn from."""
+    def _learn(
+        self, step: int, rollout: RolloutBatch, timer: PhaseTimer
+    ) -> tuple[dict[str, float], Experience | None]:
+        """Make experience of the samples, and learn from it; None where nothing is left to learn
+        from."""
         algorithm, coefficient = self.algorithm, self.kl_controller.coefficient
         if algorithm.group > 1:  # what is compared are samples
             rollout = rollout.without_branches()
@@ -122,7 +133,9 @@ class OnlineTrainer(TrainingLoop):
             else:
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
             differing = self.policy.runner.routes_differing
-            reference_logprobs = self.policy.reference_logprobs(*of, mask=batch.mask, kept=kept, routes=routes)
+            reference_logprobs = self.policy.reference_logprobs(
+                *of, mask=batch.mask, kept=kept, routes=routes
+            )
         with timer.phase("server_wait"):
             rows = rollout.scored_rows()
             if len(rows) < len(rollout.samples):
@@ -134,9 +147,15 @@ class OnlineTrainer(TrainingLoop):
             scores = self._scores(rollout)
             if has_step_rewards(self.config.reward):
                 batch = batch.with_step_rewards(rollout.scores.steps(batch.tokens.shape[1] - 1))
-            values = rollout.values.result(width=batch.tokens.shape[1]) if self.config.algorithm.has_critic else None
+            values = (
+                rollout.values.result(width=batch.tokens.shape[1])
+                if self.config.algorithm.has_critic
+                else None
+            )
             batch, taught = self._taught(rollout, batch)
-        samples = algorithm.scored_samples(batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught)
+        samples = algorithm.scored_samples(
+            batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught
+        )
         if not len(samples.tokens):
             return {}, None
         experience = algorithm.experience(samples)
@@ -144,7 +163,11 @@ class OnlineTrainer(TrainingLoop):
             return {}, None
         stats, experience = self._update(step, experience, timer)
         version = weights_version(self.config, step)
-        stats |= experience_metrics(experience) | staleness_metrics(experience, version) | {"kl/coef": coefficient}
+        stats |= (
+            experience_metrics(experience)
+            | staleness_metrics(experience, version)
+            | {"kl/coef": coefficient}
+        )
         if batch.routes is not None:
             asked = self._asks_before_update(step)
             stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
@@ -153,31 +176,44 @@ class OnlineTrainer(TrainingLoop):
         return stats, experience
 
     def _asks_before_update(self, step: int) -> bool:
-        """Whether log-probs are computed apart from the update, which comes with them where it is the step's only one."""
+        """Whether log-probs are computed apart from the update, which comes with them where it is
+        the step's only one."""
         return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
 
-    def _taught(self, rollout: RolloutBatch, batch: SampleBatch) -> tuple[SampleBatch, Tensor | None]:
-        """Wait for the teacher's log-probs [B, S-1] of the batch's rows, None without a teacher; the batch has the others."""
+    def _taught(
+        self, rollout: RolloutBatch, batch: SampleBatch
+    ) -> tuple[SampleBatch, Tensor | None]:
+        """Wait for the teacher's log-probs [B, S-1] of the batch's rows, None without a teacher;
+        the batch has the others."""
         if not self.config.has_teacher:
             return batch, None
         told = rollout.teacher_logprobs.result(batch.tokens.shape[1] - 1)
         if told.ndim == 2:
             return batch, told
         taught = TaughtTokens.unpacked(told)
-        return replace(batch, candidates=taught.ids, candidate_targets=taught.outcomes), taught.logprobs
+        return (
+            replace(batch, candidates=taught.ids, candidate_targets=taught.outcomes),
+            taught.logprobs,
+        )
 
     def _scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B], and shape them."""
         return self.algorithm.shaping(rollout.scores.result(), rollout.samples)
 
-    def _update(self, step: int, experience: Experience, timer: PhaseTimer) -> tuple[dict[str, float], Experience]:
-        """The policy's updates and, at the same time on the critic's devices, the critic's; their metrics.
+    def _update(
+        self, step: int, experience: Experience, timer: PhaseTimer
+    ) -> tuple[dict[str, float], Experience]:
+        """The policy's updates and, at the same time on the critic's devices, the critic's; their
+        metrics.
 
-        The experience comes back with log-probs from before the update, and the entropies of its rows' first updates.
+        The experience comes back with log-probs from before the update, and the entropies of its
+        rows' first updates.
         """
         settings = self.config.algorithm
         seed = self.config.seed * 1_000_003 + step
-        parts = list(self.algorithm.minibatches(experience, settings.epochs, settings.minibatches, seed))
+        parts = list(
+            self.algorithm.minibatches(experience, settings.epochs, settings.minibatches, seed)
+        )
         critic = self.services.train_critic(
             [
                 (part.tokens, part.returns, part.values, part.mask)
@@ -185,12 +221,20 @@ class OnlineTrainer(TrainingLoop):
                 if part.values is not None and part.returns is not None
             ]
         )
-        before = None if self._asks_before_update(step) else torch.empty_like(experience.old_logprobs)
+        before = (
+            None if self._asks_before_update(step) else torch.empty_like(experience.old_logprobs)
+        )
         entropies = None
         if self.config.logging.samples_mib and experience.row_ids is not None:
-            entropies = torch.full((int(experience.row_ids.max()) + 1, experience.mask.shape[1]), torch.nan)
+            entropies = torch.full(
+                (int(experience.row_ids.max()) + 1, experience.mask.shape[1]), torch.nan
+            )
         with timer.phase("train"):
-            policy_updates = self._train_policy(parts, before, entropies) if step >= settings.policy_starts_after else []
+            policy_updates = (
+                self._train_policy(parts, before, entropies)
+                if step >= settings.policy_starts_after
+                else []
+            )
         if before is not None:
             experience = replace(parts[0], old_logprobs=before)  # the only update's, of all rows
         if entropies is not None:
@@ -198,14 +242,21 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("server_wait"):
             critic_updates = critic.result()
         counted = {"policy/updates": float(len(policy_updates))}
-        return counted | update_metrics("policy", policy_updates) | update_metrics("value", critic_updates), experience
+        return (
+            counted
+            | update_metrics("policy", policy_updates)
+            | update_metrics("value", critic_updates),
+            experience,
+        )
 
     def _train_policy(
         self, minibatches: Sequence[Experience], before: Tensor | None, entropies: Tensor | None
     ) -> list[dict[str, float]]:
-        """An optimizer step on each minibatch, until the policy has moved too far; `before` as `Policy.train` has it.
+        """An optimizer step on each minibatch, until the policy has moved too far; `before` as
+        `Policy.train` has it.
 
-        The entropies that a row's first step finds are put in its place by `row_ids` among `entropies`, which are NaN.
+        The entropies that a row's first step finds are put in its place by `row_ids` among
+        `entropies`, which are NaN.
         """
         algorithm, limit = self.algorithm, self.config.algorithm.early_stop_kl
         updates: list[dict[str, float]] = []
@@ -249,7 +300,8 @@ class OnlineTrainer(TrainingLoop):
             self.pipeline.publish_weights(version=weights_version(self.config, first))
 
     def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
-        """Take the weights after so many steps to the engine, beside the next steps where samples are drawn ahead.
+        """Take the weights after so many steps to the engine, beside the next steps where samples
+        are drawn ahead.
 
         The engine keeps those that it has where the step has left them as they were.
         """
@@ -267,7 +319,8 @@ class OnlineTrainer(TrainingLoop):
         return self.evaluations is not None and self.evaluations.is_due(step)
 
     def begin_evaluation(self, step: int) -> bool:
-        """Have the generator draw the responses behind the samples that the same weights draw, where `evaluation.beside`."""
+        """Have the generator draw the responses behind the samples that the same weights draw,
+        where `evaluation.beside`."""
         if self.evaluations is None or not self.config.evaluation.beside:
             return False
         self.evaluations.begin(step, self.pipeline.draw_beside(self.evaluations.draw))
@@ -288,13 +341,21 @@ class OnlineTrainer(TrainingLoop):
         self.pipeline.begin_save(step)
         together(lambda: None if self.recorder is None else self._write_rates(step))
         critic = self.services.begin_critic_checkpoint(step)
-        return TrainingState(step, self.kl_controller.coefficient, 0 if critic is None else critic.updates, position=0)
+        return TrainingState(
+            step,
+            self.kl_controller.coefficient,
+            0 if critic is None else critic.updates,
+            position=0,
+        )
 
     def finish_save(self, state: TrainingState) -> TrainingState:
-        """The position in the data is known once the samples that the checkpoint holds are drawn."""
+        """The position in the data is known once the samples that the checkpoint holds are
+        drawn."""
         self.policy.finish_save()
         self.services.finish_critic_checkpoint()
-        position = self.pipeline.finish_save(run_paths(self.config).checkpoint(state.step, "rollouts"))
+        position = self.pipeline.finish_save(
+            run_paths(self.config).checkpoint(state.step, "rollouts")
+        )
         return replace(state, position=position)
 
     @writing()
@@ -306,7 +367,11 @@ class OnlineTrainer(TrainingLoop):
         if found is not None:
             self.pass_rates = self.pipeline.pass_rates = found
         elif self.recorder is not None:
-            of = "of other prompts" if directory.is_dir() else "of a release that counted no prompts' samples"
+            of = (
+                "of other prompts"
+                if directory.is_dir()
+                else "of a release that counted no prompts' samples"
+            )
             _log.warning("the checkpoint is %s: pass rates begin anew from here", of)
 
     def committed(self, kept: Sequence[TrainingState]) -> None:

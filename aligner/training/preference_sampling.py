@@ -29,35 +29,53 @@ from aligner.training.step_samples import StepSamples
 
 Record = dict[str, Any]
 _Pair = tuple[int, list[int], list[int], Record]
-"""The row of a sample of the prompt's, the tokens of the chosen and the rejected answer, and what else is known of them."""
+"""The row of a sample of the prompt's, the tokens of the chosen and the rejected answer, and what
+else is known of them."""
 
 
 def preferences(
-    rollout: RolloutBatch, scores: Tensor, samples_per_prompt: int, tokenizer: Tokenizer, pairs: str = "best_and_worst"
+    rollout: RolloutBatch,
+    scores: Tensor,
+    samples_per_prompt: int,
+    tokenizer: Tokenizer,
+    pairs: str = "best_and_worst",
 ) -> tuple[list[Record], int]:
-    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, of two samples both `scores`
-    and their difference, the `margin`; and how many prompts gave none, for want of two texts of which one is better.
+    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, of
+    two samples both `scores` and their difference, the `margin`; and how many prompts gave none,
+    for want of two texts of which one is better.
 
-    `scores` [B] are those of the rollout's samples, each prompt's in a row; `pairs` is `algorithm.pairs`.
+    `scores` [B] are those of the rollout's samples, each prompt's in a row; `pairs` is
+    `algorithm.pairs`.
     """
     if pairs == "demonstration":
         found = _against_demonstrations(rollout)
     else:
-        found = _between_samples(rollout, scores, PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist())
+        found = _between_samples(
+            rollout, scores, PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist()
+        )
     records, with_pair = [], set[int]()
     for row, chosen, rejected, known in found:
         texts = [tokenizer.decode(chosen), tokenizer.decode(rejected)]
-        # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at all.
+        # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at
+        # all.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
         prompt = rollout.prompts[row]
-        tokens = {"prompt_tokens": prompt.tokens.tolist(), "chosen_tokens": chosen, "rejected_tokens": rejected}
-        records.append({"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **known, **tokens})
+        tokens = {
+            "prompt_tokens": prompt.tokens.tolist(),
+            "chosen_tokens": chosen,
+            "rejected_tokens": rejected,
+        }
+        records.append(
+            {"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **known, **tokens}
+        )
         with_pair.add(row // samples_per_prompt)
     return records, len(scores) // samples_per_prompt - len(with_pair)
 
 
-def _between_samples(rollout: RolloutBatch, scores: Tensor, rows: Sequence[Sequence[int]]) -> Iterator[_Pair]:
+def _between_samples(
+    rollout: RolloutBatch, scores: Tensor, rows: Sequence[Sequence[int]]
+) -> Iterator[_Pair]:
     for best, worst in rows:
         both = [float(scores[best]), float(scores[worst])]
         chosen, rejected = (rollout.samples[row].response.tolist() for row in (best, worst))
@@ -65,14 +83,16 @@ def _between_samples(rollout: RolloutBatch, scores: Tensor, rows: Sequence[Seque
 
 
 def _against_demonstrations(rollout: RolloutBatch) -> Iterator[_Pair]:
-    """The answer of each prompt's record over each sample (SPIN), which nothing says how much better it is."""
+    """The answer of each prompt's record over each sample (SPIN), which nothing says how much
+    better it is."""
     for row, (prompt, sample) in enumerate(zip(rollout.prompts, rollout.samples, strict=True)):
         yield row, prompt.metadata["response_tokens"], sample.response.tolist(), {}
 
 
 @dataclass
 class PairWriter:
-    """The run's `preferences.jsonl`, unless it has none, and `responses.jsonl`, of samples that are not empty.
+    """The run's `preferences.jsonl`, unless it has none, and `responses.jsonl`, of samples that are
+    not empty.
 
     They are written under other names, and get theirs when the run has ended.
     """
@@ -92,12 +112,21 @@ class PairWriter:
             RecordWriter(_unfinished(path)).truncate_after(step)
 
     def write(
-        self, step: int, records: list[Record], rollout: RolloutBatch, scores: Tensor, rows: Sequence[int] | None = None
+        self,
+        step: int,
+        records: list[Record],
+        rollout: RolloutBatch,
+        scores: Tensor,
+        rows: Sequence[int] | None = None,
     ) -> int:
-        """Record a step's; the responses are those of `rows`, of all samples where None. Returns how many are kept."""
+        """Record a step's; the responses are those of `rows`, of all samples where None. Returns
+        how many are kept."""
         kept = range(len(scores)) if rows is None else rows
         found = [(row, sequence) for row in kept for sequence in rollout.samples[row].sequences]
-        responses = [self._response(rollout.prompts[row], sequence, float(scores[row])) for row, sequence in found]
+        responses = [
+            self._response(rollout.prompts[row], sequence, float(scores[row]))
+            for row, sequence in found
+        ]
         responses = [response for response in responses if response["response"].strip()]
         if self.has_pairs:
             RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
@@ -105,12 +134,15 @@ class PairWriter:
         return len(responses)
 
     def _response(self, prompt: Prompt, sample: Sample, score: float) -> Record:
-        """A sample, or a branch of one, with what it was given, and of an episode what of it was drawn."""
+        """A sample, or a branch of one, with what it was given, and of an episode what of it was
+        drawn."""
         given, response = sample.tokens[: sample.prompt_length], sample.response
         is_asked = torch.equal(given, prompt.tokens)
         return {
             **{name: prompt.metadata[name] for name in self.kept_fields},
-            "prompt": prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False),
+            "prompt": (
+                prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False)
+            ),
             "response": self.tokenizer.decode(response),
             "prompt_tokens": given.tolist(),
             "response_tokens": response.tolist(),
@@ -120,14 +152,19 @@ class PairWriter:
 
     @writing()
     def finish(self) -> None:
-        """Give the files their names. Raises AlignerError where there is not one pair, or nothing at all."""
+        """Give the files their names. Raises AlignerError where there is not one pair, or nothing
+        at all."""
         if self.has_pairs and not _unfinished(self.paths.preferences).stat().st_size:
             raise AlignerError(
-                "not one prompt had two answers of which one is better: every prompt's scores are equal, or its texts empty or"
-                " the same; draw more samples (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
+                "not one prompt had two answers of which one is better: every prompt's scores are"
+                " equal, or its texts empty or the same; draw more samples"
+                " (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
             )
         if not self.has_pairs and not _unfinished(self.paths.responses).stat().st_size:
-            raise AlignerError("not one sample is kept: all are empty, or score below algorithm.min_score; give a lower one")
+            raise AlignerError(
+                "not one sample is kept: all are empty, or score below algorithm.min_score; give a"
+                " lower one"
+            )
         for path in self._files:
             _unfinished(path).replace(path)
 
@@ -142,7 +179,8 @@ def _unfinished(path: Path) -> Path:
 
 @dataclass(kw_only=True)
 class PreferenceSampler(TrainingLoop):
-    """Nothing is learned, and no checkpoint is kept: a run goes on behind the last step whose metrics are written."""
+    """Nothing is learned, and no checkpoint is kept: a run goes on behind the last step whose
+    metrics are written."""
 
     publisher: WeightPublisher
     builder: RolloutBuilder
@@ -173,7 +211,9 @@ class PreferenceSampler(TrainingLoop):
             drawn = rollout = self.builder.take()
         with timer.phase("server_wait"):
             rollout = rollout.scored()
-            metrics = rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+            metrics = rollout_metrics(
+                rollout, self.config.rollout, source_names(self.config.reward)
+            )
             scores = rollout.scores.result()
         self.services.assert_settled()
         if self.writer is not None:
@@ -181,21 +221,36 @@ class PreferenceSampler(TrainingLoop):
         sampled = StepSamples.of(drawn)
         return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
 
-    def _write(self, writer: PairWriter, step: int, rollout: RolloutBatch, scores: Tensor) -> dict[str, float]:
+    def _write(
+        self, writer: PairWriter, step: int, rollout: RolloutBatch, scores: Tensor
+    ) -> dict[str, float]:
         """Write a step's records down, and tell what there is to measure of them."""
         settings, each = self.config.algorithm, self.config.rollout.samples_per_prompt
-        shaped, metrics, records = self.shaping(scores, rollout.samples), dict[str, float](), list[Record]()
+        shaped, metrics, records = (
+            self.shaping(scores, rollout.samples),
+            dict[str, float](),
+            list[Record](),
+        )
         if writer.has_pairs:
             records, without = preferences(rollout, shaped, each, writer.tokenizer, settings.pairs)
-            metrics = {"preferences/pairs": float(len(records)), "preferences/without_pair": float(without)}
+            metrics = {
+                "preferences/pairs": float(len(records)),
+                "preferences/without_pair": float(without),
+            }
         if margins := [record["margin"] for record in records if "margin" in record]:
             metrics["preferences/margin"] = sum(margins) / len(margins)
         kept = kept_responses(shaped, each, settings.responses, settings.min_score).tolist()
-        return metrics | {"preferences/responses": float(writer.write(step, records, rollout, scores, kept))}
+        return metrics | {
+            "preferences/responses": float(writer.write(step, records, rollout, scores, kept))
+        }
 
     def finish(self) -> None:
         """Give the files their names, once all steps are done."""
-        if self.writer is not None and self.stop.last == self.config.run.steps and not self.stop.is_early:
+        if (
+            self.writer is not None
+            and self.stop.last == self.config.run.steps
+            and not self.stop.is_early
+        ):
             self.writer.finish()
 
     def close(self) -> None:

@@ -18,11 +18,18 @@ from aligner.schema import Config
 from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
 from aligner.schema.keys import only_read
 from aligner.schema.reasoning_tasks import TASK
-from aligner.schema.reward_sources import FunctionSource, JudgeSource, evaluation_judge, judge_sources, reward_sources
+from aligner.schema.reward_sources import (
+    FunctionSource,
+    JudgeSource,
+    evaluation_judge,
+    judge_sources,
+    reward_sources,
+)
 
 
 def prepare_run(config: Config) -> None:
-    """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what is wrong with them."""
+    """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what
+    is wrong with them."""
     config = only_read(config)
     for notice in _check_data(config, Tokenizer(prepare_model(config), config.run.date)):
         print(f"aligner: note: {notice}", file=sys.stderr)
@@ -37,7 +44,8 @@ def prepare_run(config: Config) -> None:
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
-    """Read and tokenize all that the run learns from and is evaluated on; returns what a person should know about it."""
+    """Read and tokenize all that the run learns from and is evaluated on; returns what a person
+    should know about it."""
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
     scored: list[Prompt] = []
@@ -69,24 +77,28 @@ def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> N
             for field in source.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(
-                        f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt {prompt.text!r} has no"
-                        f" such field, but {', '.join(prompt.metadata) or 'none'}; give it with every record, or leave it out"
+                        f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt"
+                        f" {prompt.text!r} has no such field, but"
+                        f" {', '.join(prompt.metadata) or 'none'}; give it with every record, or"
+                        " leave it out"
                     )
 
 
 def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
-    """Raise ConfigError for a prompt whose record lacks a field that its responses are to be kept with."""
+    """Raise ConfigError for a prompt whose record lacks a field that its responses are to be kept
+    with."""
     for prompt in prompts if fields else ():
         for field in fields:
             if field not in prompt.metadata:
                 raise ConfigError(
-                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no `{field}`, but"
-                    f" {', '.join(prompt.metadata) or 'no others'}"
+                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no `{field}`,"
+                    f" but {', '.join(prompt.metadata) or 'no others'}"
                 )
 
 
 def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for a prompt that no source of the reward is asked about, or weights for a task that no record has."""
+    """Raise ConfigError for a prompt that no source of the reward is asked about, or weights for a
+    task that no record has."""
     sources = reward_sources(config.reward)
     if not any(source.task_weights for source in sources):
         return
@@ -94,10 +106,14 @@ def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if not any(source.is_asked(prompt.metadata) for source in sources):
             raise ConfigError(
-                f"reward.sources: the record of prompt {prompt.text!r} has task={prompt.metadata.get(TASK)}, for which every"
-                " source's weight is 0; give one of them another, in its task_weights or as its weight"
+                f"reward.sources: the record of prompt {prompt.text!r} has"
+                f" task={prompt.metadata.get(TASK)}, for which every source's weight is 0; give one"
+                " of them another, in its task_weights or as its weight"
             )
     for source in sources:
         for task in source.task_weights:
             if task not in tasks:
-                raise ConfigError(f"{source.key}.task_weights.{task}: no record has this task; theirs: {', '.join(tasks)}")
+                raise ConfigError(
+                    f"{source.key}.task_weights.{task}: no record has this task; theirs:"
+                    f" {', '.join(tasks)}"
+                )

@@ -47,7 +47,8 @@ class Recorder:
             self.sampled.truncate_after(step)
 
     def keep(self, step: int, result: StepResult) -> None:
-        """Begin to write all that the step has sampled, if anything; whoever needs it complete calls `settle`."""
+        """Begin to write all that the step has sampled, if anything; whoever needs it complete
+        calls `settle`."""
         if self.sampled is not None and result.sampled is not None:
             self.sampled.write(step, result.sampled)
 
@@ -61,14 +62,20 @@ class Recorder:
         if result.rollout is None or result.scores is None:
             return
         prompts, samples = result.rollout.prompts, result.rollout.samples
-        chosen = [(index, samples[index]) for index in range(0, len(samples), -(-len(samples) // count))]
+        chosen = [
+            (index, samples[index]) for index in range(0, len(samples), -(-len(samples) // count))
+        ]
         records = [
             {
                 "prompt": prompts[index].text,
                 "response": self.tokenizer.decode(sample.response),
                 "reward": float(result.scores[index]),
                 # A sample that came over the wire among episodes may be marked as drawn throughout.
-                **({"turns": transcript(sample, self.tokenizer)} if sample.drawn_count < len(sample.response) else {}),
+                **(
+                    {"turns": transcript(sample, self.tokenizer)}
+                    if sample.drawn_count < len(sample.response)
+                    else {}
+                ),
                 **({"branches": branch_texts(sample, self.tokenizer)} if sample.branches else {}),
             }
             for index, sample in chosen

@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.data.checkpoint_files import FORMAT, MANIFEST, damaged_files, read_manifest, read_manifest_file
+from aligner.data.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    damaged_files,
+    read_manifest,
+    read_manifest_file,
+)
 from aligner.data.checksums import DamagedError, FileRecord, file_record, sealed
 from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, gather_json
@@ -27,8 +33,14 @@ _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
     "rollouts": "samples of the steps to come: rollouts.safetensors, their prompts: rollouts.json",
-    "pass_rates": "how often each prompt was drawn, and how many of its samples passed: pass_rates/pass_rates.safetensors",
-    "critic": "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update: critic/updates.json",
+    "pass_rates": (
+        "how often each prompt was drawn, and how many of its samples passed:"
+        " pass_rates/pass_rates.safetensors"
+    ),
+    "critic": (
+        "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update:"
+        " critic/updates.json"
+    ),
 }
 _HOLDS = {
     "rng": "nothing: every random stream follows from the seed and the step",
@@ -44,7 +56,8 @@ class TrainingState:
     """Training steps done."""
     kl_coefficient: float
     critic_updates: int
-    """Numbered updates that the critic had applied: its part of the checkpoint says the same. 0 without a critic."""
+    """Numbered updates that the critic had applied: its part of the checkpoint says the same. 0
+    without a critic."""
     position: int
     """Prompts or examples taken from the data so far."""
     owes_evaluation: bool = False
@@ -54,7 +67,8 @@ class TrainingState:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run directory. One counts once its manifest is written, which is done last."""
+    """The checkpoints of a run directory. One counts once its manifest is written, which is done
+    last."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._settings = config, config.checkpoint
@@ -66,18 +80,24 @@ class RunCheckpoints:
         return complete_steps(self._directory)
 
     def newest(self) -> list[TrainingState]:
-        """States of the last `checkpoint.keep` checkpoints that stay, in order. Raises AlignerError for other formats."""
-        return [TrainingState(**self._read(step)["state"]) for step in sorted(self._kept())[-self._settings.keep :]]
+        """States of the last `checkpoint.keep` checkpoints that stay, in order. Raises AlignerError
+        for other formats."""
+        return [
+            TrainingState(**self._read(step)["state"])
+            for step in sorted(self._kept())[-self._settings.keep :]
+        ]
 
     def set_damaged_aside(self, rank: int) -> None:
-        """Have the newest checkpoint be one that is whole: rank 0 gives the damaged ones after it other names. Collective.
+        """Have the newest checkpoint be one that is whole: rank 0 gives the damaged ones after it
+        other names. Collective.
 
         Raises AlignerError, with nothing changed, where none is whole, or one is of another format.
         """
         damaged: dict[int, str] = {}
         steps, is_whole = broadcast_json(self.steps()), False
         for step in reversed(steps):
-            # Of those before the newest whole one the manifest alone is read: the critic's ranks check what they restore.
+            # Of those before the newest whole one the manifest alone is read: the critic's ranks
+            # check what they restore.
             if problems := self._problems(step, manifest_only=is_whole):
                 damaged[step] = "; ".join(problems)
             else:
@@ -85,17 +105,19 @@ class RunCheckpoints:
         if steps and not is_whole:
             told = "\n".join(f"  step_{step}: {problem}" for step, problem in damaged.items())
             raise AlignerError(
-                f"{self._directory}: every checkpoint is damaged; bring one back from a copy, or begin anew in another"
-                f" run.dir:\n{told}"
+                f"{self._directory}: every checkpoint is damaged; bring one back from a copy, or"
+                f" begin anew in another run.dir:\n{told}"
             )
         together(lambda: self._rename(damaged if rank == 0 else {}))
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
-        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not set, or not measured."""
+        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not
+        set, or not measured."""
         return None if self._settings.best_metric is None else stats.get(self._settings.best_metric)
 
     def check_metric(self, stats: Mapping[str, float]) -> None:
-        """Raise AlignerError when a step has metrics of the kind of `checkpoint.best_metric`, such as eval/…, but not it.
+        """Raise AlignerError when a step has metrics of the kind of `checkpoint.best_metric`, such
+        as eval/…, but not it.
 
         To be asked long before the first checkpoint is taken.
         """
@@ -104,14 +126,20 @@ class RunCheckpoints:
             check_named(f"checkpoint.best_metric={name}", name, stats)
 
     def commit(self, state: TrainingState, metric: float | None = None) -> None:
-        """Declare a checkpoint, whose parts are complete, complete. Raises AlignerError where one is not."""
+        """Declare a checkpoint, whose parts are complete, complete. Raises AlignerError where one
+        is not."""
         directory = self._directory / f"step_{state.step}"
         content = {
             "format": FORMAT,
             "aligner": __version__,
             "state": asdict(state),
-            "metric": None if metric is None else {"name": self._settings.best_metric, "value": metric},
-            "holds": {part: what for part, what in _PARTS.items() if (directory / part).is_dir()} | _HOLDS,
+            "metric": (
+                None if metric is None else {"name": self._settings.best_metric, "value": metric}
+            ),
+            "holds": (
+                {part: what for part, what in _PARTS.items() if (directory / part).is_dir()}
+                | _HOLDS
+            ),
             "files": _stored_files(directory),
             "config": shown(self._config),
         }
@@ -127,7 +155,8 @@ class RunCheckpoints:
         self._write(step, content)
 
     def prune(self) -> None:
-        """Delete the checkpoints that are no longer kept, and what is left of ones that could not be deleted before."""
+        """Delete the checkpoints that are no longer kept, and what is left of ones that could not
+        be deleted before."""
         kept = self._kept()
         for directory in sorted(self._directory.iterdir()):
             step = checkpoint_step(directory)
@@ -144,22 +173,36 @@ class RunCheckpoints:
                 shutil.rmtree(directory)  # to learn what keeps the rest of it
         except OSError as error:
             if directory.name not in self._undeletable:
-                _log.warning("%s, no longer kept, cannot be deleted: %s; tried again after each checkpoint", directory, error)
+                _log.warning(
+                    "%s, no longer kept, cannot be deleted: %s; tried again after each checkpoint",
+                    directory,
+                    error,
+                )
             self._undeletable.add(directory.name)
 
     def best(self) -> int | None:
-        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of equals."""
+        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of
+        equals."""
         sign, values = better_sign(str(self._settings.best_metric)), {}
         for step in self.steps():
             metric = self._read(step)["metric"]
-            if metric is not None and metric["name"] == self._settings.best_metric and not math.isnan(metric["value"]):
+            if (
+                metric is not None
+                and metric["name"] == self._settings.best_metric
+                and not math.isnan(metric["value"])
+            ):
                 values[step] = sign * metric["value"]
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def _kept(self) -> set[int]:
         steps, best = self.steps(), self.best()
-        # When the clock strikes is no reason to delete what was asked for: beside that the newest alone stays.
-        asked_for = {step for step in steps if self._settings.every and not self._read(step)["state"].get("by_time")}
+        # When the clock strikes is no reason to delete what was asked for: beside that the newest
+        # alone stays.
+        asked_for = {
+            step
+            for step in steps
+            if self._settings.every and not self._read(step)["state"].get("by_time")
+        }
         wanted = sorted(steps, key=lambda step: (step in asked_for, step))[-self._settings.keep :]
         return {*wanted, *steps[-1:], *(() if best is None else (best,))}
 
@@ -179,25 +222,39 @@ class RunCheckpoints:
         """Set checkpoints aside, with what is wrong with them."""
         for step, problem in damaged.items():
             directory = self._directory / f"step_{step}"
-            names = (directory.with_name(f"step_{step}.damaged{more}") for more in ("", *(f".{n}" for n in range(2, 100))))
+            names = (
+                directory.with_name(f"step_{step}.damaged{more}")
+                for more in ("", *(f".{n}" for n in range(2, 100)))
+            )
             try:
                 with writing():
                     aside = directory.rename(next(name for name in names if not name.exists()))
                     write_file(aside / DAMAGE, f"{problem}\n")
             except OSError as error:
-                raise AlignerError(f"{directory}: damaged ({problem}), and cannot be set aside: {error}") from error
-            _log.warning("DAMAGED: checkpoint step_%d is not used, and set aside as %s: %s", step, aside, problem)
+                raise AlignerError(
+                    f"{directory}: damaged ({problem}), and cannot be set aside: {error}"
+                ) from error
+            _log.warning(
+                "DAMAGED: checkpoint step_%d is not used, and set aside as %s: %s",
+                step,
+                aside,
+                problem,
+            )
 
     @writing()
     def _write(self, step: int, content: Mapping[str, Any]) -> None:
-        write_file(self._directory / f"step_{step}" / MANIFEST, sealed(json.dumps(content, indent=1) + "\n"))
+        write_file(
+            self._directory / f"step_{step}" / MANIFEST,
+            sealed(json.dumps(content, indent=1) + "\n"),
+        )
 
     def _read(self, step: int) -> dict[str, Any]:
         return read_manifest_file(self._directory / f"step_{step}" / MANIFEST)
 
 
 def _stored_files(directory: Path) -> dict[str, FileRecord]:
-    """What every file of a checkpoint's parts must be. Raises AlignerError for one that a part names and does not have."""
+    """What every file of a checkpoint's parts must be. Raises AlignerError for one that a part
+    names and does not have."""
     files = {}
     for part in (directory / name for name in _PARTS):
         known = read_manifest(part).files if (part / MANIFEST).is_file() else {}

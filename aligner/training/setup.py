@@ -67,7 +67,8 @@ from aligner.training.teacher_scoring import TeacherScorer
 
 
 def train(config: Config) -> bool:
-    """One trainer rank, from its start to the run's end; false when it was told to stop before its last step."""
+    """One trainer rank, from its start to the run's end; false when it was told to stop before its
+    last step."""
     tell_stage(config, "trainer", "reading the data")
     tokenizer = Tokenizer(model_directory(config), config.run.date)
     data: PromptStream | RunData
@@ -78,7 +79,9 @@ def train(config: Config) -> bool:
         data = open_prompts(config.data, tokenizer, config.seed, **kept, tools=tool_schemas(tools))
     else:
         data = open_run_data(config, tokenizer)
-    world = worlds.initialize(config.actor.parallel, config.seed, config.cluster.collective_timeout_s)
+    world = worlds.initialize(
+        config.actor.parallel, config.seed, config.cluster.collective_timeout_s
+    )
     claim = together(lambda: take_run(config) if world.rank == 0 else None)
     write_as(config, claim)
     if config.run.resumes:
@@ -88,7 +91,9 @@ def train(config: Config) -> bool:
     tell_stage(config, "trainer", "reading the model's weights and building the engine")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools)
-        with recording(None if trainer.recorder is None else trainer.recorder.metrics, config.logging):
+        with recording(
+            None if trainer.recorder is None else trainer.recorder.metrics, config.logging
+        ):
             trainer.run()
             trainer.close()
     finally:
@@ -105,12 +110,16 @@ def build_trainer(
     services: Services,
     tools: Sequence[ListedTool] = (),
 ) -> TrainingLoop:
-    """Put the parts of a trainer rank together; the tools are those of its environment. Collective."""
+    """Put the parts of a trainer rank together; the tools are those of its environment.
+    Collective."""
     timeline = open_timeline(config, "trainer", world.rank)
     if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
         return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
-        task, parts = build_task(config, world, data), _loop_parts(config, world, tokenizer, timeline)
+        task, parts = (
+            build_task(config, world, data),
+            _loop_parts(config, world, tokenizer, timeline),
+        )
         return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
     settings, directory = config.algorithm, model_directory(config)
     policy = Policy(
@@ -123,10 +132,14 @@ def build_trainer(
         with_reference=has_reference(config),
         exact=config.engine.exact,
     )
-    sampler, publisher = build_engine_ends(config, policy, tokenizer, services.generator, timeline.add, tools)
+    sampler, publisher = build_engine_ends(
+        config, policy, tokenizer, services.generator, timeline.add, tools
+    )
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
     if settings.trainer != "online":
-        writer = PairWriter(run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields)
+        writer = PairWriter(
+            run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields
+        )
         return PreferenceSampler(
             publisher=publisher,
             builder=builder,
@@ -138,7 +151,9 @@ def build_trainer(
     ahead = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
         alone = RemoteSampler(services.generator, publisher, is_alone=True)
-        ahead = build_rollout_builder(config, policy, tokenizer, data, alone, services, is_alone=True)
+        ahead = build_rollout_builder(
+            config, policy, tokenizer, data, alone, services, is_alone=True
+        )
     pipeline = RolloutPipeline(
         *(builder, ahead, publisher, services),
         config.rollout,
@@ -153,14 +168,20 @@ def build_trainer(
         algorithm=build_online_algorithm(config),
         prompts=data,
         pass_rates=PassRates.none(len(data), data.checksum()),
-        kl_controller=KLController(settings.kl_coefficient, settings.kl_target, settings.kl_horizon),
+        kl_controller=KLController(
+            settings.kl_coefficient, settings.kl_target, settings.kl_horizon
+        ),
         evaluations=build_evaluations(config, tokenizer, policy, builder, services, tools),
         **_loop_parts(config, world, tokenizer, timeline, data),
     )
 
 
 def _loop_parts(
-    config: Config, world: World, tokenizer: Tokenizer, timeline: Timeline, prompts: PromptStream | None = None
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer,
+    timeline: Timeline,
+    prompts: PromptStream | None = None,
 ) -> dict[str, Any]:
     """What every trainer has; one that samples says of which prompts."""
     paths, recorder = run_paths(config), None
@@ -172,12 +193,21 @@ def _loop_parts(
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
         recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
     checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)
-    return {"config": config, "checkpoints": checkpoints, "recorder": recorder, "timeline": timeline, "stop": stop}
+    return {
+        "config": config,
+        "checkpoints": checkpoints,
+        "recorder": recorder,
+        "timeline": timeline,
+        "stop": stop,
+    }
 
 
 def _judge_meter(config: Config) -> JudgeMeter | None:
     """What reads the counts of the run's judges, from where those who ask keep them."""
-    paths, judges = run_paths(config), judge_sources(config.reward) if config.algorithm.generates else ()
+    paths, judges = (
+        run_paths(config),
+        (judge_sources(config.reward) if config.algorithm.generates else ()),
+    )
     for suite in evaluated_suites(config):
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             judges = (*judges, judge)
@@ -201,11 +231,16 @@ def build_rollout_builder(
         sampler,
         services,
         config.rollout,
-        replace(build_options(config.rollout, policy.runner.shape), routes=config.algorithm.replay_routes),
+        replace(
+            build_options(config.rollout, policy.runner.shape),
+            routes=config.algorithm.replay_routes,
+        ),
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
         compared=build_shaping(config).of_ends,
-        truncate_token=tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token"),
+        truncate_token=tokenizer.single_token(
+            config.rollout.truncate_token, "rollout.truncate_token"
+        ),
         score_parts=score_parts(config.reward),
         is_alone=is_alone,
     )
@@ -221,7 +256,9 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
             return ProcessRewardModel(model, shape.pad_token_id)
         samples, count = data.samples, config.data.normalization_samples
         if samples is None:
-            samples = pair_members(data.examples.take(0, min(len(data.examples), -(-count // 2))))[:count]
+            samples = pair_members(data.examples.take(0, min(len(data.examples), -(-count // 2))))[
+                :count
+            ]
         return PairwiseRewardModel.start(model, shape.pad_token_id, samples)
     policy = Policy(
         shape,
@@ -244,17 +281,21 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
 def build_teacher_scorer(
     config: Config, world: World, tokenizer: Tokenizer, data: RunData, timeline: Timeline
 ) -> TeacherScorer:
-    """What scores the demonstrations by the run's model. Raises ConfigError for fewer of them than steps. Collective."""
+    """What scores the demonstrations by the run's model. Raises ConfigError for fewer of them than
+    steps. Collective."""
     directory, demonstrations = model_directory(config), list(data.examples.examples())
     if len(demonstrations) < config.run.steps:
         raise ConfigError(
-            f"run.steps={config.run.steps}: the data has {len(demonstrations)} rows, and each step scores some; give fewer"
+            f"run.steps={config.run.steps}: the data has {len(demonstrations)} rows, and each step"
+            " scores some; give fewer"
         )
     shape, vocabulary = read_shape(directory), read_vocabulary(directory)
     # A model may have embeddings to spare, of ids that are no tokens.
     known = shape.vocab_size if vocabulary is None else min(shape.vocab_size, max(vocabulary) + 1)
     return TeacherScorer(
-        model=FrozenPolicy(shape, world, config.actor, directory, config.actor.logprob_chunk_tokens),
+        model=FrozenPolicy(
+            shape, world, config.actor, directory, config.actor.logprob_chunk_tokens
+        ),
         demonstrations=demonstrations,
         pad_token_id=shape.pad_token_id,
         vocabulary=known,
@@ -264,7 +305,8 @@ def build_teacher_scorer(
 
 
 def connect(config: Config, world: World, attempt: int) -> Services:
-    """Clients of the run's servers, on rank 0 alone, for the trainer that has taken the run after so many others."""
+    """Clients of the run's servers, on rank 0 alone, for the trainer that has taken the run after
+    so many others."""
     if world.rank != 0 or not config.algorithm.generates:
         return Services(None, None)
     paths, server, access = run_paths(config), config.server, run_access(config)
@@ -272,13 +314,42 @@ def connect(config: Config, world: World, attempt: int) -> Services:
     critic = reward = generator = teacher = None
     if config.algorithm.has_critic:
         run, journal = RunId(str(config.run.name), attempt), UpdateJournal(paths.journal)
-        critic = CriticClient(endpoints["critic"], access, server.request_timeout_s, run, journal, server.max_batch_size)
+        critic = CriticClient(
+            endpoints["critic"],
+            access,
+            server.request_timeout_s,
+            run,
+            journal,
+            server.max_batch_size,
+        )
     if not config.critic_scores:
-        reward = RewardClient(replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size)
+        reward = RewardClient(
+            replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size
+        )
     if has_generator(config):
-        timeouts, is_acting = (server.request_timeout_s, config.engine.update_timeout_s), config.environment.draws_episodes
-        generator = GeneratorClient(endpoints["generator"], access, *timeouts, has_environment=is_acting)
+        timeouts, is_acting = (
+            (
+                server.request_timeout_s,
+                config.engine.update_timeout_s,
+            ),
+            config.environment.draws_episodes,
+        )
+        generator = GeneratorClient(
+            endpoints["generator"], access, *timeouts, has_environment=is_acting
+        )
     if config.has_teacher:
-        limits, temperature = (server.request_timeout_s, server.max_batch_size), config.rollout.temperature
-        teacher = TeacherClient(replicas(endpoints, "teacher"), access, *limits, temperature, config.teacher.asked_tokens)
+        limits, temperature = (
+            (
+                server.request_timeout_s,
+                server.max_batch_size,
+            ),
+            config.rollout.temperature,
+        )
+        teacher = TeacherClient(
+            replicas(endpoints, "teacher"),
+            access,
+            *limits,
+            temperature,
+            config.teacher.asked_tokens,
+        )
     return Services(critic, reward, generator, teacher)

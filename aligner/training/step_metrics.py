@@ -18,7 +18,8 @@ from aligner.schema import RolloutConfig
 
 
 def sequence_kl(experience: Experience) -> float:
-    """KL(policy ‖ reference) per response in nats: the sum over tokens of log-prob differences, mean over responses."""
+    """KL(policy ‖ reference) per response in nats: the sum over tokens of log-prob differences,
+    mean over responses."""
     difference = approximate_kl(experience.old_logprobs, experience.reference_logprobs)
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
@@ -26,13 +27,17 @@ def sequence_kl(experience: Experience) -> float:
 def draw_metrics(draws: Sequence[Draw], before: PassRates, after: PassRates) -> dict[str, float]:
     """Where the run is in its prompts with a step's draws, by the pass rates before them and after.
 
-    `data/epoch`: how many passes over the prompts have been taken with the last of these, of several sources over as many
-    prompts as they have together; `data/repetitions`: how often a prompt of the step was drawn before, in the mean;
-    `data/drawn_fraction`: the share of the stream so far that was drawn, the others being passed over. Of the prompts that
-    have samples so far `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are the shares of
-    those whose samples all passed, or none.
+    `data/epoch`: how many passes over the prompts have been taken with the last of these, of
+    several sources over as many prompts as they have together; `data/repetitions`: how often a
+    prompt of the step was drawn before, in the mean; `data/drawn_fraction`: the share of the stream
+    so far that was drawn, the others being passed over. Of the prompts that have samples so far
+    `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are the
+    shares of those whose samples all passed, or none.
     """
-    positions, earlier = 1 + max(draw.position for draw in draws), [int(before.drawn[draw.example]) for draw in draws]
+    positions, earlier = (
+        1 + max(draw.position for draw in draws),
+        [int(before.drawn[draw.example]) for draw in draws],
+    )
     metrics = {
         "data/epoch": positions / len(after.drawn),
         "data/repetitions": sum(earlier) / len(draws),
@@ -47,7 +52,8 @@ def draw_metrics(draws: Sequence[Draw], before: PassRates, after: PassRates) -> 
 
 
 def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
-    """A histogram of response lengths: `NAME_to_<tokens>` counts those of so many or fewer, and more than half as many.
+    """A histogram of response lengths: `NAME_to_<tokens>` counts those of so many or fewer, and
+    more than half as many.
 
     Only lengths that occur have one.
     """
@@ -56,8 +62,9 @@ def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
 
 
 def publish_metrics(stats: PublishStats) -> dict[str, float]:
-    """What the newest publish that has ended took: MiB that crossed from rank to rank, what share that is of what all numbers
-    would have been, seconds on this rank and, where they were compared, the share of numbers that had changed."""
+    """What the newest publish that has ended took: MiB that crossed from rank to rank, what share
+    that is of what all numbers would have been, seconds on this rank and, where they were compared,
+    the share of numbers that had changed."""
     found = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
     if stats.whole_bytes:
         found["publish/share"] = stats.moved_bytes / stats.whole_bytes
@@ -70,13 +77,17 @@ _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
 def score_metrics(
-    scores: Tensor, samples_per_prompt: int, parts: Tensor | None = None, sources: Sequence[str] = ()
+    scores: Tensor,
+    samples_per_prompt: int,
+    parts: Tensor | None = None,
+    sources: Sequence[str] = (),
 ) -> dict[str, float]:
     """How the scores [N] of samples, each prompt's in a row, are distributed.
 
-    `reward/p10` to `reward/p90` are quantiles, linear between two scores; `reward/zero_std_fraction` is the share of prompts
-    whose samples all score alike, of which algorithms that compare them learn nothing; `reward/mean/NAME` is the mean of
-    what a source has given, of `parts` [N, P] by P sources.
+    `reward/p10` to `reward/p90` are quantiles, linear between two scores;
+    `reward/zero_std_fraction` is the share of prompts whose samples all score alike, of which
+    algorithms that compare them learn nothing; `reward/mean/NAME` is the mean of what a source has
+    given, of `parts` [N, P] by P sources.
     """
     numbers = scores.double()
     quantiles = numbers.quantile(torch.tensor([*_QUANTILES.values()], dtype=torch.float64)).tolist()
@@ -89,41 +100,61 @@ def score_metrics(
     }
     if samples_per_prompt > 1:
         groups = scores.view(-1, samples_per_prompt)
-        metrics["reward/zero_std_fraction"] = float((groups.amax(1) == groups.amin(1)).double().mean())
+        metrics["reward/zero_std_fraction"] = float(
+            (groups.amax(1) == groups.amin(1)).double().mean()
+        )
     if parts is not None:
-        metrics |= {f"reward/mean/{name}": float(part.mean()) for name, part in zip(sources, parts.double().T, strict=True)}
+        metrics |= {
+            f"reward/mean/{name}": float(part.mean())
+            for name, part in zip(sources, parts.double().T, strict=True)
+        }
     return metrics
 
 
-def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig, sources: Sequence[str] = ()) -> dict[str, float]:
-    """Scores and lengths of a step's samples, before any selection among them; `sources` are the names of the reward's.
+def rollout_metrics(
+    rollout: RolloutBatch, settings: RolloutConfig, sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """Scores and lengths of a step's samples, before any selection among them; `sources` are the
+    names of the reward's.
 
-    `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic sampling has kept;
-    scores are those of all that have one. `rollout/skipped` counts the prompts that could not be drawn or scored,
-    `rollout/skipped_fraction` is their share of `prompts_per_step`, and `rollout/deferred` counts the prompts that were
-    left to later steps, where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the engine
-    of rank 0 guessed, and the share of them that was drawn; `episode/turns` are the policy's turns in an episode,
-    `episode/branches` its branches, and `episode/environment_s` is how long one of rank 0's waited for its environment, all
-    turns together; `response/drawn_to_…` are the lengths of all that were generated. Lengths count what was drawn, without
-    branches. Raises AlignerError when
-    more were skipped than the settings allow.
+    `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic
+    sampling has kept; scores are those of all that have one. `rollout/skipped` counts the prompts
+    that could not be drawn or scored, `rollout/skipped_fraction` is their share of
+    `prompts_per_step`, and `rollout/deferred` counts the prompts that were left to later steps,
+    where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the
+    engine of rank 0 guessed, and the share of them that was drawn; `episode/turns` are the policy's
+    turns in an episode, `episode/branches` its branches, and `episode/environment_s` is how long
+    one of rank 0's waited for its environment, all turns together; `response/drawn_to_…` are the
+    lengths of all that were generated. Lengths count what was drawn, without branches. Raises
+    AlignerError when more were skipped than the settings allow.
     """
-    scores, parts, samples = rollout.all_scores.result(), rollout.all_scores.parts(), rollout.samples
+    scores, parts, samples = (
+        rollout.all_scores.result(),
+        rollout.all_scores.parts(),
+        rollout.samples,
+    )
     unscored = scores.isnan()
     skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
     if skipped > settings.skippable_prompts:
         raise AlignerError(
-            f"rollout.max_skipped_prompts={settings.max_skipped_prompts}, rollout.max_skipped_fraction="
-            f"{settings.max_skipped_fraction:g}: {skipped} prompts of this step, which takes {settings.prompts_per_step},"
-            f" could not be drawn or scored, and {settings.skippable_prompts} may be left out; trainer rank 0's log says why"
+            f"rollout.max_skipped_prompts={settings.max_skipped_prompts},"
+            f" rollout.max_skipped_fraction={settings.max_skipped_fraction:g}: {skipped} prompts of"
+            f" this step, which takes {settings.prompts_per_step}, could not be drawn or scored,"
+            f" and {settings.skippable_prompts} may be left out; trainer rank 0's log says why"
         )
     kept, scores = len(samples) / len(scores), scores[~unscored]
-    counts = {"rollout/skipped": float(skipped), "rollout/skipped_fraction": skipped / settings.prompts_per_step}
+    counts = {
+        "rollout/skipped": float(skipped),
+        "rollout/skipped_fraction": skipped / settings.prompts_per_step,
+    }
     if settings.spare_prompts:
         counts["rollout/deferred"] = float(rollout.deferred)
     guessed, accepted = rollout.guesses
     if guessed:
-        counts |= {"rollout/guessed": float(guessed), "rollout/accepted_fraction": accepted / guessed}
+        counts |= {
+            "rollout/guessed": float(guessed),
+            "rollout/accepted_fraction": accepted / guessed,
+        }
     lengths = [sample.drawn_count for sample in samples]
     counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
     if branches := sum(len(sample.branches) for sample in samples):
@@ -136,36 +167,47 @@ def rollout_metrics(rollout: RolloutBatch, settings: RolloutConfig, sources: Seq
     counts |= score_metrics(scores, settings.samples_per_prompt, parts, sources)
     return counts | {
         "response/length": sum(lengths) / len(samples),
-        "response/ended_fraction": sum(sample.finish_reason == "stop" for sample in samples) / len(samples),
+        "response/ended_fraction": (
+            sum(sample.finish_reason == "stop" for sample in samples) / len(samples)
+        ),
         "rollout/kept_fraction": kept,
     }
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's before the update.
+    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's before
+    the update.
 
-    Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs; `mismatch/kl`, k3 of the
-    engine against the trainer, which is the behavior KL: of the weights that drew each token, however old, against the
-    newest; `mismatch/fraction_above_1pct`, the share of tokens whose probability ratio, engine over trainer, is off from 1
-    by more than 1%. `distill/reverse_kl` is the policy's KL to its teacher, estimated from the samples, a token in the mean,
-    and `distill/response_reverse_kl` a response. `response/learned_to_…` are the lengths of the responses that are learned
-    from.
+    Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs;
+    `mismatch/kl`, k3 of the engine against the trainer, which is the behavior KL: of the weights
+    that drew each token, however old, against the newest; `mismatch/fraction_above_1pct`, the share
+    of tokens whose probability ratio, engine over trainer, is off from 1 by more than 1%.
+    `distill/reverse_kl` is the policy's KL to its teacher, estimated from the samples, a token in
+    the mean, and `distill/response_reverse_kl` a response. `response/learned_to_…` are the lengths
+    of the responses that are learned from.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
     metrics: dict[str, Tensor | float] = {
         "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
         "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
-        "mismatch/fraction_above_1pct": masked_mean((torch.expm1(mismatch).abs() > 0.01).float(), mask),
+        "mismatch/fraction_above_1pct": masked_mean(
+            (torch.expm1(mismatch).abs() > 0.01).float(), mask
+        ),
         "kl/reference": sequence_kl(experience),
     }
     if experience.teacher_logprobs is not None:
         apart = reverse_kl(experience.old_logprobs, experience.teacher_logprobs, mask)
-        metrics |= {"distill/reverse_kl": masked_mean(apart, mask), "distill/response_reverse_kl": apart.sum(1).mean()}
+        metrics |= {
+            "distill/reverse_kl": masked_mean(apart, mask),
+            "distill/response_reverse_kl": apart.sum(1).mean(),
+        }
     if experience.values is not None and experience.returns is not None:
         returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
         if returns.var(unbiased=False) > 0:
-            metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+            metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(
+                unbiased=False
+            )
     lengths = length_counts("response/learned", mask.sum(1).tolist())
     return {name: float(value) for name, value in metrics.items()} | lengths
 
@@ -173,12 +215,19 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
     """How many weight versions behind the trainer's, `version`, the response tokens were drawn.
 
-    `staleness/share_<lag>` is the share of the tokens that were so many behind; only lags that occur have one.
+    `staleness/share_<lag>` is the share of the tokens that were so many behind; only lags that
+    occur have one.
     """
     lags = (version - batch.weight_versions)[batch.mask]
     found, counts = (each.tolist() for each in lags.unique(return_counts=True))
-    shares = {f"staleness/share_{lag}": count / lags.numel() for lag, count in zip(found, counts, strict=True)}
-    return {"staleness/mean": float(lags.double().mean()), "staleness/max": float(found[-1])} | shares
+    shares = {
+        f"staleness/share_{lag}": count / lags.numel()
+        for lag, count in zip(found, counts, strict=True)
+    }
+    return {
+        "staleness/mean": float(lags.double().mean()),
+        "staleness/max": float(found[-1]),
+    } | shares
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -189,5 +238,7 @@ def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[
     combined = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
-        combined[f"{prefix}/{name}"] = max(values) if name.endswith(("_max", "_total")) else sum(values) / len(values)
+        combined[f"{prefix}/{name}"] = (
+            max(values) if name.endswith(("_max", "_total")) else sum(values) / len(values)
+        )
     return combined

@@ -1,4 +1,5 @@
-"""All samples of a step as rows and columns, and the thread that writes them beside the next step."""
+"""All samples of a step as rows and columns, and the thread that writes them beside the next
+step."""
 
 import itertools
 import json
@@ -17,7 +18,14 @@ from aligner.data.pass_rates import Draw, Origin, draws
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolFormat, format_of
 from aligner.data.transcripts import spoken_messages
-from aligner.data.types import Experience, Prompt, Sample, SampleBatch, collate_episodes, response_mask
+from aligner.data.types import (
+    Experience,
+    Prompt,
+    Sample,
+    SampleBatch,
+    collate_episodes,
+    response_mask,
+)
 from aligner.errors import ConfigError
 from aligner.observability.sample_files import Column, SampleFiles
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -30,16 +38,23 @@ class StepSamples:
     rollout: RolloutBatch
     """Also what has no score, and what was not selected."""
     scores: Tensor
-    """float32 [N] of its samples and, behind them, those that it has replaced, as the reward gave them; else not a number"""
+    """float32 [N] of its samples and, behind them, those that it has replaced, as the reward gave
+    them; else not a number"""
     score_parts: Tensor | None = None
     """float32 [N, P]: what each source of the reward has given; None with one"""
     experience: Experience | None = None
-    """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None: nothing was"""
+    """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None:
+    nothing was"""
 
     @staticmethod
     def of(rollout: RolloutBatch, experience: Experience | None = None) -> "StepSamples":
-        """With their scores, once these are there. Collective; raises AlignerError on every rank."""
-        scores, parts, chosen = rollout.all_scores.result(), rollout.all_scores.parts(), rollout.scores.chosen
+        """With their scores, once these are there. Collective; raises AlignerError on every
+        rank."""
+        scores, parts, chosen = (
+            rollout.all_scores.result(),
+            rollout.all_scores.parts(),
+            rollout.scores.chosen,
+        )
         if chosen is not None:
             others = torch.ones(len(scores), dtype=torch.bool).index_fill_(0, chosen, False)
             order = torch.cat([chosen, others.nonzero()[:, 0]])
@@ -47,7 +62,8 @@ class StepSamples:
         return StepSamples(rollout, scores, parts, experience)
 
     def all(self, pad_token_id: int) -> tuple[list[Prompt], list[Sample], SampleBatch]:
-        """The samples with their prompts, those that were replaced last; as rows, and behind them their branches'."""
+        """The samples with their prompts, those that were replaced last; as rows, and behind them
+        their branches'."""
         rollout = self.rollout
         replaced = [(one.prompt, sample) for one in rollout.replaced for sample in one.samples]
         if not replaced:
@@ -57,13 +73,15 @@ class StepSamples:
         return prompts, samples, collate_episodes(samples, pad_token_id)
 
     def draws(self, origin: Origin, threshold: float | None) -> list[Draw]:
-        """What came of each prompt, as `pass_rates.draws`. Drawn ahead, rank 0 alone knows those that were replaced."""
+        """What came of each prompt, as `pass_rates.draws`. Drawn ahead, rank 0 alone knows those
+        that were replaced."""
         others = (one.prompt.id for one in self.rollout.replaced for _ in one.samples)
         ids = [*(prompt.id for prompt in self.rollout.prompts), *others]
         return draws(ids, self.scores[: len(ids)], origin, threshold)
 
     def learned(self, rows: int, width: int) -> dict[str, NDArray]:
-        """What is known of tokens that were learned from, float32 [rows, width] of the rows of `all`; else not a number."""
+        """What is known of tokens that were learned from, float32 [rows, width] of the rows of
+        `all`; else not a number."""
         experience, own = self.experience, len(self.rollout.samples)
         if experience is None or experience.row_ids is None:
             return {}
@@ -76,20 +94,30 @@ class StepSamples:
             "return": experience.returns,
         }
         ids, columns = experience.row_ids.numpy(), {}
-        ids = np.where(ids < own, ids, ids + rows - len(self.rollout.batch.tokens))  # branches are behind all samples
+        # branches are behind all samples
+        ids = np.where(ids < own, ids, ids + rows - len(self.rollout.batch.tokens))
         for name, values in quantities.items():
             if values is not None:
                 columns[name] = np.full((rows, width), np.nan, dtype=np.float32)
-                columns[name][ids, : values.shape[1]] = np.where(experience.mask.numpy(), values.numpy(), np.nan)
+                columns[name][ids, : values.shape[1]] = np.where(
+                    experience.mask.numpy(), values.numpy(), np.nan
+                )
         return columns
 
 
 class SampleRecorder:
     """Has every step's samples written; rank 0's."""
 
-    def __init__(self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin, sources: Sequence[str]) -> None:
+    def __init__(
+        self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin, sources: Sequence[str]
+    ) -> None:
         """`sources` are the names of the reward's."""
-        self._files, self._tokenizer, self._origin, self._sources = files, tokenizer, origin, tuple(sources)
+        self._files, self._tokenizer, self._origin, self._sources = (
+            files,
+            tokenizer,
+            origin,
+            tuple(sources),
+        )
         self._pieces: dict[int, str] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._written: tuple[int, Future[None]] | None = None
@@ -101,7 +129,8 @@ class SampleRecorder:
         self._written = step, self._worker.submit(self._write, step, samples)
 
     def settle(self, step: int) -> None:
-        """Return once the files of all steps up to this one are there. Raises what kept them from being written."""
+        """Return once the files of all steps up to this one are there. Raises what kept them from
+        being written."""
         if self._written is not None and self._written[0] <= step:
             self._written[1].result()
 
@@ -113,25 +142,38 @@ class SampleRecorder:
         prompts, drawn_samples, batch = samples.all(self._tokenizer.pad_token_id)
         learned, rows = samples.learned(*batch.mask.shape), list(_rows(prompts, drawn_samples))
         places = [each.row for each in rows]
-        numbers, tokens = _number_columns(batch, places), self._token_columns(batch, learned, places)
+        numbers, tokens = (
+            _number_columns(batch, places),
+            self._token_columns(batch, learned, places),
+        )
         columns = {
             **numbers,
-            **self._text_columns(rows, tokens["token_id"].tolist(), numbers["response_tokens"].tolist()),
+            **self._text_columns(
+                rows, tokens["token_id"].tolist(), numbers["response_tokens"].tolist()
+            ),
             **self._score_columns(samples, rows),
             **({"advantage": _means(learned["advantage"][places])} if learned else {}),
         }
         self._files.write(step, columns, tokens)
 
-    def _text_columns(self, rows: Sequence["_Row"], ids: Sequence[int], lengths: Sequence[int]) -> dict[str, Column]:
+    def _text_columns(
+        self, rows: Sequence["_Row"], ids: Sequence[int], lengths: Sequence[int]
+    ) -> dict[str, Column]:
         """`ids` are the tokens of all responses, which have these lengths."""
         prompts = {id(row.prompt): row.prompt for row in rows}
         known = {key: self._prompt_columns(prompt) for key, prompt in prompts.items()}
         of_prompts = [known[id(row.prompt)] for row in rows]
         ends = itertools.accumulate(lengths)
         return {
-            **{name: [each[name] for each in of_prompts] for name in ("prompt_index", "epoch", "metadata")},
+            **{
+                name: [each[name] for each in of_prompts]
+                for name in ("prompt_index", "epoch", "metadata")
+            },
             "prompt": [self._prompt_text(row) for row in rows],
-            "response": [self._tokenizer.decode(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)],
+            "response": [
+                self._tokenizer.decode(ids[end - length : end])
+                for end, length in zip(ends, lengths, strict=True)
+            ],
             "messages": [self._messages(row) for row in rows],
             "sample": [row.whole.sample_index for row in rows],
             "branch": [row.branch for row in rows],
@@ -148,7 +190,11 @@ class SampleRecorder:
         }
 
     def _prompt_text(self, row: "_Row") -> str:
-        return self._tokenizer.decode(row.sample.tokens[: row.sample.prompt_length]) if row.branch else row.prompt.text
+        return (
+            self._tokenizer.decode(row.sample.tokens[: row.sample.prompt_length])
+            if row.branch
+            else row.prompt.text
+        )
 
     def _messages(self, row: "_Row") -> str | None:
         if row.branch or (row.sample.drawn is None and "messages" not in row.prompt.metadata):
@@ -164,7 +210,9 @@ class SampleRecorder:
         parts = [self._named_parts(given[row.place], row.whole.rewards) for row in rows]
         return {
             "score": scores,
-            "score_parts": [None if nan else each for each, nan in zip(parts, np.isnan(scores), strict=True)],
+            "score_parts": [
+                None if nan else each for each, nan in zip(parts, np.isnan(scores), strict=True)
+            ],
         }
 
     def _named_parts(self, given: Sequence[float], environment: Tensor | None) -> dict[str, float]:
@@ -178,9 +226,13 @@ class SampleRecorder:
         except ConfigError:  # it has no chat template
             return None
 
-    def _token_columns(self, batch: SampleBatch, learned: Mapping[str, NDArray], rows: Sequence[int]) -> dict[str, NDArray]:
+    def _token_columns(
+        self, batch: SampleBatch, learned: Mapping[str, NDArray], rows: Sequence[int]
+    ) -> dict[str, NDArray]:
         """Of the response tokens of these rows of the batch, one row's behind the other's."""
-        inside = response_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]).numpy()[rows]
+        inside = response_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]).numpy()[
+            rows
+        ]
         drawn, ids = batch.mask.numpy()[rows][inside], batch.tokens[:, 1:].numpy()[rows][inside]
         known, place = np.unique(ids, return_inverse=True)
         for token in known.tolist():
@@ -188,7 +240,9 @@ class SampleRecorder:
                 self._pieces[token] = self._tokenizer.piece(token)
         return {
             "token_id": ids,
-            "text": np.array([self._pieces[token] for token in known.tolist()], dtype=object)[place],
+            "text": np.array([self._pieces[token] for token in known.tolist()], dtype=object)[
+                place
+            ],
             "drawn": drawn,
             "engine_logprob": np.where(drawn, batch.engine_logprobs.numpy()[rows][inside], np.nan),
             "version": np.ma.MaskedArray(batch.weight_versions.numpy()[rows][inside], ~drawn),
@@ -221,11 +275,13 @@ def _rows(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[_Row
 
 
 def _number_columns(batch: SampleBatch, rows: Sequence[int]) -> dict[str, NDArray]:
-    """Of these rows of the batch: the prompt's number, lengths, and which weights drew its first and its last token."""
+    """Of these rows of the batch: the prompt's number, lengths, and which weights drew its first
+    and its last token."""
     drawn, prompt_tokens = batch.mask.numpy()[rows], batch.prompt_lengths.numpy()[rows]
     counts = drawn.sum(axis=1)
     ends, none = np.cumsum(counts), counts == 0
-    versions = np.append(batch.weight_versions.numpy()[rows][drawn], 0)  # one more, for rows without any
+    # one more, for rows without any
+    versions = np.append(batch.weight_versions.numpy()[rows][drawn], 0)
     return {
         "group": batch.groups.numpy()[rows],
         "prompt_tokens": prompt_tokens,

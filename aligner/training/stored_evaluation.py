@@ -20,7 +20,13 @@ from aligner.rewards.judge_ledger import JudgeMeter
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
 from aligner.schema.reward_sources import JudgeSource
-from aligner.training.evaluator import judged_wins, reference_samples, scoring_requests, text_scores, without_reference
+from aligner.training.evaluator import (
+    judged_wins,
+    reference_samples,
+    scoring_requests,
+    text_scores,
+    without_reference,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class EvaluationJob:
 
     answers: Job
     initial: Job | None
-    """One response of the initial model, whose perplexity is measured too, to each prompt that has no `reference`."""
+    """One response of the initial model, whose perplexity is measured too, to each prompt that has
+    no `reference`."""
     scorer: TextSource
     pass_threshold: float
     judge: JudgeSource | None = None
@@ -42,12 +49,18 @@ class EvaluationJob:
 
 
 def plan_evaluation(
-    answers: Job, initial: Job | None, scorer: TextSource, pass_threshold: float, judge: JudgeSource | None = None
+    answers: Job,
+    initial: Job | None,
+    scorer: TextSource,
+    pass_threshold: float,
+    judge: JudgeSource | None = None,
 ) -> EvaluationJob:
-    """The job of measuring `answers`; `initial` is that of one response of the initial model to each of the same prompts.
+    """The job of measuring `answers`; `initial` is that of one response of the initial model to
+    each of the same prompts.
 
-    Raises ConfigError for models with different tokenizers, a `reference` that is no text, and where without an initial
-    model some of the prompts only have one, or none and a judge is to compare.
+    Raises ConfigError for models with different tokenizers, a `reference` that is no text, and
+    where without an initial model some of the prompts only have one, or none and a judge is to
+    compare.
     """
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
@@ -57,12 +70,14 @@ def plan_evaluation(
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):
             raise ConfigError(
-                f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`, the first {lacking[0].text!r}: give"
-                " one to all of them, or --reference MODEL, whose responses then take its place"
+                f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`, the first"
+                f" {lacking[0].text!r}: give one to all of them, or --reference MODEL, whose"
+                " responses then take its place"
             )
         if judge is not None and lacking:
             raise ConfigError(
-                f"{judge.key}: there is nothing to compare with: give every prompt a `reference`, or --reference MODEL"
+                f"{judge.key}: there is nothing to compare with: give every prompt a `reference`,"
+                " or --reference MODEL"
             )
         return EvaluationJob(answers, None, scorer, pass_threshold, judge)
     ours, its = (job.source.companions / "tokenizer.json" for job in (answers, initial))
@@ -81,8 +96,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Draw the responses, score them and measure: the metrics, `eval/…`, and of a judge `judge/…`.
 
-    Into `output`, as `generate.generate` writes it, goes a JSON object a sample with its `score` and, where there are
-    references, `reference_score`, and where a judge compares, `judge_wins`. Raises what that, the scorer and the judge do.
+    Into `output`, as `generate.generate` writes it, goes a JSON object a sample with its `score`
+    and, where there are references, `reference_score`, and where a judge compares, `judge_wins`.
+    Raises what that, the scorer and the judge do.
     """
     asking = None if job.judge is None else _Asking(job.judge, str(job.answers.source.directory))
     with ExitStack() as stack:
@@ -99,9 +115,13 @@ def evaluate(
         batch = collate(samples, job.answers.tokenizer.pad_token_id)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         if job.initial is not None:
-            metrics["eval/reference_perplexity"] = _perplexity(job.initial.source, settings, samples)
+            metrics["eval/reference_perplexity"] = _perplexity(
+                job.initial.source, settings, samples
+            )
         if file is not None:
-            for place, (sample, score) in enumerate(zip(samples, scores.flatten().tolist(), strict=True)):
+            for place, (sample, score) in enumerate(
+                zip(samples, scores.flatten().tolist(), strict=True)
+            ):
                 record = generate.sample_record(job.answers, sample) | {"score": score}
                 if references is not None:
                     record["reference_score"] = float(references[sample.prompt_id])
@@ -115,11 +135,20 @@ class _Asking:
     """A judge whose answers are kept in the cache, and what it has cost since this was made."""
 
     def __init__(self, source: JudgeSource, run: str) -> None:
-        directory = cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
-        self._judge, self._meter = opened_judge(source, directory, run), JudgeMeter([directory], run)
+        directory = (
+            cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
+        )
+        self._judge, self._meter = (
+            opened_judge(source, directory, run),
+            JudgeMeter([directory], run),
+        )
 
     def compared(
-        self, job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample], references: Sequence[Sample]
+        self,
+        job: EvaluationJob,
+        prompts: Sequence[Prompt],
+        samples: Sequence[Sample],
+        references: Sequence[Sample],
     ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
         """What each sample has won against its prompt's reference, and the metrics of that."""
         tokenizer = job.answers.tokenizer
@@ -138,7 +167,9 @@ def _references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:
     if job.initial is not None and job.initial.prompts:
         drawn = list(generate.draw(job.initial, settings, lambda now: None))
     answers = job.answers
-    return reference_samples(answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids))
+    return reference_samples(
+        answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids)
+    )
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:
@@ -147,4 +178,6 @@ def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sampl
     batch = collate(samples, 0)
     model = MegatronModelConfig(precision=settings.precision)
     model.micro_batch_tokens = max(model.micro_batch_tokens, int(batch.lengths.max()))
-    return perplexity(stored_logprobs(initial, model, batch.tokens, batch.lengths, batch.mask), batch.mask)
+    return perplexity(
+        stored_logprobs(initial, model, batch.tokens, batch.lengths, batch.mask), batch.mask
+    )

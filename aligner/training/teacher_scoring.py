@@ -1,4 +1,5 @@
-"""A teacher's distributions at each token of demonstrations, kept for whoever learns from them. Nothing is learned."""
+"""A teacher's distributions at each token of demonstrations, kept for whoever learns from them.
+Nothing is learned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +35,16 @@ class TeacherScorer(TrainingLoop):
     tokenizer_file: Path
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Go on where the metrics end: they are written last. Raises ConfigError for a run that was cut into other parts."""
+        """Go on where the metrics end: they are written last. Raises ConfigError for a run that was
+        cut into other parts."""
         done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
         for step in range(first):
             if not self._part(step).is_file():
-                raise ConfigError(f"run.steps={self.config.run.steps}: the run was begun with another number of parts")
+                raise ConfigError(
+                    f"run.steps={self.config.run.steps}: the run was begun with another number of"
+                    " parts"
+                )
         return first
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
@@ -49,7 +54,9 @@ class TeacherScorer(TrainingLoop):
         with timer.phase("score"):
             rows = demonstration_rows(part, self.pad_token_id)
             asked: dict[str, Any] = {"mask": rows.mask, "temperature": 1.0}
-            taught = self.model.taught(rows.tokens, rows.lengths, self.config.teacher.top_k, self.vocabulary, **asked)
+            taught = self.model.taught(
+                rows.tokens, rows.lengths, self.config.teacher.top_k, self.vocabulary, **asked
+            )
         if self.recorder is not None:
             with writing():
                 self._part(step).parent.mkdir(exist_ok=True)
@@ -66,7 +73,13 @@ class TeacherScorer(TrainingLoop):
         steps, top = self.config.run.steps, min(self.config.teacher.top_k, self.vocabulary)
         if self.recorder is not None and self.stop.last == steps and not self.stop.is_early:
             with writing():
-                complete(run_paths(self.config).teacher_scores, steps, top, self.vocabulary, self.tokenizer_file)
+                complete(
+                    run_paths(self.config).teacher_scores,
+                    steps,
+                    top,
+                    self.vocabulary,
+                    self.tokenizer_file,
+                )
 
     def _part(self, step: int) -> Path:
         return run_paths(self.config).teacher_scores / part_name(step + 1, self.config.run.steps)

@@ -11,14 +11,22 @@ from itertools import accumulate
 from typing import Any
 
 from aligner.observability.timeline import PHASES
-from aligner.observability.trace import Span, busy_shares, innermost, roles_of, step_bounds, steps_window
+from aligner.observability.trace import (
+    Span,
+    busy_shares,
+    innermost,
+    roles_of,
+    step_bounds,
+    steps_window,
+)
 from aligner.view.shown_text import printable
 
 Metrics = Sequence[Mapping[str, float]]
 Trace = dict[str, Any]
 
 OVERVIEW = "overview"
-"""The group of the plots that say most of a run; any other metric is in that of its name's first part."""
+"""The group of the plots that say most of a run; any other metric is in that of its name's first
+part."""
 
 _LINES = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -86,23 +94,47 @@ class Panel:
 
 def _held_out(metric: str, *prefixes: str) -> dict[str, str]:
     """A metric of training under any of the prefixes, and what it is on held-out data."""
-    return {**{f"{prefix}/{metric}": "training" for prefix in prefixes}, f"eval/{metric}": "held out"}
+    return {
+        **{f"{prefix}/{metric}": "training" for prefix in prefixes},
+        f"eval/{metric}": "held out",
+    }
 
 
 _CLIPPED = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
 _CLIPPED |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
-    Panel("reward_quantiles", "Reward, quantiles of a step", {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)}),
-    Panel("kl", "KL to the reference, nats a response", {"kl/reference": "KL", "eval/reference_kl": "evaluation"}),
+    Panel(
+        "reward_quantiles",
+        "Reward, quantiles of a step",
+        {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)},
+    ),
+    Panel(
+        "kl",
+        "KL to the reference, nats a response",
+        {"kl/reference": "KL", "eval/reference_kl": "evaluation"},
+    ),
     Panel("length", "Response length, tokens", {"response/length": "mean"}),
-    Panel("responses", "Responses", {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"}, is_share=True),
-    Panel("pairs", "Pairs a step", {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"}),
+    Panel(
+        "responses",
+        "Responses",
+        {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"},
+        is_share=True,
+    ),
+    Panel(
+        "pairs",
+        "Pairs a step",
+        {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"},
+    ),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
     Panel("loss", "Loss", _held_out("loss", "sft", "dpo", "reward_model")),
     Panel("accuracy", "Accuracy on pairs", _held_out("accuracy", "dpo", "reward_model", "policy")),
-    Panel("margin", "Margin of the chosen over the rejected", _held_out("margin", "dpo", "reward_model", "policy")),
+    Panel(
+        "margin",
+        "Margin of the chosen over the rejected",
+        _held_out("margin", "dpo", "reward_model", "policy"),
+    ),
     Panel("score", "Evaluation: score", {"eval/score": "score"}),
     Panel(
         "pass",
@@ -110,7 +142,11 @@ PANELS = (
         {f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}
         | {"eval/win_rate": "win rate", "eval/judge_win_rate": "judged win rate"},
     ),
-    Panel("perplexity", "Evaluation: the initial model's perplexity", {"eval/reference_perplexity": "perplexity"}),
+    Panel(
+        "perplexity",
+        "Evaluation: the initial model's perplexity",
+        {"eval/reference_perplexity": "perplexity"},
+    ),
     Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
     Panel("approx_kl", "KL of an update", {"policy/approx_kl": "old to new policy"}),
     Panel("clipped", "Clipped share", _CLIPPED, is_share=True),
@@ -122,15 +158,21 @@ PANELS = (
         {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "behavior KL"},
         logarithmic=True,
     ),
-    Panel("staleness", "Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
+    Panel(
+        "staleness",
+        "Staleness, weight versions",
+        {"staleness/mean": "mean", "staleness/max": "maximum"},
+    ),
     Panel("throughput", "Tokens a second", {"throughput/tokens_per_s": "tokens/s"}),
 )
 
 
 def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
-    """Every metric of some runs by step, several runs over each other: first the panels, then what is in none of them.
+    """Every metric of some runs by step, several runs over each other: first the panels, then what
+    is in none of them.
 
-    A trace has beside its steps the `seconds` that the run had taken by then, as far as steps were timed.
+    A trace has beside its steps the `seconds` that the run had taken by then, as far as steps were
+    timed.
     """
     thin = {name: thinned(_timed(metrics), _POINTS) for name, metrics in runs.items()}
     shown = {name: records for name, (records, _) in thin.items()}
@@ -142,38 +184,70 @@ def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
     alone = [Panel(key, printable(key, _LONGEST_NAME), {key: key}) for key in left]
     for panel in (*PANELS, *alone):
         drawn = {
-            (run, key) for run, records in shown.items() for key in panel.metrics if _points(records, key, panel.logarithmic)
+            (run, key)
+            for run, records in shown.items()
+            for key in panel.metrics
+            if _points(records, key, panel.logarithmic)
         }
         if drawn:
             group = OVERVIEW if panel in PANELS else panel.title.partition("/")[0]
-            yield Plot(panel.key, panel.title, *_lines(shown, panel, drawn), note, group=group, about=" ".join(panel.metrics))
+            yield Plot(
+                panel.key,
+                panel.title,
+                *_lines(shown, panel, drawn),
+                note,
+                group=group,
+                about=" ".join(panel.metrics),
+            )
 
 
 def metric_plots(metrics: Metrics) -> Iterator[Plot]:
     """A run's curves, staleness, lengths, and where the steps' time went."""
     yield from curves({"": metrics})
     for key, title, whole, prefix, draw in (
-        ("staleness_shares", "Tokens by staleness, weight versions", "staleness/max", _SHARE, _staleness_shares),
+        (
+            "staleness_shares",
+            "Tokens by staleness, weight versions",
+            "staleness/max",
+            _SHARE,
+            _staleness_shares,
+        ),
         ("step_time", "Seconds a step", "time/step", "time/", _step_times),
     ):
-        shown, together = thinned(_with_every(prefix, [record for record in metrics if whole in record]), _BARS)
+        shown, together = thinned(
+            _with_every(prefix, [record for record in metrics if whole in record]), _BARS
+        )
         note = f"each bar is the mean of {together} steps" if together > 1 else ""
         if shown:
             yield Plot(key, title, *draw(shown), note, about=prefix)
     if any(key.startswith(tuple(_LENGTHS)) for record in metrics for key in record):
         yield Plot(
-            "lengths", "Responses of the whole run by length, tokens", *_length_counts(metrics), about="response/length"
+            "lengths",
+            "Responses of the whole run by length, tokens",
+            *_length_counts(metrics),
+            about="response/length",
         )
 
 
 def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
-    """How busy each role was in the last steps, and what every rank did in the last few; nothing without a whole step."""
+    """How busy each role was in the last steps, and what every rank did in the last few; nothing
+    without a whole step."""
     begin, end = steps_window(spans, _UTILIZATION_STEPS)
     if begin == end:
         return
-    steps = len([step for step, (start, _) in step_bounds(spans).items() if step > 0 and start >= begin])
-    note = f"busy share of the last {steps} steps, a mean over each role's ranks; waiting is not busy"
-    yield Plot("utilization", "Utilization", *_utilization(busy_shares(spans, (begin, end))), note, wide=True)
+    steps = len(
+        [step for step, (start, _) in step_bounds(spans).items() if step > 0 and start >= begin]
+    )
+    note = (
+        f"busy share of the last {steps} steps, a mean over each role's ranks; waiting is not busy"
+    )
+    yield Plot(
+        "utilization",
+        "Utilization",
+        *_utilization(busy_shares(spans, (begin, end))),
+        note,
+        wide=True,
+    )
     yield _timeline(spans, steps_window(spans, _TIMELINE_STEPS))
 
 
@@ -184,7 +258,8 @@ def _timed(metrics: Metrics) -> Metrics:
 
 
 def thinned(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
-    """At most `limit` records, each the mean of as many steps in a row as the second result says; steps are their last."""
+    """At most `limit` records, each the mean of as many steps in a row as the second result says;
+    steps are their last."""
     together = math.ceil(len(metrics) / limit)
     if together <= 1:
         return metrics, 1
@@ -195,26 +270,41 @@ def thinned(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
 def _mean(records: Metrics) -> dict[str, float]:
     keys = dict.fromkeys(key for record in records for key in record)
     values = {key: [record[key] for record in records if key in record] for key in keys}
-    return {key: sum(found) / len(found) for key, found in values.items()} | {"step": records[-1]["step"]}
+    return {key: sum(found) / len(found) for key, found in values.items()} | {
+        "step": records[-1]["step"]
+    }
 
 
 def _with_every(prefix: str, metrics: Metrics) -> Metrics:
-    """The metrics of a prefix, parts of a whole: what a record lacks of what another has is 0 there."""
+    """The metrics of a prefix, parts of a whole: what a record lacks of what another has is 0
+    there."""
     keys = dict.fromkeys(key for record in metrics for key in record if key.startswith(prefix))
-    return [{"step": record["step"], **{key: record.get(key, 0.0) for key in keys}} for record in metrics]
-
-
-def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float, float]]:
-    """Steps, seconds and values; a logarithmic axis has no place for those that are not positive."""
     return [
-        (each["step"], each[_SECONDS], each[key]) for each in metrics if key in each and not (logarithmic and each[key] <= 0)
+        {"step": record["step"], **{key: record.get(key, 0.0) for key in keys}}
+        for record in metrics
     ]
 
 
-def _lines(runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]]) -> tuple[list[Trace], dict[str, Any]]:
-    """A line a run and metric: of one run each metric has a colour, of several each run, and metrics are told by dashes."""
+def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float, float]]:
+    """Steps, seconds and values; a logarithmic axis has no place for those that are not
+    positive."""
+    return [
+        (each["step"], each[_SECONDS], each[key])
+        for each in metrics
+        if key in each and not (logarithmic and each[key] <= 0)
+    ]
+
+
+def _lines(
+    runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]]
+) -> tuple[list[Trace], dict[str, Any]]:
+    """A line a run and metric: of one run each metric has a colour, of several each run, and
+    metrics are told by dashes."""
     traces: list[Trace] = []
-    layout = {"showlegend": len(drawn) > 1, "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {}}
+    layout = {
+        "showlegend": len(drawn) > 1,
+        "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {},
+    }
     for place, (run, records) in enumerate(runs.items()):
         for number, key in enumerate(key for key in panel.metrics if (run, key) in drawn):
             color = _LINES[(place if len(runs) > 1 else number) % len(_LINES)]
@@ -227,9 +317,20 @@ def _lines(runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]
             line = {"color": color, "width": 1.6, "dash": dash}
             mode = "lines" if len(points) > 40 else "lines+markers"
             x, seconds, y = (list(column) for column in zip(*points, strict=True))
-            traces.append({"type": "scatter", "name": name, "mode": mode, "x": x, "seconds": seconds, "y": y, "line": line})
+            traces.append(
+                {
+                    "type": "scatter",
+                    "name": name,
+                    "mode": mode,
+                    "x": x,
+                    "seconds": seconds,
+                    "y": y,
+                    "line": line,
+                }
+            )
             traces[-1]["marker"] = {"color": color, "size": 4}
-    if panel.is_share and max(max(trace["y"]) for trace in traces) > 0.5:  # all of them 1 would have an axis to 2
+    # all of them 1 would have an axis to 2
+    if panel.is_share and max(max(trace["y"]) for trace in traces) > 0.5:
         layout["yaxis"] = {"range": [0, 1.05]}
     elif not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
         layout["yaxis"] = {"rangemode": "nonnegative"}
@@ -242,22 +343,46 @@ def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
     bounds = []
     for each in metrics:
         if key.endswith("/mean") and key in each and spread in each:
-            bounds.append((each["step"], each[_SECONDS], each[key] - each[spread], each[key] + each[spread]))
+            bounds.append(
+                (each["step"], each[_SECONDS], each[key] - each[spread], each[key] + each[spread])
+            )
         elif not key.endswith("/mean") and low in each and high in each:
             bounds.append((each["step"], each[_SECONDS], each[low], each[high]))
     if not bounds:
         return []
     steps, seconds, lower, upper = (list(column) for column in zip(*bounds, strict=True))
-    area = {"fill": "toself", "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:]))}
-    places = {"x": steps + steps[::-1], "seconds": seconds + seconds[::-1], "y": upper + lower[::-1]}
-    return [{"type": "scatter", **places, **area, "mode": "none", "hoverinfo": "skip", "showlegend": False}]
+    area = {
+        "fill": "toself",
+        "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:])),
+    }
+    places = {
+        "x": steps + steps[::-1],
+        "seconds": seconds + seconds[::-1],
+        "y": upper + lower[::-1],
+    }
+    return [
+        {
+            "type": "scatter",
+            **places,
+            **area,
+            "mode": "none",
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+    ]
 
 
 def _step_times(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     phases = [key for key in metrics[0] if key.startswith("time/") and key != "time/step"]
-    seconds = {phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases}
-    rest = [max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics]
-    named = {PHASES.get(phase, phase): values for phase, values in {**seconds, "other": rest}.items()}
+    seconds = {
+        phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases
+    }
+    rest = [
+        max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics
+    ]
+    named = {
+        PHASES.get(phase, phase): values for phase, values in {**seconds, "other": rest}.items()
+    }
     return _stacked(metrics, named, [_ACTIVITIES.get(name, _OTHER) for name in named]), _BARS_LAYOUT
 
 
@@ -265,29 +390,48 @@ def _staleness_shares(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     lags = sorted(int(key.removeprefix(_SHARE)) for key in metrics[0] if key.startswith(_SHARE))
     percent = {str(lag): [100 * record[f"{_SHARE}{lag}"] for record in metrics] for lag in lags}
     places = [place / max(1, len(lags) - 1) for place in range(len(lags))]
-    mixed = [[round(a + place * (b - a)) for a, b in zip(_FRESH, _STALE, strict=True)] for place in places]
+    mixed = [
+        [round(a + place * (b - a)) for a, b in zip(_FRESH, _STALE, strict=True)]
+        for place in places
+    ]
     colors = ["rgb({}, {}, {})".format(*color) for color in mixed]
-    return _stacked(metrics, percent, colors), {**_BARS_LAYOUT, "yaxis": {"range": [0, 100], "ticksuffix": " %"}}
+    return _stacked(metrics, percent, colors), {
+        **_BARS_LAYOUT,
+        "yaxis": {"range": [0, 100], "ticksuffix": " %"},
+    }
 
 
 def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
-    """What was drawn beside what was learned from: a length at which they differ is one that is lost."""
+    """What was drawn beside what was learned from: a length at which they differ is one that is
+    lost."""
     traces = []
     whole = _with_every("response/", metrics)
-    edges = sorted({int(key.split("_to_")[1]) for key in whole[0] if key.startswith(tuple(_LENGTHS))})
+    edges = sorted(
+        {int(key.split("_to_")[1]) for key in whole[0] if key.startswith(tuple(_LENGTHS))}
+    )
     for color, (prefix, name) in zip(_LINES, _LENGTHS.items(), strict=False):
         counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in whole) for edge in edges]
         labels = [str(edge) if edge < 3 else f"{edge // 2 + 1}-{edge}" for edge in edges]
-        traces.append({"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}})
+        traces.append(
+            {"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}}
+        )
     axis = {"title": {"text": "tokens"}, "type": "category"}
     return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, "xaxis": axis}
 
 
-def _stacked(metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Sequence[str]) -> list[Trace]:
+def _stacked(
+    metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Sequence[str]
+) -> list[Trace]:
     """A bar a record, of what its parts add up to."""
     steps = [record["step"] for record in metrics]
     return [
-        {"type": "bar", "x": steps, "y": list(values), "name": _label(name), "marker": {"color": color}}
+        {
+            "type": "bar",
+            "x": steps,
+            "y": list(values),
+            "name": _label(name),
+            "marker": {"color": color},
+        }
         for (name, values), color in zip(parts.items(), colors, strict=True)
     ]
 
@@ -299,9 +443,21 @@ def _utilization(shares: Mapping[str, Mapping[str, float]]) -> tuple[list[Trace]
         percent = [100 * shares[role].get(name, 0.0) for role in roles]
         traces.append(_row_bar(name, " %{x:.1f} %", x=percent, y=roles))
     beside = {"x": 1, "xref": "paper", "xanchor": "left", "showarrow": False}
-    sums = [{"text": f"<b>{100 * sum(shares[role].values()):.0f} %</b>", "y": role, **beside} for role in roles]
-    layout = {"barmode": "stack", "bargap": 0.35, "height": 34 * len(roles) + 80, "showlegend": True, "annotations": sums}
-    axes = {"xaxis": {"range": [0, 100], "ticksuffix": " %", "title": {"text": ""}}, "yaxis": _ROWS_AXIS}
+    sums = [
+        {"text": f"<b>{100 * sum(shares[role].values()):.0f} %</b>", "y": role, **beside}
+        for role in roles
+    ]
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.35,
+        "height": 34 * len(roles) + 80,
+        "showlegend": True,
+        "annotations": sums,
+    }
+    axes = {
+        "xaxis": {"range": [0, 100], "ticksuffix": " %", "title": {"text": ""}},
+        "yaxis": _ROWS_AXIS,
+    }
     return traces, {**layout, **axes, "margin": {"r": 52}}
 
 
@@ -313,15 +469,29 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
     cut = [span for row in rows for span in innermost(span for span in inside if _row(span) == row)]
     for name in _activities(span.name for span in cut):
         own = [span for span in cut if span.name == name]
-        bars = {"base": [(span.start - begin) / 1e6 for span in own], "x": [(span.end - span.start) / 1e6 for span in own]}
+        bars = {
+            "base": [(span.start - begin) / 1e6 for span in own],
+            "x": [(span.end - span.start) / 1e6 for span in own],
+        }
         about = [[span.step, (span.about or {}).get("rows", "-")] for span in own]
         hover = "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}"
-        traces.append(_row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars))
+        traces.append(
+            _row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars)
+        )
     for step, (start, _) in step_bounds(inside).items():
         at = (start - begin) / 1e6
         stroke = {"color": _OTHER, "width": 0.8, "dash": "dot"}
-        lines.append({"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": stroke})
-        above = {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left", "showarrow": False}
+        lines.append(
+            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
+        )
+        above = {
+            "x": at,
+            "y": 1,
+            "yref": "paper",
+            "yanchor": "bottom",
+            "xanchor": "left",
+            "showarrow": False,
+        }
         labels.append({"text": f"step {step}", "font": {"size": 11}, **above})
     layout = {
         "barmode": "overlay",
@@ -343,7 +513,14 @@ def _row_bar(activity: str, hover: str, **data: Any) -> Trace:
     name = _label(activity)
     marker = {"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}}
     hover = "%{y}: " + name + hover + "<extra></extra>"
-    return {"type": "bar", "name": name, "orientation": "h", "marker": marker, "hovertemplate": hover, **data}
+    return {
+        "type": "bar",
+        "name": name,
+        "orientation": "h",
+        "marker": marker,
+        "hovertemplate": hover,
+        **data,
+    }
 
 
 def _label(text: str) -> str:
@@ -359,7 +536,10 @@ def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:
     """A row a thread, and how many have none: as many of every role as there is room for."""
     roles = roles_of(spans)
     each = max(1, _TIMELINE_ROWS // len(roles))
-    threads = {role: {(span.rank, span.thread): _row(span) for span in spans if span.role == role} for role in roles}
+    threads = {
+        role: {(span.rank, span.thread): _row(span) for span in spans if span.role == role}
+        for role in roles
+    }
     shown = [own[thread] for own in threads.values() for thread in sorted(own)[:each]]
     return shown, sum(map(len, threads.values())) - len(shown)
 

@@ -17,7 +17,14 @@ from aligner.observability.trace import read_spans
 from aligner.view.figures import Plot, curves, metric_plots, timeline_plots
 from aligner.view.rendering import STATIC, configuration, plotly_script, render
 from aligner.view.run_index import UNREADABLE, Overview, RunIndex, ViewedRun, stamp_of
-from aligner.view.run_summary import differences, key_figures, left_out, log_end, log_files, log_trouble
+from aligner.view.run_summary import (
+    differences,
+    key_figures,
+    left_out,
+    log_end,
+    log_files,
+    log_trouble,
+)
 from aligner.view.sample_table import PAGE, SampleFilter, SampleTable
 from aligner.view.shown_text import printable, token_columns, turns
 
@@ -88,13 +95,22 @@ class Pages:
     def run_list(self, request: Request) -> Response:
         """All runs."""
         given = request.query_params
-        wanted = {"q": given.get("q", ""), "state": given.get("state", ""), "sort": given.get("sort", "-started")}
+        wanted = {
+            "q": given.get("q", ""),
+            "state": given.get("state", ""),
+            "sort": given.get("sort", "-started"),
+        }
         column = wanted["sort"].removeprefix("-")
         if column not in _SORTS:
-            raise HTTPException(400, f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, or with a - before it")
+            raise HTTPException(
+                400,
+                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, or with a - before it",
+            )
         runs = [run.overview() for run in self._index.runs()]
         text = wanted["q"].lower()
-        shown = [run for run in runs if text in f"{run.name} {run.experiment} {run.directory}".lower()]
+        shown = [
+            run for run in runs if text in f"{run.name} {run.experiment} {run.directory}".lower()
+        ]
         shown = [run for run in shown if wanted["state"] in ("", run.state)]
         return _page(
             "runs.html",
@@ -115,11 +131,21 @@ class Pages:
         except AlignerError as error:  # a run of another version
             rows, unknown = [], str(error)
         source = "/compare/curves.json?" + urlencode([("run", run.key) for run in runs.values()])
-        return _page("compare.html", runs=shown, names=list(runs), rows=rows, unknown=unknown, source=source, draws=True)
+        return _page(
+            "compare.html",
+            runs=shown,
+            names=list(runs),
+            rows=rows,
+            unknown=unknown,
+            source=source,
+            draws=True,
+        )
 
     def compared_curves(self, request: Request) -> Response:
         """Their metrics over each other."""
-        return _plots(list(curves({name: run.metrics() for name, run in self._named(request).items()})))
+        return _plots(
+            list(curves({name: run.metrics() for name, run in self._named(request).items()}))
+        )
 
     def static(self, request: Request) -> Response:
         """What pages are made of."""
@@ -132,7 +158,14 @@ class Pages:
     def overview(self, request: Request, run: ViewedRun) -> Response:
         """A run's curves."""
         figures = key_figures(run.metrics())
-        return self._run_page("run.html", run, "Curves", figures=figures, source=f"/runs/{run.key}/curves.json", draws=True)
+        return self._run_page(
+            "run.html",
+            run,
+            "Curves",
+            figures=figures,
+            source=f"/runs/{run.key}/curves.json",
+            draws=True,
+        )
 
     @_of_run
     def state(self, request: Request, run: ViewedRun) -> Response:
@@ -152,7 +185,9 @@ class Pages:
     @_of_run
     def timeline(self, request: Request, run: ViewedRun) -> Response:
         """What its processes did when."""
-        return self._run_page("timeline.html", run, "Timeline", source=f"/runs/{run.key}/timeline.json", draws=True)
+        return self._run_page(
+            "timeline.html", run, "Timeline", source=f"/runs/{run.key}/timeline.json", draws=True
+        )
 
     @_of_run
     def timeline_data(self, request: Request, run: ViewedRun) -> Response:
@@ -163,7 +198,13 @@ class Pages:
     def configuration(self, request: Request, run: ViewedRun) -> Response:
         """What it is set to."""
         others = [other.overview() for other in self._index.runs() if other is not run]
-        return self._run_page("configuration.html", run, "Configuration", about=configuration(run.config()), others=others)
+        return self._run_page(
+            "configuration.html",
+            run,
+            "Configuration",
+            about=configuration(run.config()),
+            others=others,
+        )
 
     @_of_run
     def logs(self, request: Request, run: ViewedRun) -> Response:
@@ -174,7 +215,9 @@ class Pages:
         if files and file is None:
             raise HTTPException(404, f"{name}: the run has no such log")
         lines, before = log_end(file) if file is not None else ([], 0)
-        return self._run_page("logs.html", run, "Logs", files=files, file=name, lines=lines, before=before)
+        return self._run_page(
+            "logs.html", run, "Logs", files=files, file=name, lines=lines, before=before
+        )
 
     @_of_run
     def health(self, request: Request, run: ViewedRun) -> Response:
@@ -194,7 +237,9 @@ class Pages:
         number, table = int(_number(given, "page") or 0), SampleTable(run.paths)
         bounds = {name: _number(given, name) for name in ("least", "most", "first", "last")}
         chosen = SampleFilter(wanted["q"], **bounds)  # type: ignore[arg-type]
-        rows, total = (table.prompts if wanted["by"] else table.page)(chosen, wanted["sort"], max(0, number))
+        rows, total = (table.prompts if wanted["by"] else table.page)(
+            chosen, wanted["sort"], max(0, number)
+        )
         return self._run_page(
             "samples.html",
             run,
@@ -242,7 +287,9 @@ class Pages:
         """What came of a sample's prompt at several steps."""
         table, sample = self._sample(request, run)
         given = request.query_params.get("steps", "").replace(",", " ").split()
-        means, by_step = table.over_time(sample["prompt"], [int(text) for text in given if text.isdecimal()][:_MOST_RUNS])
+        means, by_step = table.over_time(
+            sample["prompt"], [int(text) for text in given if text.isdecimal()][:_MOST_RUNS]
+        )
         return self._run_page(
             "over_time.html",
             run,
@@ -262,7 +309,15 @@ class Pages:
         means = [row for row in table.over_time(sample["prompt"], [])[0] if row["mean"] is not None]
         trace = {"type": "scatter", "mode": "lines+markers", "x": [row["step"] for row in means]}
         return _plots(
-            [Plot("scores", "Mean score of this prompt", [{**trace, "y": [row["mean"] for row in means]}], {}, wide=True)]
+            [
+                Plot(
+                    "scores",
+                    "Mean score of this prompt",
+                    [{**trace, "y": [row["mean"] for row in means]}],
+                    {},
+                    wide=True,
+                )
+            ]
         )
 
     def _run(self, key: str) -> ViewedRun:
@@ -273,12 +328,17 @@ class Pages:
 
     def _named(self, request: Request) -> dict[str, ViewedRun]:
         """The runs of a comparison by names that differ."""
-        runs = [self._run(key) for key in dict.fromkeys(request.query_params.getlist("run"))][:_MOST_RUNS]
+        runs = [self._run(key) for key in dict.fromkeys(request.query_params.getlist("run"))][
+            :_MOST_RUNS
+        ]
         if len(runs) < 2:
             raise HTTPException(400, "mark two runs or more to compare them")
         names = [run.overview().name for run in runs]
         twice = {name for name in names if names.count(name) > 1}
-        return {str(run.paths.root) if name in twice else name: run for name, run in zip(names, runs, strict=True)}
+        return {
+            str(run.paths.root) if name in twice else name: run
+            for name, run in zip(names, runs, strict=True)
+        }
 
     def _sample(self, request: Request, run: ViewedRun) -> tuple[SampleTable, dict[str, Any]]:
         table = SampleTable(run.paths)
@@ -311,14 +371,18 @@ def _plots(plots: Sequence[Plot]) -> Response:
 
 def _sorted(runs: Sequence[Overview], column: str, descending: bool) -> list[Overview]:
     """Those without a value come last, whatever the direction."""
-    known = [run for run in runs if run.state != UNREADABLE and getattr(run, column) not in (None, "")]
+    known = [
+        run for run in runs if run.state != UNREADABLE and getattr(run, column) not in (None, "")
+    ]
     missing = [run for run in runs if run not in known]
     return sorted(known, key=lambda run: getattr(run, column), reverse=descending) + missing
 
 
 def _linker(wanted: Mapping[str, str]) -> Callable[..., str]:
     """The query of the page that is shown, with some of it changed."""
-    return lambda **changes: urlencode({name: value for name, value in {**wanted, **changes}.items() if value != ""})
+    return lambda **changes: urlencode(
+        {name: value for name, value in {**wanted, **changes}.items() if value != ""}
+    )
 
 
 def _number(given: Mapping[str, str], name: str) -> float | None:

@@ -1,4 +1,5 @@
-"""Templates and what every page of them is given; pages that are served and the one that is saved share them."""
+"""Templates and what every page of them is given; pages that are served and the one that is saved
+share them."""
 
 import functools
 import importlib.util
@@ -63,7 +64,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": printable, "duration": _duration, "number": _number, "rounded": _rounded, "data": _data}
+    environment.filters |= {
+        "text": printable,
+        "duration": _duration,
+        "number": _number,
+        "rounded": _rounded,
+        "data": _data,
+    }
     return environment
 
 
@@ -75,7 +82,9 @@ def _number(value: float | None, digits: int = 3) -> str:
     """Fixed digits where the number is of that size, else an exponent; a dash for none."""
     if value is None:
         return NONE
-    return f"{value:.{digits}f}" if value == 0 or 10**-digits <= abs(value) < 1e6 else f"{value:.2e}"
+    return (
+        f"{value:.{digits}f}" if value == 0 or 10**-digits <= abs(value) < 1e6 else f"{value:.2e}"
+    )
 
 
 def _rounded(value: float | None) -> float | None:

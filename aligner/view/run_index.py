@@ -19,7 +19,12 @@ from aligner.schema import Config, RunConfig
 UNREADABLE = "unreadable"
 """The state of a run whose files are damaged."""
 _DEPTH = 3
-_MAIN = {"reward/mean": "reward", "sft/loss": "loss", "dpo/loss": "loss", "reward_model/loss": "loss"}
+_MAIN = {
+    "reward/mean": "reward",
+    "sft/loss": "loss",
+    "dpo/loss": "loss",
+    "reward_model/loss": "loss",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Overview:
     directory: str
     experiment: str
     started: str
-    """When it was launched first, in the launching machine's time; empty where that is not known."""
+    """When it was launched first, in the launching machine's time; empty where that is not known.
+    """
     state: str
     """As of `RunStatus`, or UNREADABLE."""
     step: int = 0
@@ -50,7 +56,8 @@ class Overview:
 
 
 class ViewedRun:
-    """A run directory, from any thread. What is read raises AlignerError or OSError where a file is damaged or gone."""
+    """A run directory, from any thread. What is read raises AlignerError or OSError where a file is
+    damaged or gone."""
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(root)
@@ -75,16 +82,19 @@ class ViewedRun:
                 return []
             size, read = self.paths.metrics.stat().st_size, self._metrics
             try:
-                if read is None or size < read[0]:  # a run that goes on from a checkpoint cuts the file back to it
+                # a run that goes on from a checkpoint cuts the file back to it
+                if read is None or size < read[0]:
                     read = 0, FileFollower(self.paths.metrics), []
                 self._metrics = size, read[1], with_records(read[2], read[1].new_records())
-            except AlignerError:  # by now it may be longer again, and where it was read to in the middle of a line
+            # by now it may be longer again, and where it was read to in the middle of a line
+            except AlignerError:
                 follower = FileFollower(self.paths.metrics)
                 self._metrics = size, follower, with_records([], follower.new_records())
             return list(self._metrics[2])
 
     def status(self) -> RunStatus:
-        """How it is, as its servers and Slurm answer; of a run of another version of aligner as its files say."""
+        """How it is, as its servers and Slurm answer; of a run of another version of aligner as its
+        files say."""
         try:
             config, asking = self.config(), True
         except AlignerError:
@@ -105,9 +115,13 @@ class ViewedRun:
             if self._settings is None or self._settings[0] != stamp:
                 self._settings = stamp, _settings(self.paths.config)
             config, started = self._settings[1]
-            now = status_of(self.paths, config, read_newest_metrics(self.paths.metrics), asking=False)
+            now = status_of(
+                self.paths, config, read_newest_metrics(self.paths.metrics), asking=False
+            )
         except (AlignerError, OSError) as error:
-            return Overview(self.key, name, directory, "", "", UNREADABLE, note=str(error).splitlines()[0])
+            return Overview(
+                self.key, name, directory, "", "", UNREADABLE, note=str(error).splitlines()[0]
+            )
         measure = next((metric for metric in _MAIN if metric in now.metrics), "reward/mean")
         return Overview(
             key=self.key,
@@ -136,7 +150,9 @@ class RunIndex:
 
     def runs(self) -> list[ViewedRun]:
         """Those that are there now."""
-        roots = dict.fromkeys(root for directory in self.directories for root in _run_directories(directory, _DEPTH))
+        roots = dict.fromkeys(
+            root for directory in self.directories for root in _run_directories(directory, _DEPTH)
+        )
         found = [self._known.setdefault(root, ViewedRun(root)) for root in roots]
         self._by_key = {run.key: run for run in found}
         return found
@@ -151,11 +167,17 @@ class RunIndex:
 
 def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
     paths = RunPaths(directory)
-    if paths.config.is_file() and any(path.exists() for path in (paths.status, paths.metrics, paths.logs, paths.job_script)):
+    if paths.config.is_file() and any(
+        path.exists() for path in (paths.status, paths.metrics, paths.logs, paths.job_script)
+    ):
         yield directory
     elif depth:
         try:
-            below = sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
+            below = sorted(
+                path
+                for path in directory.iterdir()
+                if not path.name.startswith(".") and path.is_dir()
+            )
         except OSError:  # nobody else's is ours to read
             return
         for each in below:
@@ -163,15 +185,22 @@ def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _settings(path: Path) -> tuple[Config, str]:
-    """Of a configuration what a run's status asks for, at a fiftieth of the time of all, and when the run was launched."""
+    """Of a configuration what a run's status asks for, at a fiftieth of the time of all, and when
+    the run was launched."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        values = yaml.load(
+            path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
         own, config = values["run"], Config()
-        run = RunConfig(**{field.name: own[field.name] for field in fields(RunConfig) if field.name in own})
+        run = RunConfig(
+            **{field.name: own[field.name] for field in fields(RunConfig) if field.name in own}
+        )
         slurm = replace(config.cluster.slurm, requeue=values["cluster"]["slurm"]["requeue"])
         cluster = replace(config.cluster, kind=values["cluster"]["kind"], slurm=slurm)
         algorithm = replace(config.algorithm, trainer=values["algorithm"]["trainer"])
-        return replace(config, run=run, cluster=cluster, algorithm=algorithm), _time(own.get("date"))
+        return replace(config, run=run, cluster=cluster, algorithm=algorithm), _time(
+            own.get("date")
+        )
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise AlignerError(f"{path}: is not a run's configuration: {error}") from error
 

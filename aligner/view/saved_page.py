@@ -29,12 +29,15 @@ _SAMPLES_OF_FIRST, _SAMPLES_OF_LAST = 3, 6
 def write_report(run: Path, output: Path | None = None) -> Path:
     """Write the page of a run that has ended, was killed or goes on; returns its path.
 
-    `trace.json` is written anew too, but for a run directory that is not ours to write to. Raises ConfigError where `run` is
-    no run directory, the page cannot be written, or a package is not installed.
+    `trace.json` is written anew too, but for a run directory that is not ours to write to. Raises
+    ConfigError where `run` is no run directory, the page cannot be written, or a package is not
+    installed.
     """
     require_packages("aligner report")
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such directory; give a run directory, as `aligner launch` prints it first")
+        raise ConfigError(
+            f"{run}: no such directory; give a run directory, as `aligner launch` prints it first"
+        )
     paths = RunPaths(run.absolute())
     config = load_config(paths.config)
     target = run / paths.report.name if output is None else output
@@ -50,7 +53,9 @@ def page(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
     """The page of a run with these spans."""
     metrics = read_metrics(paths.metrics)
     scripts = [_script(plotly_script()), _script(STATIC / "view.js")]
-    hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    hashes = " ".join(
+        f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
     plots = {"timeline": timeline_plots(spans), "curves": metric_plots(metrics)}
     return render(
         "saved.html",

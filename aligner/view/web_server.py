@@ -1,4 +1,5 @@
-"""The pages of runs served on this machine's loopback, read only, to who has the key in the link."""
+"""The pages of runs served on this machine's loopback, read only, to who has the key in the
+link."""
 
 import hmac
 import socket
@@ -25,8 +26,10 @@ _TOLD = (HTTPException, AlignerError, OSError, Exception)
 """Errors for which there is a page; Starlette looks for the nearest class."""
 _HEADERS = {
     # Plotly sets styles of elements. Scripts are the server's files alone.
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:;"
-    " connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self'"
+        " data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -42,7 +45,9 @@ def serve(directories: Sequence[Path], key: str, listening: socket.socket) -> No
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
     middleware = [hosts, gate, Middleware(GZipMiddleware, compresslevel=1)]
     app = Starlette(
-        routes=Pages(RunIndex(directories)).routes(), middleware=middleware, exception_handlers=dict.fromkeys(_TOLD, problem)
+        routes=Pages(RunIndex(directories)).routes(),
+        middleware=middleware,
+        exception_handlers=dict.fromkeys(_TOLD, problem),
     )
     config = uvicorn.Config(
         app,
@@ -57,7 +62,8 @@ def serve(directories: Sequence[Path], key: str, listening: socket.socket) -> No
 
 
 class _Gate:
-    """Lets requests in that have the key, in the link or then in a cookie; says what browsers may do with answers."""
+    """Lets requests in that have the key, in the link or then in a cookie; says what browsers may
+    do with answers."""
 
     def __init__(self, app: ASGIApp, key: str, port: int) -> None:
         self._app, self._key = app, key.encode()
@@ -76,12 +82,18 @@ class _Gate:
     def _refusal(self, request: Request) -> Response | None:
         """What is answered instead of the page; None where it may be seen."""
         if (given := request.query_params.get("key")) is not None and self._fits(given):
-            answer = RedirectResponse(str(request.url.remove_query_params("key").replace(scheme="", netloc="")) or "/", 303)
+            answer = RedirectResponse(
+                str(request.url.remove_query_params("key").replace(scheme="", netloc="")) or "/",
+                303,
+            )
             answer.set_cookie(self._cookie, given, httponly=True, samesite="lax")
             return answer
         if self._fits(request.cookies.get(self._cookie, "")):
             return None
-        return PlainTextResponse("The key is missing or wrong: open the whole link that `aligner view` has printed.\n", 403)
+        return PlainTextResponse(
+            "The key is missing or wrong: open the whole link that `aligner view` has printed.\n",
+            403,
+        )
 
     def _fits(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._key)

@@ -1,11 +1,13 @@
-"""Trains environments that are written for `verifiers` (0.4, its v1 stack), which live in a virtual environment of their own.
+"""Trains environments that are written for `verifiers` (0.4, its v1 stack), which live in a virtual
+environment of their own.
 
-With the Python of that, `verifiers_agent.py tasks TASKSET > tasks.jsonl` makes prompts of a taskset's tasks. A taskset is a
-module that is installed there, or lies beside this file.
+With the Python of that, `verifiers_agent.py tasks TASKSET > tasks.jsonl` makes prompts of a
+taskset's tasks. A taskset is a module that is installed there, or lies beside this file.
 
-`run` is the agent, `environment.agent=verifiers_agent:run`, and imports nothing of verifiers: it starts this file with the
-interpreter VERIFIERS_PYTHON, once in each process of `environment.workers`, for the taskset VERIFIERS_TASKSET, and passes it
-episodes, a line of JSON each. They share that process, which takes seconds to start, and the tool servers of the taskset.
+`run` is the agent, `environment.agent=verifiers_agent:run`, and imports nothing of verifiers: it
+starts this file with the interpreter VERIFIERS_PYTHON, once in each process of
+`environment.workers`, for the taskset VERIFIERS_TASKSET, and passes it episodes, a line of JSON
+each. They share that process, which takes seconds to start, and the tool servers of the taskset.
 """
 
 import asyncio
@@ -34,14 +36,22 @@ class VerifiersProcess:
         self._ends: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> None:
-        """An episode, to its end. Raises RuntimeError where it fails; cancelled, it is ended there too."""
+        """An episode, to its end. Raises RuntimeError where it fails; cancelled, it is ended there
+        too."""
         async with self._starting:
             if self._reading is None or self._reading.done():
                 await self._start()
         number, end = next(self._numbers), asyncio.get_running_loop().create_future()
         self._ends[number] = end
         try:
-            self._tell({"number": number, "task": task["verifiers"], "base_url": base_url, "api_key": api_key})
+            self._tell(
+                {
+                    "number": number,
+                    "task": task["verifiers"],
+                    "base_url": base_url,
+                    "api_key": api_key,
+                }
+            )
             await end
         except asyncio.CancelledError:
             self._tell({"number": number})
@@ -50,9 +60,17 @@ class VerifiersProcess:
             del self._ends[number]
 
     async def _start(self) -> None:
-        command = (os.environ["VERIFIERS_PYTHON"], __file__, "serve", os.environ["VERIFIERS_TASKSET"])
-        pipe, paths = asyncio.subprocess.PIPE, {"PYTHONPATH": str(Path(__file__).parent)}  # the run's are for its own Python
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=os.environ | paths)
+        command = (
+            os.environ["VERIFIERS_PYTHON"],
+            __file__,
+            "serve",
+            os.environ["VERIFIERS_TASKSET"],
+        )
+        # the run's are for its own Python
+        pipe, paths = asyncio.subprocess.PIPE, {"PYTHONPATH": str(Path(__file__).parent)}
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=os.environ | paths
+        )
         self._reading = asyncio.create_task(self._read(self._process))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -60,11 +78,17 @@ class VerifiersProcess:
         async for line in process.stdout:
             answer = json.loads(line)
             if (end := self._ends.get(answer["number"])) is not None and not end.done():
-                end.set_exception(RuntimeError(answer["problem"])) if answer["problem"] else end.set_result(None)
+                (
+                    end.set_exception(RuntimeError(answer["problem"]))
+                    if answer["problem"]
+                    else end.set_result(None)
+                )
         code = await process.wait()
         for end in self._ends.values():
             if not end.done():
-                end.set_exception(RuntimeError(f"the process of verifiers has ended with code {code}"))
+                end.set_exception(
+                    RuntimeError(f"the process of verifiers has ended with code {code}")
+                )
 
     def _tell(self, content: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -75,21 +99,26 @@ run = VerifiersProcess().run
 
 
 def environment(taskset: str) -> Any:
-    """The environment of a taskset, run on this machine: with its own harness, or a loop that has its tools alone."""
+    """The environment of a taskset, run on this machine: with its own harness, or a loop that has
+    its tools alone."""
     import verifiers.v1 as vf
 
-    own = vf.default_harness_id(taskset)  # "bash" where it has none, which would run the policy's commands here
-    agent = {"harness": {"id": "null" if own == "bash" else own}, "runtime": {"type": "subprocess"}}  # and "max_turns", …
+    # "bash" where it has none, which would run the policy's commands here
+    own = vf.default_harness_id(taskset)
+    # and "max_turns", …
+    agent = {"harness": {"id": "null" if own == "bash" else own}, "runtime": {"type": "subprocess"}}
     return vf.load_environment(vf.resolve_env_config({"taskset": {"id": taskset}, "agent": agent}))
 
 
 async def episode(env: Any, asked: dict[str, Any]) -> None:
-    """Run the one that a line asks for, and post its reward. Raises RuntimeError where it has failed."""
+    """Run the one that a line asks for, and post its reward. Raises RuntimeError where it has
+    failed."""
     import verifiers.v1 as vf
 
     task_type = type(env.taskset).task_type()
     task = task_type(task_type.data_type().model_validate(asked["task"]), env.taskset.config.task)
-    key_name = f"EPISODE_{asked['number']}_API_KEY"  # verifiers reads keys from its environment alone
+    # verifiers reads keys from its environment alone
+    key_name = f"EPISODE_{asked['number']}_API_KEY"
     os.environ[key_name] = asked["api_key"]
     client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=key_name)
     try:
@@ -105,7 +134,9 @@ async def episode(env: Any, asked: dict[str, Any]) -> None:
 def post_reward(asked: dict[str, Any], reward: float) -> None:
     """Tell the run what an episode is worth."""
     headers = {"Authorization": f"Bearer {asked['api_key']}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{asked['base_url']}/reward", json.dumps({"reward": reward}).encode(), headers)
+    request = urllib.request.Request(
+        f"{asked['base_url']}/reward", json.dumps({"reward": reward}).encode(), headers
+    )
     urllib.request.urlopen(request, timeout=30).close()
 
 
@@ -126,9 +157,12 @@ async def serve(taskset: str) -> None:
         print(json.dumps({"number": asked["number"], "problem": problem}), file=answers, flush=True)
 
     lines = asyncio.StreamReader(limit=MOST_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    # Not `env.serving()`: it would keep a client for every address, of which each episode has one, until its end. So each
-    # rollout has a server of its own between harness and endpoint, and closes both.
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    # Not `env.serving()`: it would keep a client for every address, of which each episode has one,
+    # until its end. So each rollout has a server of its own between harness and endpoint, and
+    # closes both.
     async with env.shared_tools() as env._shared_tools:
         await env.start()
         async for line in lines:

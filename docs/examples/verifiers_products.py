@@ -1,4 +1,5 @@
-"""An environment as users of `verifiers` have them: products, a calculator as its tool, and a loop of its own."""
+"""An environment as users of `verifiers` have them: products, a calculator as its tool, and a loop
+of its own."""
 
 import json
 
@@ -40,7 +41,11 @@ class ProductsTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
     def load(self) -> list[ProductTask]:
         """As verifiers asks for it."""
         numbers = range(2, 10)
-        return [ProductTask(ProductData(prompt=f"{a}*{b}?", answer=str(a * b))) for a in numbers for b in numbers]
+        return [
+            ProductTask(ProductData(prompt=f"{a}*{b}?", answer=str(a * b)))
+            for a in numbers
+            for b in numbers
+        ]
 
     @classmethod
     def toolsets(cls, config: vf.TasksetConfig) -> list[vf.Toolset]:
@@ -49,7 +54,8 @@ class ProductsTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
 
 
 class ProductsHarness(vf.Harness[vf.HarnessConfig]):
-    """A loop with tools within the process of verifiers: a program would have to be started for every episode."""
+    """A loop with tools within the process of verifiers: a program would have to be started for
+    every episode."""
 
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
@@ -73,17 +79,27 @@ class ProductsHarness(vf.Harness[vf.HarnessConfig]):
         _, prompt = self.resolve_text_prompt(data)
         messages = [{"role": "user", "content": prompt}]
         servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-        async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+        async with (
+            AsyncExitStack() as stack,
+            AsyncOpenAI(base_url=endpoint, api_key=secret) as client,
+        ):
             tools, places, connections = await connect_mcp(servers, stack)
             for _ in range(TURNS):
-                said = await client.chat.completions.create(model=ctx.model, messages=messages, tools=tools)
+                said = await client.chat.completions.create(
+                    model=ctx.model, messages=messages, tools=tools
+                )
                 message = said.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
                     break
                 for call in message.tool_calls:
                     try:
-                        content = await call_mcp(connections, places, call.function.name, json.loads(call.function.arguments))
+                        content = await call_mcp(
+                            connections,
+                            places,
+                            call.function.name,
+                            json.loads(call.function.arguments),
+                        )
                     except (KeyError, ValueError) as error:
                         content = f"error: {error}"
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})

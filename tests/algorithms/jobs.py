@@ -38,7 +38,9 @@ def stale_experience(vocab_size: int) -> Experience:
     return dataclasses.replace(experience, engine_logprobs=experience.old_logprobs + 0.3 * noise)
 
 
-def corrected_update(directory: str, layout: dict[str, Any], level: str) -> tuple[Tensor, dict[str, float]]:
+def corrected_update(
+    directory: str, layout: dict[str, Any], level: str
+) -> tuple[Tensor, dict[str, float]]:
     """The policy's log-probs, and the statistics of an update of it."""
     actor = policy(directory, layout)
     experience = stale_experience(actor.runner.shape.vocab_size)
@@ -49,15 +51,32 @@ def corrected_update(directory: str, layout: dict[str, Any], level: str) -> tupl
 
 
 def taught_updates(
-    directory: str, teacher: str, layout: dict[str, Any], micro_batch_tokens: int, configs: Mapping[str, Config]
+    directory: str,
+    teacher: str,
+    layout: dict[str, Any],
+    micro_batch_tokens: int,
+    configs: Mapping[str, Config],
 ) -> dict[str, dict[str, float]]:
-    """The statistics of a policy's update by each configuration's divergence from a teacher at the same layout."""
-    settings = {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL, "logprob_chunk_tokens": 5}
+    """The statistics of a policy's update by each configuration's divergence from a teacher at the
+    same layout."""
+    settings = {
+        "micro_batch_tokens": micro_batch_tokens,
+        "optimizer": STILL,
+        "logprob_chunk_tokens": 5,
+    }
     actor = policy(directory, layout, settings)
     of_teacher = TeacherConfig(parallel=actor.world.layout, micro_batch_tokens=micro_batch_tokens)
-    frozen = FrozenPolicy(read_shape(Path(teacher)), actor.world, of_teacher, Path(teacher), chunk_tokens=7)
+    frozen = FrozenPolicy(
+        read_shape(Path(teacher)), actor.world, of_teacher, Path(teacher), chunk_tokens=7
+    )
     experience = make_experience(actor.runner.shape.vocab_size)
-    of, inside = (experience.tokens, experience.lengths), {"mask": experience.mask, "temperature": TEMPERATURE}
+    of, inside = (
+        (experience.tokens, experience.lengths),
+        {
+            "mask": experience.mask,
+            "temperature": TEMPERATURE,
+        },
+    )
     found = {}
     for name, config in configs.items():
         taught = frozen.taught(*of, config.teacher.top_k, actor.runner.shape.vocab_size, **inside)
@@ -68,7 +87,9 @@ def taught_updates(
             candidate_targets=taught.outcomes,
         )
         algorithm = build_online_algorithm(config)
-        found[name] = actor.train(rows, algorithm.loss(rows, 0.0), denominator=algorithm.denominator(rows))
+        found[name] = actor.train(
+            rows, algorithm.loss(rows, 0.0), denominator=algorithm.denominator(rows)
+        )
     worlds.shutdown()
     return found
 
@@ -76,8 +97,11 @@ def taught_updates(
 def updates(
     directory: str, layout: dict[str, Any], micro_batch_tokens: int, configs: Mapping[str, Config]
 ) -> dict[str, dict[str, float]]:
-    """The statistics of each algorithm's update of the same policy on the same rows, two samples a prompt."""
-    actor = policy(directory, layout, {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL})
+    """The statistics of each algorithm's update of the same policy on the same rows, two samples a
+    prompt."""
+    actor = policy(
+        directory, layout, {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL}
+    )
     experience = stale_experience(actor.runner.shape.vocab_size)
     found = {}
     for name, config in configs.items():
@@ -85,9 +109,15 @@ def updates(
         loss = algorithm.loss(experience, kl_coefficient=0.05)
         before = torch.full_like(experience.engine_logprobs, torch.nan)
         found[name] = actor.train(
-            experience, loss, denominator=algorithm.denominator(experience), group=algorithm.group, before=before
+            experience,
+            loss,
+            denominator=algorithm.denominator(experience),
+            group=algorithm.group,
+            before=before,
         )
-        expected = torch.where(experience.mask, actor.logprobs(experience.tokens, experience.lengths), 0.0)
+        expected = torch.where(
+            experience.mask, actor.logprobs(experience.tokens, experience.lengths), 0.0
+        )
         torch.testing.assert_close(before, expected, atol=1e-5, rtol=0)
     worlds.shutdown()
     return found

@@ -18,9 +18,12 @@ SEEDS = st.integers(0, 10_000)
 
 
 def draw(seed: int, rows: int = 6, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards and values [rows, width], NaN and infinite behind a random mask, which leaves a row empty."""
+    """Rewards and values [rows, width], NaN and infinite behind a random mask, which leaves a row
+    empty."""
     generator = torch.Generator().manual_seed(seed)
-    rewards, values = (torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards, values = (
+        torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     mask = torch.rand(rows, width, generator=generator) > 0.4
     mask[seed % rows] = False
     return torch.where(mask, rewards, math.nan), torch.where(mask, values, math.inf), mask
@@ -33,7 +36,10 @@ def whitened(values: list[float]) -> list[float]:
 
 
 def returns_of(rewards: list[float], gamma: float) -> list[float]:
-    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    return [
+        sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
 
 
 @settings(max_examples=15, deadline=None)
@@ -47,7 +53,9 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
         expected = returns_of(deltas, gamma * lam)
         assert found[row][inside].tolist() == pytest.approx(expected)
-        assert returns[row][inside].tolist() == pytest.approx([a + b for a, b in zip(expected, v, strict=False)])
+        assert returns[row][inside].tolist() == pytest.approx(
+            [a + b for a, b in zip(expected, v, strict=False)]
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -62,10 +70,17 @@ def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
         r, v = rewards[row][inside].tolist(), [*values[row][inside].tolist(), float(last[row])]
         expected = returns_of([r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))], gamma * lam)
         assert found[row][inside].tolist() == pytest.approx(expected)
-        # The λ-return, from its definition: every n-step return, weighed by (1 - λ)·λ^(n-1), and the longest by what is left.
+        # The λ-return, from its definition: every n-step return, weighed by (1 - λ)·λ^(n-1), and
+        # the longest by what is left.
         for t in range(len(r)):
-            steps = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] for n in range(1, len(r) - t + 1)]
-            mixed = sum((1 - lam) * lam**n * each for n, each in enumerate(steps[:-1])) + lam ** (len(steps) - 1) * steps[-1]
+            steps = [
+                sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n]
+                for n in range(1, len(r) - t + 1)
+            ]
+            mixed = (
+                sum((1 - lam) * lam**n * each for n, each in enumerate(steps[:-1]))
+                + lam ** (len(steps) - 1) * steps[-1]
+            )
             assert float(returns[row][inside][t]) == pytest.approx(mixed, abs=1e-9)
 
 
@@ -73,9 +88,15 @@ def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
 @given(seed=SEEDS, gamma=st.floats(0, 1))
 def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_batch(seed, gamma):
     rewards, _, mask = draw(seed)
-    found, plus_plus = (of(rewards, mask, gamma) for of in (advantages.reinforce, advantages.reinforce_plus_plus))
+    found, plus_plus = (
+        of(rewards, mask, gamma) for of in (advantages.reinforce, advantages.reinforce_plus_plus)
+    )
     assert not found[~mask].any() and not plus_plus[~mask].any()
-    expected = [each for row, inside in enumerate(mask) for each in returns_of(rewards[row][inside].tolist(), gamma)]
+    expected = [
+        each
+        for row, inside in enumerate(mask)
+        for each in returns_of(rewards[row][inside].tolist(), gamma)
+    ]
     assert found[mask].tolist() == pytest.approx(expected)
     assert plus_plus[mask].tolist() == pytest.approx(whitened(expected))
 
@@ -85,11 +106,17 @@ def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_ba
 def test_grouped_estimators_compare_a_score_with_its_own_group(seed, size):
     scores = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     estimators = (advantages.rloo, advantages.grpo, advantages.dr_grpo)
-    for index, values in enumerate(zip(*(of(scores, size).tolist() for of in estimators), strict=True)):
+    for index, values in enumerate(
+        zip(*(of(scores, size).tolist() for of in estimators), strict=True)
+    ):
         group = scores[index // size * size :][:size].tolist()
         others = [score for place, score in enumerate(group) if place != index % size]
         above = group[index % size] - statistics.fmean(group)
-        expected = (group[index % size] - statistics.fmean(others), above / (statistics.stdev(group) + 1e-4), above)
+        expected = (
+            group[index % size] - statistics.fmean(others),
+            above / (statistics.stdev(group) + 1e-4),
+            above,
+        )
         assert values == pytest.approx(expected)
 
 
@@ -113,13 +140,21 @@ def test_whitening_makes_nothing_of_equal_values(value):
     mask = torch.ones(3, 7).bool()
     mask[:, 5:] = False
     values = torch.where(mask, torch.full(mask.shape, value), math.nan)
-    for found in (masked_whiten(values, mask), masked_whiten(values, mask, dim=1), advantages.group_whiten(values, mask, 3)):
+    for found in (
+        masked_whiten(values, mask),
+        masked_whiten(values, mask, dim=1),
+        advantages.group_whiten(values, mask, 3),
+    ):
         assert not found.any()
     kept = masked_whiten(values, mask, shift_mean=False)
     assert kept[mask].tolist() == pytest.approx([value] * 15) and not kept[~mask].any()
     rewards = torch.zeros(3, 7).index_fill(1, torch.tensor([4]), value)
     assert not advantages.reinforce_plus_plus(rewards, mask, 1.0).any()
-    one_differs = torch.where(mask, values.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value + 1)), math.nan)
+    one_differs = torch.where(
+        mask,
+        values.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value + 1)),
+        math.nan,
+    )
     assert masked_whiten(one_differs, mask)[mask].all()
 
 
@@ -152,7 +187,9 @@ def test_group_whitening_sees_the_masked_tokens_of_a_group_only(seed, size):
     assert not found[~mask].any()
     for start in range(0, 6, size):
         rows = slice(start, start + size)
-        assert found[rows][mask[rows]].tolist() == pytest.approx(whitened(values[rows][mask[rows]].tolist()))
+        assert found[rows][mask[rows]].tolist() == pytest.approx(
+            whitened(values[rows][mask[rows]].tolist())
+        )
 
 
 def test_a_row_without_tokens_does_not_shift_its_group():
@@ -173,7 +210,9 @@ def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shif
     mean = sum(chosen) / len(chosen)
     assert float(masked_mean(values, mask)) == pytest.approx(mean)
     found = masked_whiten(values, mask, shift_mean=shift)
-    assert found[mask].tolist() == pytest.approx([each + (0.0 if shift else mean) for each in whitened(chosen)])
+    assert found[mask].tolist() == pytest.approx(
+        [each + (0.0 if shift else mean) for each in whitened(chosen)]
+    )
     assert not found[~mask].any()
     for row, inside, by_row in zip(values, mask, masked_mean(values, mask, dim=1), strict=True):
         assert by_row.item() == pytest.approx(row[inside].mean().item() if inside.any() else 0.0)
@@ -182,7 +221,8 @@ def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shif
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS)
 def test_grpo_of_steps_is_the_sum_of_the_normalized_rewards_of_the_steps_to_come(seed):
-    """What a response got beside its steps counts with its last one, or is the one step of a response without."""
+    """What a response got beside its steps counts with its last one, or is the one step of a
+    response without."""
     rewards, _, mask = draw(seed)
     mask[seed % 6, seed % 8] = True
     rewards = torch.where(mask, rewards.nan_to_num(0.5), math.nan)
@@ -201,13 +241,19 @@ def test_grpo_of_steps_is_the_sum_of_the_normalized_rewards_of_the_steps_to_come
         mean, spread = statistics.fmean(every), statistics.stdev(every)
         for row, own in enumerate(steps, start=first):
             for place in range(mask.shape[1]):
-                ahead = sum((reward - mean) / (spread + 1e-4) for end, reward in own if end >= place)
-                assert float(found[row, place]) == pytest.approx(ahead if mask[row, place] else 0.0, abs=1e-9)
+                ahead = sum(
+                    (reward - mean) / (spread + 1e-4) for end, reward in own if end >= place
+                )
+                assert float(found[row, place]) == pytest.approx(
+                    ahead if mask[row, place] else 0.0, abs=1e-9
+                )
 
 
 def test_grpo_of_steps_that_are_all_worth_the_same_is_0_and_of_one_step_each_is_grpo():
     mask = torch.ones(4, 3, dtype=torch.bool)
-    ends = torch.tensor([[False, True, True], [True, False, True], [False, False, True], [True, True, True]])
+    ends = torch.tensor(
+        [[False, True, True], [True, False, True], [False, False, True], [True, True, True]]
+    )
     assert not advantages.grpo_steps(torch.where(ends, 0.3, 0.0), ends, mask, 2).any()
     scores = torch.tensor([1.0, 0.0, 0.25, 4.0])
     at_end = torch.zeros(4, 3)

@@ -1,4 +1,5 @@
-"""Distillation's advantages and divergences against loops in float64 and against TRL's; what an algorithm makes of them."""
+"""Distillation's advantages and divergences against loops in float64 and against TRL's; what an
+algorithm makes of them."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ ROWS, PROMPT, WIDTH = 6, 2, 9
 
 
 def draw(seed: int = 0):
-    """Log-probs of policy and teacher, float64 [rows, width], not a number outside the mask, which leaves a row empty."""
+    """Log-probs of policy and teacher, float64 [rows, width], not a number outside the mask, which
+    leaves a row empty."""
     generator = torch.Generator().manual_seed(seed)
-    policy, teacher = (-torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 5 for _ in range(2))
+    policy, teacher = (
+        -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 5 for _ in range(2)
+    )
     mask = torch.rand(ROWS, WIDTH, generator=generator) > 0.4
     mask[0] = False
     return torch.where(mask, policy, math.nan), torch.where(mask, teacher, math.nan), mask
@@ -45,7 +49,9 @@ def test_each_token_has_its_own_reverse_kl_and_no_later_ones(weight):
     for row in range(ROWS):
         for place in range(WIDTH):
             inside = bool(mask[row, place])
-            expected = weight * (float(teacher[row, place]) - float(policy[row, place])) if inside else 0.0
+            expected = (
+                weight * (float(teacher[row, place]) - float(policy[row, place])) if inside else 0.0
+            )
             assert float(found[row, place]) == pytest.approx(expected, abs=1e-15)
     assert torch.equal(found, -weight * reverse_kl(policy, teacher, mask))
 
@@ -71,7 +77,9 @@ ALONE = "algorithm=on_policy_distillation"
 def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experience, torch.Tensor]:
     """Of random samples, the configuration, and the teacher's log-probs."""
     given = ("teacher.path=somewhere",) if teacher else ()
-    config = compose_config(["experiment=tiny_ppo", "rollout.samples_per_prompt=2", *given, *overrides])
+    config = compose_config(
+        ["experiment=tiny_ppo", "rollout.samples_per_prompt=2", *given, *overrides]
+    )
     algorithm = build_online_algorithm(config)
     generator = torch.Generator().manual_seed(3)
 
@@ -92,7 +100,9 @@ def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experienc
         finish_reasons=torch.full((ROWS,), FINISH_REASONS.index("stop")),
         groups=torch.arange(ROWS) // 2,
     )
-    samples = algorithm.scored_samples(batch, random(ROWS), None, old, reference, 0.0, its if teacher else None)
+    samples = algorithm.scored_samples(
+        batch, random(ROWS), None, old, reference, 0.0, its if teacher else None
+    )
     return config, algorithm.experience(samples), its
 
 
@@ -107,7 +117,9 @@ def test_alone_the_advantages_are_the_teachers_whatever_the_scores_are():
 def test_beside_a_reward_they_are_added_to_the_estimators_whitened_ones(algorithm):
     _, rewarded, _ = experience(f"algorithm={algorithm}", teacher=False)
     _, both, teacher = experience(f"algorithm={algorithm}", "teacher.weight=0.1")
-    expected = rewarded.advantages + torch.where(both.mask, 0.1 * (teacher - both.old_logprobs), 0.0)
+    expected = rewarded.advantages + torch.where(
+        both.mask, 0.1 * (teacher - both.old_logprobs), 0.0
+    )
     torch.testing.assert_close(both.advantages, expected)
     assert rewarded.teacher_logprobs is None
 
@@ -123,44 +135,64 @@ def test_a_step_with_a_teacher_knows_the_policys_log_probs_before_its_only_updat
     config = compose_config(["experiment=tiny_ppo", ALONE, "algorithm.minibatches=1"])
     assert not asks_before_update(config)
     assert asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere")))
-    assert not asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere", loss="forward_kl")))
+    assert not asks_before_update(
+        dataclasses.replace(config, teacher=TeacherConfig(path="somewhere", loss="forward_kl"))
+    )
 
 
 def test_rows_that_are_selected_keep_their_own():
     _, found, teacher = experience(ALONE)
     rows = torch.tensor([4, 1])
     chosen = found.select(rows)
-    assert chosen.teacher_logprobs is not None and torch.equal(chosen.teacher_logprobs, teacher[rows])
+    assert chosen.teacher_logprobs is not None and torch.equal(
+        chosen.teacher_logprobs, teacher[rows]
+    )
 
 
-def random_samples(algorithm: OnlineAlgorithm, mask: torch.Tensor, old: torch.Tensor, teacher: torch.Tensor) -> ScoredSamples:
-    """One token before the first that the mask may hold, scores that say nothing, and the policy its own reference."""
+def random_samples(
+    algorithm: OnlineAlgorithm, mask: torch.Tensor, old: torch.Tensor, teacher: torch.Tensor
+) -> ScoredSamples:
+    """One token before the first that the mask may hold, scores that say nothing, and the policy
+    its own reference."""
     rows, width = mask.shape
     whole, ones = torch.full((rows,), width + 1), torch.ones(rows, dtype=torch.int64)
     versions = torch.zeros(mask.shape, dtype=torch.int64)
     stop = torch.full((rows,), FINISH_REASONS.index("stop"))
     tokens = torch.zeros(rows, width + 1, dtype=torch.int64)
-    batch = SampleBatch(tokens, whole, mask, ones, old, versions, finish_reasons=stop, groups=torch.arange(rows))
-    return algorithm.scored_samples(batch, torch.randn(rows, dtype=torch.float64), None, old, old, 0.0, teacher)
+    batch = SampleBatch(
+        tokens, whole, mask, ones, old, versions, finish_reasons=stop, groups=torch.arange(rows)
+    )
+    return algorithm.scored_samples(
+        batch, torch.randn(rows, dtype=torch.float64), None, old, old, 0.0, teacher
+    )
 
 
 def test_a_teachers_loss_and_its_gradient_are_those_of_loops_over_tokens():
-    """200 random steps: PPO's clipped surrogate of each token with the teacher's advantage, the mean over all tokens."""
-    config = compose_config(["experiment=tiny_ppo", "algorithm=on_policy_distillation", "teacher.path=somewhere"])
+    """200 random steps: PPO's clipped surrogate of each token with the teacher's advantage, the
+    mean over all tokens."""
+    config = compose_config(
+        ["experiment=tiny_ppo", "algorithm=on_policy_distillation", "teacher.path=somewhere"]
+    )
     algorithm = build_online_algorithm(with_values(config, {"teacher.weight": 0.7}))
     low, high = config.algorithm.clip_low, config.algorithm.clip_high
     for seed in range(200):
         drawn = draw(seed)
         old, teacher, mask = (values[drawn[2].any(1)] for values in drawn)
         generator = torch.Generator().manual_seed(1000 + seed)
-        new = (old + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)).requires_grad_()
+        new = (
+            old + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        ).requires_grad_()
         taught = algorithm.experience(random_samples(algorithm, mask, old, teacher))
-        found, _ = algorithm.loss(taught, 0.0)(new, torch.zeros_like(new), taught, algorithm.denominator(taught))
+        found, _ = algorithm.loss(taught, 0.0)(
+            new, torch.zeros_like(new), taught, algorithm.denominator(taught)
+        )
         terms = []
         for row, place in mask.nonzero().tolist():
             advantage = 0.7 * (float(teacher[row, place]) - float(old[row, place]))
             ratio = torch.exp(new[row, place] - float(old[row, place]))
-            terms.append(-torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage))
+            terms.append(
+                -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+            )
         expected = sum(terms, new.new_zeros(())) / len(terms)
         gradients = [torch.autograd.grad(loss, new)[0] for loss in (found, expected)]
         for pair in ((found, expected), gradients):
@@ -178,13 +210,16 @@ def by_loops(kind: str, teacher: list[Tensor], policy: list[Tensor], beta: float
         total = total + {
             "forward_kl": lambda t, p, m: t * torch.log(t / p),
             "reverse_kl": lambda t, p, m: p * torch.log(p / t),
-            "jensen_shannon": lambda t, p, m: beta * t * torch.log(t / m) + (1 - beta) * p * torch.log(p / m),
+            "jensen_shannon": (
+                lambda t, p, m: beta * t * torch.log(t / m) + (1 - beta) * p * torch.log(p / m)
+            ),
         }[kind](one, other, mixture)
     return total
 
 
 def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs of some tokens and of all others together: logits [..., V] and ids [..., k] to [..., k+1]."""
+    """Log-probs of some tokens and of all others together: logits [..., V] and ids [..., k] to
+    [..., k+1]."""
     every = logits.log_softmax(-1)
     others = torch.ones_like(every, dtype=torch.bool).scatter(-1, ids, False)
     rest = torch.where(others, every, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-500)
@@ -192,9 +227,14 @@ def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_tokens_and_outcomes(kind):
-    """200 random steps of vocabularies of 2 to 9 tokens, of which the teacher tells 1 to all, with a reward's loss beside."""
-    composed = compose_config(["experiment=tiny_ppo", "algorithm=reinforce_plus_plus", "teacher.path=somewhere"])
+def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_tokens_and_outcomes(
+    kind,
+):
+    """200 random steps of vocabularies of 2 to 9 tokens, of which the teacher tells 1 to all, with
+    a reward's loss beside."""
+    composed = compose_config(
+        ["experiment=tiny_ppo", "algorithm=reinforce_plus_plus", "teacher.path=somewhere"]
+    )
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         size = int(torch.randint(2, 10, (), generator=generator))
@@ -204,15 +244,29 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
         algorithm = build_online_algorithm(with_values(composed, settings))
         mask = torch.rand(4, 5, generator=generator) > 0.4
         mask[:, 0] = True
-        logits, its = (3 * torch.randn(4, 5, size, generator=generator, dtype=torch.float64) for _ in range(2))
+        logits, its = (
+            3 * torch.randn(4, 5, size, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
         logits.requires_grad_()
         ids = its.topk(count).indices
         drawn = torch.where(mask, logits.log_softmax(-1)[..., 0], 0.0)
-        taught = algorithm.experience(random_samples(algorithm, mask, drawn.detach(), torch.zeros_like(drawn)))
-        plain = algorithm.loss(taught, 0.0)(drawn, torch.zeros_like(drawn), taught, float(mask.sum()))[0]
-        seen = {"candidates": ids, "candidate_targets": outcomes(its, ids), "candidate_logprobs": outcomes(logits, ids)}
-        rows = dataclasses.replace(taught, **{name: torch.where(mask[..., None], each, 0) for name, each in seen.items()})
-        found, stats = algorithm.loss(rows, 0.0)(drawn, torch.zeros_like(drawn), rows, float(mask.sum()))
+        taught = algorithm.experience(
+            random_samples(algorithm, mask, drawn.detach(), torch.zeros_like(drawn))
+        )
+        plain = algorithm.loss(taught, 0.0)(
+            drawn, torch.zeros_like(drawn), taught, float(mask.sum())
+        )[0]
+        seen = {
+            "candidates": ids,
+            "candidate_targets": outcomes(its, ids),
+            "candidate_logprobs": outcomes(logits, ids),
+        }
+        rows = dataclasses.replace(
+            taught, **{name: torch.where(mask[..., None], each, 0) for name, each in seen.items()}
+        )
+        found, stats = algorithm.loss(rows, 0.0)(
+            drawn, torch.zeros_like(drawn), rows, float(mask.sum())
+        )
 
         terms = []
         teacher, policy = its.softmax(-1), logits.softmax(-1)
@@ -221,14 +275,22 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
             others = [token for token in range(size) if token not in told]
             both = [[of[row, place, token] for token in told] for of in (teacher, policy)]
             if others:
-                both = [[*each, of[row, place, others].sum()] for each, of in zip(both, (teacher, policy), strict=True)]
+                both = [
+                    [*each, of[row, place, others].sum()]
+                    for each, of in zip(both, (teacher, policy), strict=True)
+                ]
             terms.append(by_loops(kind, *both, beta))
         mean = torch.stack(terms).mean()
         assert float(stats["teacher_divergence"]) == pytest.approx(float(mean), rel=1e-9)
-        offline, told = taught_loss(drawn, rows, with_values(composed, settings).teacher, float(mask.sum()))
+        offline, told = taught_loss(
+            drawn, rows, with_values(composed, settings).teacher, float(mask.sum())
+        )
         torch.testing.assert_close(offline, found - plain, rtol=1e-9, atol=1e-12)
         assert told["teacher_divergence"] == stats["teacher_divergence"]
-        gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, plain + weight * mean)]
+        gradients = [
+            torch.autograd.grad(loss, logits, retain_graph=True)[0]
+            for loss in (found, plain + weight * mean)
+        ]
         torch.testing.assert_close(found, plain + weight * mean, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
@@ -241,11 +303,16 @@ def test_the_advantages_are_then_the_rewards_alone():
 
 def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kls():
     generator = torch.Generator().manual_seed(4)
-    teacher, policy = (torch.randn(5, 7, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    teacher, policy = (
+        torch.randn(5, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+        for _ in range(2)
+    )
     for kind, beta, share in (("forward_kl", 1e-6, 1e-6), ("reverse_kl", 1 - 1e-6, 1e-6)):
         found = divergence("jensen_shannon", teacher, policy, beta) / share
         torch.testing.assert_close(found, divergence(kind, teacher, policy), rtol=1e-4, atol=1e-9)
-    with pytest.raises(ValueError, match="unknown divergence 'kl'; known: forward_kl, reverse_kl, jensen_shannon"):
+    with pytest.raises(
+        ValueError, match="unknown divergence 'kl'; known: forward_kl, reverse_kl, jensen_shannon"
+    ):
         divergence("kl", teacher, policy)
 
 
@@ -253,7 +320,9 @@ def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kl
 def of_trl() -> dict[str, Callable[..., Any]] | None:
     """TRL's divergence and its tail of a teacher's top k, where its environment is here."""
     python = installed_python("trl")
-    place = "lib/*/site-packages/trl/experimental/server_distillation/server_distillation_trainer.py"
+    place = (
+        "lib/*/site-packages/trl/experimental/server_distillation/server_distillation_trainer.py"
+    )
     found = [] if python is None else list(python.parents[1].glob(place))
     if not found:
         return None
@@ -261,7 +330,8 @@ def of_trl() -> dict[str, Callable[..., Any]] | None:
     wanted = [
         node
         for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name in ("_jsd_divergence", "_add_tail_bucket")
+        if isinstance(node, ast.FunctionDef)
+        and node.name in ("_jsd_divergence", "_add_tail_bucket")
     ]
     names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(compile(ast.Module(wanted, []), str(found[0]), "exec"), names)
@@ -270,7 +340,8 @@ def of_trl() -> dict[str, Callable[..., Any]] | None:
 
 @pytest.mark.skipif(of_trl() is None, reason="TRL's environment is not here")
 @pytest.mark.parametrize(
-    ("kind", "beta", "theirs"), [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jensen_shannon", 0.3, 0.3)]
+    ("kind", "beta", "theirs"),
+    [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jensen_shannon", 0.3, 0.3)],
 )
 def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
     """200 random cases of the k most probable tokens and a tail."""
@@ -278,7 +349,9 @@ def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
     assert trl is not None
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
-        logits, its = (2 * torch.randn(6, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+        logits, its = (
+            2 * torch.randn(6, 12, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
         logits.requires_grad_()
         ids = its.topk(int(torch.randint(1, 12, (), generator=generator))).indices
         found = divergence(kind, outcomes(its, ids), outcomes(logits, ids), beta).mean()
@@ -287,23 +360,35 @@ def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
         teacher, _ = trl["_add_tail_bucket"](its.log_softmax(-1).gather(-1, ids), every)
         expected = trl["_jsd_divergence"](policy, teacher, theirs, mask).sum(-1).mean()
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, expected)]
+        gradients = [
+            torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, expected)
+        ]
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_through_megatron_a_divergence_and_the_norm_of_its_gradients_are_those_of_transformers_at_every_layout(pool, tmp_path):
+def test_through_megatron_a_divergence_and_the_norm_of_its_gradients_are_those_of_transformers_at_every_layout(
+    pool, tmp_path
+):
     from transformers import LlamaForCausalLM
 
-    directories = [save_llama(tmp_path / name, tied=True, seed=seed) for name, seed in (("policy", 11), ("teacher", 5))]
+    directories = [
+        save_llama(tmp_path / name, tied=True, seed=seed)
+        for name, seed in (("policy", 11), ("teacher", 5))
+    ]
     composed = compose_config(["experiment=tiny_ppo", ALONE, "teacher.path=somewhere"])
     configs = {
-        f"{kind} {count}": with_values(composed, {"teacher.loss": kind, "teacher.top_k": count, "teacher.beta": 0.3})
+        f"{kind} {count}": with_values(
+            composed, {"teacher.loss": kind, "teacher.top_k": count, "teacher.beta": 0.3}
+        )
         for kind in KINDS
         for count in (4, 72)
     }
     rows, expected = make_experience(72), {}
-    policy, teacher = (LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64) for directory in directories)
+    policy, teacher = (
+        LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        for directory in directories
+    )
     with torch.no_grad():
         its = teacher(rows.tokens).logits[:, :-1] / TEMPERATURE
     for name, config in configs.items():
@@ -313,11 +398,28 @@ def test_through_megatron_a_divergence_and_the_norm_of_its_gradients_are_those_o
         apart = divergence(config.teacher.loss, outcomes(its, ids), outcomes(logits, ids), 0.3)
         loss = apart[rows.mask].mean()
         loss.backward()
-        norm = torch.stack([parameter.grad.square().sum() for parameter in policy.parameters()]).sum().sqrt()
-        expected[name] = {"teacher_divergence": float(loss.detach()), "loss": float(loss.detach()), "grad_norm": float(norm)}
+        norm = (
+            torch.stack([parameter.grad.square().sum() for parameter in policy.parameters()])
+            .sum()
+            .sqrt()
+        )
+        expected[name] = {
+            "teacher_divergence": float(loss.detach()),
+            "loss": float(loss.detach()),
+            "grad_norm": float(norm),
+        }
     given = [str(directory) for directory in directories]
-    for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}):
-        for found in pool.run(jobs.taught_updates, ParallelConfig(**layout).ranks, *given, layout, 30, configs):
+    for layout in (
+        {},
+        {"data": 2},
+        {"tensor": 2, "sequence": True},
+        {"tensor": 2},
+        {"pipeline": 2},
+        {"context": 2},
+    ):
+        for found in pool.run(
+            jobs.taught_updates, ParallelConfig(**layout).ranks, *given, layout, 30, configs
+        ):
             for name, numbers in expected.items():
                 for key, number in numbers.items():
                     assert found[name][key] == pytest.approx(number, rel=1e-4), (name, layout, key)

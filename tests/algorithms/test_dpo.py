@@ -17,13 +17,19 @@ REFERENCE = torch.tensor([[-12.0, 0.0, 5.0], [-11.5, math.nan, -1.0]])
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [
-        (PreferenceConfig(), 0.620957),  # the walk-through's number: policy (-10, -11), reference (-12, -11.5), beta 0.1
+        # the walk-through's number: policy (-10, -11), reference (-12, -11.5), beta 0.1
+        (PreferenceConfig(), 0.620957),
         (PreferenceConfig(kind="ipo"), (1.5 - 5.0) ** 2),
-        (PreferenceConfig(beta=2.0, label_smoothing=0.25), 0.75 * math.log1p(math.exp(-3)) + 0.25 * math.log1p(math.exp(3))),
+        (
+            PreferenceConfig(beta=2.0, label_smoothing=0.25),
+            0.75 * math.log1p(math.exp(-3)) + 0.25 * math.log1p(math.exp(3)),
+        ),
     ],
     ids=["sigmoid", "ipo", "conservative"],
 )
-def test_a_pairs_loss_is_that_of_its_answers_own_tokens(settings: PreferenceConfig, loss: float) -> None:
+def test_a_pairs_loss_is_that_of_its_answers_own_tokens(
+    settings: PreferenceConfig, loss: float
+) -> None:
     value, stats = pair_loss(LOGPROBS, REFERENCE, MASK, settings, pairs=1)
     assert value.item() == pytest.approx(loss, abs=1e-5)
     assert stats["loss"].item() == value.item()
@@ -52,7 +58,9 @@ KINDS = {
     "simpo": PreferenceConfig(kind="simpo", beta=2.0, target_margin=1.3, imitation_weight=0.1),
     "orpo": PreferenceConfig(kind="orpo", beta=0.25),
     "rpo_sq": PreferenceConfig(kind="rpo_sq", beta=0.4, reward_scale=1.5),
-    "rpo_fwd_kl": PreferenceConfig(kind="rpo_fwd_kl", beta=0.4, reward_scale=0.5, imitation_weight=1.0),
+    "rpo_fwd_kl": PreferenceConfig(
+        kind="rpo_fwd_kl", beta=0.4, reward_scale=0.5, imitation_weight=1.0
+    ),
     "rpo_bwd_kl": PreferenceConfig(kind="rpo_bwd_kl", beta=0.4, per_token=True),
 }
 
@@ -60,7 +68,8 @@ KINDS = {
 def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin: float) -> float:
     """A pair's loss by the papers' formulas, in Python's own numbers.
 
-    `answers` are the policy's and the reference's log-probs of the chosen and the rejected answer's tokens.
+    `answers` are the policy's and the reference's log-probs of the chosen and the rejected answer's
+    tokens.
     """
     (chosen, rejected), (reference_chosen, reference_rejected) = answers
     beta, cross_entropy = settings.beta, -sum(chosen) / len(chosen)
@@ -69,7 +78,11 @@ def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin
         return 1 / (1 + math.exp(-x))
 
     if settings.kind == "simpo":
-        ahead = beta / len(chosen) * sum(chosen) - beta / len(rejected) * sum(rejected) - settings.target_margin
+        ahead = (
+            beta / len(chosen) * sum(chosen)
+            - beta / len(rejected) * sum(rejected)
+            - settings.target_margin
+        )
         return -math.log(sigmoid(ahead)) + settings.imitation_weight * cross_entropy
     if settings.kind == "orpo":
         likely, unlikely = (math.exp(sum(answer) / len(answer)) for answer in (chosen, rejected))
@@ -79,7 +92,9 @@ def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin
     def ahead_of_reference(answer: list[float], reference: list[float]) -> float:
         return (sum(answer) - sum(reference)) / (len(answer) if settings.per_token else 1)
 
-    h = ahead_of_reference(chosen, reference_chosen) - ahead_of_reference(rejected, reference_rejected)
+    h = ahead_of_reference(chosen, reference_chosen) - ahead_of_reference(
+        rejected, reference_rejected
+    )
     if settings.kind == "sigmoid":
         right, smoothing = sigmoid(beta * h), settings.label_smoothing
         loss = -(1 - smoothing) * math.log(right) - smoothing * math.log(1 - right)
@@ -96,21 +111,32 @@ def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_loss_and_its_gradient_are_the_papers_formula(name: str) -> None:
-    """Two hundred random pairs, their losses weighed; the gradient of one token's log-prob by differences of the formula's."""
+    """Two hundred random pairs, their losses weighed; the gradient of one token's log-prob by
+    differences of the formula's."""
     generator, settings = torch.Generator().manual_seed(5), KINDS[name]
     pairs, width, step = 200, 6, 1e-6
-    logprobs, reference = (-3 * torch.rand(2 * pairs, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    logprobs, reference = (
+        -3 * torch.rand(2 * pairs, width, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     mask = torch.arange(width) < torch.randint(1, width + 1, (2 * pairs, 1), generator=generator)
-    margins, weights = (torch.rand(pairs, generator=generator, dtype=torch.float64) for _ in range(2))
+    margins, weights = (
+        torch.rand(pairs, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     logprobs.requires_grad_()
     garbage = torch.where(mask, logprobs, math.nan)
-    loss, stats = pair_loss(garbage, torch.where(mask, reference, math.nan), mask, settings, 50.0, weights, margins)
+    loss, stats = pair_loss(
+        garbage, torch.where(mask, reference, math.nan), mask, settings, 50.0, weights, margins
+    )
     loss.backward()
     assert logprobs.grad is not None
 
     def expected(pair: int, more: float = 0.0) -> float:
         rows = range(2 * pair, 2 * pair + 2)
-        answers = [[table[row][mask[row]].tolist() for row in rows] for table in (logprobs.detach(), reference)]
+        answers = [
+            [table[row][mask[row]].tolist() for row in rows]
+            for table in (logprobs.detach(), reference)
+        ]
         answers[0][1][0] += more
         return by_hand(answers, settings, float(margins[pair])) * float(weights[pair]) / 50
 
@@ -131,7 +157,9 @@ def test_a_loss_without_a_reference_does_not_look_at_one(kind: str) -> None:
     assert value.isfinite() and stats["margin"].item() == pytest.approx(settings.beta * (-5 + 11))
 
 
-def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_asks_for_them() -> None:
+def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_asks_for_them() -> (
+    None
+):
     certain = torch.zeros(2, 3, requires_grad=True)
     value, _ = pair_loss(certain, certain, MASK, PreferenceConfig(kind="orpo"), pairs=1)
     value.backward()
@@ -143,9 +171,13 @@ def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_ask
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
 def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
     generator, pieces, width = torch.Generator().manual_seed(6), 200, 5
-    logprobs, reference = (-3 * torch.rand(pieces, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    logprobs, reference = (
+        -3 * torch.rand(pieces, width, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     mask = torch.arange(width) < torch.randint(1, width + 1, (pieces, 1), generator=generator)
-    mask = torch.cat([torch.zeros(pieces, 1, dtype=torch.bool), mask[:, 1:] | (torch.arange(1, width) == 1)], 1)
+    mask = torch.cat(
+        [torch.zeros(pieces, 1, dtype=torch.bool), mask[:, 1:] | (torch.arange(1, width) == 1)], 1
+    )
     desirable = torch.rand(pieces, generator=generator) < 0.3
     share = pieces / torch.where(desirable, desirable.sum(), (~desirable).sum())
     settings = PreferenceConfig(kind="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
@@ -171,10 +203,21 @@ def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
         slopes.append((-1.5 if good else 0.5) * 0.3 * value * (1 - value) / pieces)
         rewards[good].append(0.3 * ratio)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(logprobs.grad, torch.where(mask, torch.tensor(slopes, dtype=torch.float64)[:, None], 0.0))
-    assert stats["chosen_reward"].item() == pytest.approx(sum(rewards[True]) / len(rewards[True]), rel=1e-6)
-    assert stats["rejected_reward"].item() == pytest.approx(sum(rewards[False]) / len(rewards[False]), rel=1e-6)
+    torch.testing.assert_close(
+        logprobs.grad, torch.where(mask, torch.tensor(slopes, dtype=torch.float64)[:, None], 0.0)
+    )
+    assert stats["chosen_reward"].item() == pytest.approx(
+        sum(rewards[True]) / len(rewards[True]), rel=1e-6
+    )
+    assert stats["rejected_reward"].item() == pytest.approx(
+        sum(rewards[False]) / len(rewards[False]), rel=1e-6
+    )
     assert stats["kl"].item() == pytest.approx(baseline)
-    parts = [labeled_loss(logprobs[part], rows.select(part), settings, pieces) for part in torch.arange(pieces).split(60)]
+    parts = [
+        labeled_loss(logprobs[part], rows.select(part), settings, pieces)
+        for part in torch.arange(pieces).split(60)
+    ]
     assert sum(part.item() for part, _ in parts) == pytest.approx(expected)
-    assert sum(float(told["accuracy"]) for _, told in parts) == pytest.approx(stats["accuracy"].item())
+    assert sum(float(told["accuracy"]) for _, told in parts) == pytest.approx(
+        stats["accuracy"].item()
+    )

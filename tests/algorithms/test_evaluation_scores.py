@@ -25,18 +25,25 @@ def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(samples: int)
     correct = torch.arange(samples + 1)
     for k in range(1, samples + 1):
         draws = list(itertools.combinations(range(samples), k))
-        shares = [sum(min(draw) < right for draw in draws) / len(draws) for right in correct.tolist()]
+        shares = [
+            sum(min(draw) < right for draw in draws) / len(draws) for right in correct.tolist()
+        ]
         assert pass_at_k(correct, samples, k).tolist() == pytest.approx(shares, abs=1e-12)
 
 
 def test_pass_at_k_stays_exact_where_factorials_are_huge() -> None:
     # 1 - C(197, 100) / C(200, 100), by hand: 1 - (100 * 99 * 98) / (200 * 199 * 198).
-    assert float(pass_at_k(torch.tensor([3]), 200, 100)) == pytest.approx(1 - 970200 / 7880400, abs=1e-12)
+    assert float(pass_at_k(torch.tensor([3]), 200, 100)) == pytest.approx(
+        1 - 970200 / 7880400, abs=1e-12
+    )
 
 
 def test_pass_at_k_is_unbiased_where_one_less_the_power_of_failures_is_not() -> None:
-    """Over all outcomes of 4 samples, each right with probability 0.3, it averages to the probability of one in 2."""
-    outcomes = [(math.comb(4, right) * 0.3**right * 0.7 ** (4 - right), right) for right in range(5)]
+    """Over all outcomes of 4 samples, each right with probability 0.3, it averages to the
+    probability of one in 2."""
+    outcomes = [
+        (math.comb(4, right) * 0.3**right * 0.7 ** (4 - right), right) for right in range(5)
+    ]
     mean = sum(weight * float(pass_at_k(torch.tensor([right]), 4, 2)) for weight, right in outcomes)
     assert mean == pytest.approx(1 - 0.7**2, abs=1e-12)
     assert sum(weight * (1 - (1 - right / 4) ** 2) for weight, right in outcomes) < mean - 0.01
@@ -49,7 +56,11 @@ def test_pass_at_k_refuses_what_is_not_there(correct: int, k: int) -> None:
 
 
 def test_a_win_counts_one_and_a_tie_half() -> None:
-    assert win_rate(torch.tensor([1.0, 0.5, -2.0]), torch.tensor([0.0, 0.5, 0.0])).tolist() == [1.0, 0.5, 0.0]
+    assert win_rate(torch.tensor([1.0, 0.5, -2.0]), torch.tensor([0.0, 0.5, 0.0])).tolist() == [
+        1.0,
+        0.5,
+        0.0,
+    ]
     assert win_rate(torch.tensor([[1.0, 0.5, -2.0, 3.0]]), torch.tensor([0.5])).tolist() == [0.625]
 
 
@@ -65,9 +76,16 @@ def test_perplexity_is_that_of_the_masked_tokens_whatever_lies_outside() -> None
 @pytest.mark.parametrize(
     ("successes", "count", "low", "high"),
     # Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I, method 3.
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
 )
-def test_wilsons_interval_is_the_published_one(successes: int, count: int, low: float, high: float) -> None:
+def test_wilsons_interval_is_the_published_one(
+    successes: int, count: int, low: float, high: float
+) -> None:
     assert wilson_interval(successes, count) == pytest.approx((low, high), abs=5e-5)
     mirrored = wilson_interval(count - successes, count)
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
@@ -77,7 +95,9 @@ def test_wilsons_bounds_are_where_the_normal_test_just_rejects() -> None:
     for successes, confidence in ((3.5, 0.95), (9, 0.8)):
         z = {0.95: 1.959964, 0.8: 1.281552}[confidence]
         for bound in wilson_interval(successes, 12, confidence):
-            assert abs(successes / 12 - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / 12), rel=1e-5)
+            assert abs(successes / 12 - bound) == pytest.approx(
+                z * math.sqrt(bound * (1 - bound) / 12), rel=1e-5
+            )
     with pytest.raises(ValueError, match="13 successes of 12"):
         wilson_interval(13, 12)
 
@@ -86,14 +106,17 @@ def test_the_bootstrap_of_many_values_is_the_normal_interval_and_the_same_every_
     values = torch.randn(400, generator=torch.Generator().manual_seed(2)) * 3 + 1
     low, high = bootstrap_interval(values, resamples=8000)
     half = 1.96 * float(values.std()) / 20
-    assert (low, high) == pytest.approx((float(values.mean()) - half, float(values.mean()) + half), abs=0.03)
+    assert (low, high) == pytest.approx(
+        (float(values.mean()) - half, float(values.mean()) + half), abs=0.03
+    )
     assert bootstrap_interval(values, resamples=8000) == (low, high)
     assert bootstrap_interval(values, resamples=8000, seed=1) != (low, high)
     assert bootstrap_interval(torch.ones(3)) == (1.0, 1.0)
 
 
 def test_the_bootstrap_of_two_values_is_found_by_enumeration() -> None:
-    """Means 0, 1/2 and 1 with probabilities 1/4, 1/2, 1/4: half the probability lies above 0 and below 1."""
+    """Means 0, 1/2 and 1 with probabilities 1/4, 1/2, 1/4: half the probability lies above 0 and
+    below 1."""
     assert bootstrap_interval(torch.tensor([0.0, 1.0]), confidence=0.4) == (0.5, 0.5)
     assert bootstrap_interval(torch.tensor([0.0, 1.0]), confidence=0.6) == (0.0, 1.0)
 
@@ -107,7 +130,9 @@ def test_an_evaluation_speaks_of_prompts() -> None:
     assert metrics["eval/pass@2"] == pytest.approx((1 + 0 + 1 + 2 / 3) / 4)
     assert "eval/pass@3" not in metrics and "eval/pass@4" not in metrics
     assert metrics["eval/win_rate"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2 + 0) / 4)
-    assert (metrics["eval/pass@1_low"], metrics["eval/pass@1_high"]) == wilson_interval(4 * 5 / 12, 4)
+    assert (metrics["eval/pass@1_low"], metrics["eval/pass@1_high"]) == wilson_interval(
+        4 * 5 / 12, 4
+    )
     assert not any(name.startswith("eval/win_rate") for name in evaluation_metrics(scores, 1.0))
 
 
@@ -131,7 +156,9 @@ def test_what_a_judge_says_in_both_orders_becomes_wins_ties_and_order_bias() -> 
         [None, None, None],
         [(0.0, 1.0), (1.0, 1.0), (0.0, 0.5)],
     ]
-    wins = torch.tensor([[[math.nan] * 2 if pair is None else pair for pair in prompt] for prompt in told])
+    wins = torch.tensor(
+        [[[math.nan] * 2 if pair is None else pair for pair in prompt] for prompt in told]
+    )
     read = [[pair for pair in prompt if pair is not None] for prompt in told]
     rates = [sum((a + b) / 2 for a, b in prompt) / len(prompt) for prompt in read if prompt]
     pairs = [pair for prompt in read for pair in prompt]

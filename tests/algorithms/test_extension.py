@@ -1,4 +1,5 @@
-"""A user's own estimator, loss and selection: the same numbers as built-in ones, and errors that say whose they are."""
+"""A user's own estimator, loss and selection: the same numbers as built-in ones, and errors that
+say whose they are."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def own_grpo(samples, settings):
 
 
 def own_gae(samples, settings):
-    return advantages.gae(samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam)
+    return advantages.gae(
+        samples.rewards, samples.values, samples.mask, settings.gamma, settings.lam
+    )
 
 
 def own_clip(logprobs, rows, context):
@@ -30,8 +33,13 @@ def own_clip(logprobs, rows, context):
     difference = torch.where(rows.mask, logprobs - rows.old_logprobs, 0.0)
     ratio = difference.exp()
     surrogate = ratio * rows.advantages
-    clipped = ratio.clamp(1 - context.settings.clip_low, 1 + context.settings.clip_high) * rows.advantages
-    stats = {"clip_fraction": context.total(clipped < surrogate, rows.mask), "ratio_max": ratio.amax()}
+    clipped = (
+        ratio.clamp(1 - context.settings.clip_low, 1 + context.settings.clip_high) * rows.advantages
+    )
+    stats = {
+        "clip_fraction": context.total(clipped < surrogate, rows.mask),
+        "ratio_max": ratio.amax(),
+    }
     return context.total(-torch.minimum(surrogate, clipped), rows.mask), stats
 
 
@@ -56,26 +64,37 @@ def test_built_in_numbers_come_out_bit_for_bit_through_a_users_functions(name):
     found = []
     for overrides in (settings, (*settings, *functions, *critic)):
         algorithm, experience, _, after = step(composed(name, *overrides))
-        found.append((experience, *gradient(algorithm, experience, after, [torch.arange(len(after))])))
+        found.append(
+            (experience, *gradient(algorithm, experience, after, [torch.arange(len(after))]))
+        )
     (built_in, loss, stats, slope), (own_experience, own_loss, own_stats, own_slope) = found
     assert torch.equal(own_experience.advantages, built_in.advantages)
     assert (own_experience.returns is None) == (built_in.returns is None) == (name != "ppo")
     assert torch.equal(own_loss, loss) and torch.equal(own_slope, slope)
-    assert torch.equal(own_stats["clip_fraction"], stats["clip_fraction"]) and own_stats["ratio_max"] == stats["ratio_max"]
+    assert (
+        torch.equal(own_stats["clip_fraction"], stats["clip_fraction"])
+        and own_stats["ratio_max"] == stats["ratio_max"]
+    )
 
 
 def test_a_users_selection_chooses_the_rows():
     config = composed("best_of_n", f"algorithm.train_on={HERE}:own_best")
     chosen, expected = step(config)[1], step(composed("best_of_n"))[1]
-    assert torch.equal(chosen.tokens, expected.tokens) and torch.equal(chosen.groups, expected.groups)
+    assert torch.equal(chosen.tokens, expected.tokens) and torch.equal(
+        chosen.groups, expected.groups
+    )
 
 
 def test_a_users_selection_sees_what_the_estimator_sees_and_comes_before_whitening():
     all_of_them = step(composed("ppo"))[1]
-    config = composed("ppo", f"algorithm.train_on={HERE}:near_the_reference", "algorithm.whiten_rewards=true")
+    config = composed(
+        "ppo", f"algorithm.train_on={HERE}:near_the_reference", "algorithm.whiten_rewards=true"
+    )
     chosen = step(config)[1]
     rows = near_the_reference(all_of_them)
-    assert torch.equal(chosen.tokens, all_of_them.tokens[rows]) and torch.equal(chosen.scores, all_of_them.scores[rows])
+    assert torch.equal(chosen.tokens, all_of_them.tokens[rows]) and torch.equal(
+        chosen.scores, all_of_them.scores[rows]
+    )
     expected = masked_whiten(all_of_them.rewards[rows], chosen.mask, shift_mean=False)
     assert torch.equal(chosen.rewards, expected)
 
@@ -83,19 +102,41 @@ def test_a_users_selection_sees_what_the_estimator_sees_and_comes_before_whiteni
 def test_what_a_function_sees_is_there():
     def sample(prompt, index, length, reason):
         tokens = torch.arange(2 + length)
-        return Sample(prompt, index, tokens, 2, -torch.ones(length), torch.full((length,), 7), reason)
+        return Sample(
+            prompt, index, tokens, 2, -torch.ones(length), torch.full((length,), 7), reason
+        )
 
     batch = collate(
-        [sample(40, 0, 3, "stop"), sample(40, 1, 1, "length"), sample(9, 0, 2, "stop"), sample(9, 1, 2, "stop")], 0
+        [
+            sample(40, 0, 3, "stop"),
+            sample(40, 1, 1, "length"),
+            sample(9, 0, 2, "stop"),
+            sample(9, 1, 2, "stop"),
+        ],
+        0,
     )
     assert batch.groups.tolist() == [0, 0, 1, 1] and batch.samples_per_prompt == 2
-    assert [FINISH_REASONS[place] for place in batch.finish_reasons] == ["stop", "length", "stop", "stop"]
+    assert [FINISH_REASONS[place] for place in batch.finish_reasons] == [
+        "stop",
+        "length",
+        "stop",
+        "stop",
+    ]
     assert batch.weight_versions[batch.mask].unique().tolist() == [7]
     assert batch.select(torch.tensor([2, 3])).groups.tolist() == [1, 1]
     with pytest.raises(ValueError, match="prompts have 1 or 2 samples each"):
         batch.select(torch.tensor([0, 1, 3])).samples_per_prompt  # noqa: B018
     _, experience, _, _ = step(composed("ppo"))
-    seen = ("tokens", "mask", "scores", "rewards", "values", "old_logprobs", "reference_logprobs", "engine_logprobs")
+    seen = (
+        "tokens",
+        "mask",
+        "scores",
+        "rewards",
+        "values",
+        "old_logprobs",
+        "reference_logprobs",
+        "engine_logprobs",
+    )
     for name in (*seen, "weight_versions", "finish_reasons", "groups"):
         assert getattr(experience, name) is not None, name
 
@@ -135,7 +176,10 @@ def rows_twice(samples):
         (
             "advantage",
             "of_wrong_shape",
-            r"it returned torch.float32 \[3, 2\], must be the advantages, a tensor \[12\] or \[12, ",
+            (
+                r"it returned torch.float32 \[3, 2\], must be the advantages, a tensor \[12\] or"
+                r" \[12, "
+            ),
         ),
         ("advantage", "not_finite", "the advantages must be finite, got nan"),
         ("loss", "raising", "it raised ValueError: no such luck"),
@@ -157,7 +201,9 @@ def test_a_function_that_goes_wrong_is_told_by_its_name(key, function, told):
 
 def test_a_critic_has_to_be_told_what_to_learn():
     config = composed("ppo", f"algorithm.advantage={HERE}:not_finite", "algorithm.with_critic=true")
-    with pytest.raises(AlignerError, match="must be advantages and returns, for the critic learns these"):
+    with pytest.raises(
+        AlignerError, match="must be advantages and returns, for the critic learns these"
+    ):
         step(config)
 
 
@@ -166,7 +212,10 @@ def test_a_critic_has_to_be_told_what_to_learn():
     [
         (
             "no_such_module:loss",
-            "No module named 'no_such_module'; the module must be in the working directory or on PYTHONPATH, and have 'loss'",
+            (
+                "No module named 'no_such_module'; the module must be in the working directory or"
+                " on PYTHONPATH, and have 'loss'"
+            ),
         ),
         (f"{HERE}:nothing", "has no attribute 'nothing'"),
         (f"{HERE}:EACH", "'EACH' is a int, must be callable"),
@@ -179,6 +228,8 @@ def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):
 
 def test_total_is_the_mean_over_a_minibatchs_tokens():
     terms, mask = torch.tensor([[1.0, 2.0, math.nan]]), torch.tensor([[True, True, False]])
-    context = extension.LossContext(AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None)
+    context = extension.LossContext(
+        AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None
+    )
     assert float(context.total(terms, mask)) == 0.75
     assert losses.total_over(mask, None, None)(terms) == 1.5

@@ -1,4 +1,5 @@
-"""Importance weights of the behavior policy, against numbers worked out by hand and against the formulas in plain Python."""
+"""Importance weights of the behavior policy, against numbers worked out by hand and against the
+formulas in plain Python."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ TERMS = (-1.1, -2.4, 0.8)
         (10.0, "sequence", "drop", (6.4, 6.4, 6.4), 0.0),
     ],
 )
-def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(cap, level, above, weights, truncated):
+def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(
+    cap, level, above, weights, truncated
+):
     new = NEW.clone().requires_grad_()
     loss, stats = policy_loss(
         new,
@@ -64,7 +67,9 @@ def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(cap, leve
         behavior_level=level,
         above_behavior_cap=above,
     )
-    assert loss.item() == pytest.approx(sum(w * term for w, term in zip(weights, TERMS, strict=True)) / 3)
+    assert loss.item() == pytest.approx(
+        sum(w * term for w, term in zip(weights, TERMS, strict=True)) / 3
+    )
     assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / 3)
     assert float(stats["importance_truncated"]) == pytest.approx(truncated)
     # Of r = exp(new - proximal) alone, and only where it is not clipped: d(-w·r·A)/d(new) = -w·r·A.
@@ -78,7 +83,9 @@ def drawn(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
     """New, behavior and proximal log-probs, advantages and a mask, all [rows, width]."""
     generator = torch.Generator().manual_seed(0)
     proximal = -torch.rand(rows, width, generator=generator, dtype=torch.float64) * 3
-    new, behavior = (proximal + 0.4 * torch.randn(rows, width, generator=generator) for _ in range(2))
+    new, behavior = (
+        proximal + 0.4 * torch.randn(rows, width, generator=generator) for _ in range(2)
+    )
     advantages = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     return new, behavior, proximal, advantages, torch.rand(rows, width, generator=generator) > 0.4
 
@@ -86,7 +93,9 @@ def drawn(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
 def plainly(new, behavior, proximal, advantages, mask, cap, level) -> float:
     """The loss in probabilities and loops."""
     total, count = 0.0, 0
-    for n, b, p, a, m in zip(*(part.tolist() for part in (new, behavior, proximal, advantages, mask)), strict=True):
+    for n, b, p, a, m in zip(
+        *(part.tolist() for part in (new, behavior, proximal, advantages, mask)), strict=True
+    ):
         tokens = [t for t, inside in enumerate(m) if inside]
         whole = math.prod(math.exp(p[t]) / math.exp(b[t]) for t in tokens)
         for t in tokens:
@@ -113,13 +122,18 @@ def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
         )
 
     whole, stats = loss(slice(None))
-    assert whole.item() == pytest.approx(plainly(new, behavior, proximal, advantages, mask, 1.5, level), rel=1e-6)
+    assert whole.item() == pytest.approx(
+        plainly(new, behavior, proximal, advantages, mask, 1.5, level), rel=1e-6
+    )
     assert 0 < stats["importance_truncated"] < 1
     parts = [loss(slice(start, start + 2), float(mask.sum())) for start in (0, 2, 4)]
     torch.testing.assert_close(sum(part for part, _ in parts), whole)
     for name in ("importance_mean", "importance_truncated"):
         torch.testing.assert_close(sum(part[name] for _, part in parts), stats[name])
-    gradients = [torch.autograd.grad(value, new, retain_graph=True)[0] for value in (sum(part for part, _ in parts), whole)]
+    gradients = [
+        torch.autograd.grad(value, new, retain_graph=True)[0]
+        for value in (sum(part for part, _ in parts), whole)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -128,7 +142,13 @@ def test_where_engine_and_trainer_agree_not_a_bit_of_the_loss_changes(level):
     new, _, old, advantages, mask = drawn()
     plain, _ = policy_loss(new, old, advantages, mask)
     corrected, stats = policy_loss(
-        new, old, advantages, mask, proximal_logprobs=old, behavior_weight_cap=2.0, behavior_level=level
+        new,
+        old,
+        advantages,
+        mask,
+        proximal_logprobs=old,
+        behavior_weight_cap=2.0,
+        behavior_level=level,
     )
     assert torch.equal(corrected, plain)
     assert stats["importance_mean"] == 1 and stats["importance_truncated"] == 0
@@ -148,7 +168,9 @@ def test_what_is_outside_the_mask_enters_no_weight(level):
         proximal_logprobs=torch.cat((PROXIMAL, outside), 1),
         **settings,
     )
-    alone, alone_stats = policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, proximal_logprobs=PROXIMAL, **settings)
+    alone, alone_stats = policy_loss(
+        NEW, BEHAVIOR, ADVANTAGES, ALL, proximal_logprobs=PROXIMAL, **settings
+    )
     torch.testing.assert_close(loss, alone)
     torch.testing.assert_close(stats, alone_stats)
     (gradient,) = torch.autograd.grad(loss, new)
@@ -187,7 +209,9 @@ EXPERIENCE = Experience(
 
 
 def objective(**keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    context = LossContext(AlgorithmConfig(**keys), kl_coefficient=0.0, denominator=3.0, weights=None)
+    context = LossContext(
+        AlgorithmConfig(**keys), kl_coefficient=0.0, denominator=3.0, weights=None
+    )
     return clipped_surrogate(NEW, EXPERIENCE, context)
 
 
@@ -202,34 +226,49 @@ def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proxim
 
 
 @pytest.mark.parametrize("level", typical(["token", "sequence"], ["sequence"]))
-def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over_ranks(pool, tmp_path_factory, level):
+def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over_ranks(
+    pool, tmp_path_factory, level
+):
     directory = families.save("llama3", tmp_path_factory.mktemp("llama3"))
     experience = jobs.stale_experience(72)
     for layout in ({}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}):
-        for logprobs, stats in pool.run(jobs.corrected_update, ParallelConfig(**layout).ranks, str(directory), layout, level):
+        for logprobs, stats in pool.run(
+            jobs.corrected_update, ParallelConfig(**layout).ranks, str(directory), layout, level
+        ):
             tokens = float(experience.mask.sum())
-            _, expected = jobs.corrected_loss(logprobs, torch.zeros_like(logprobs), experience, tokens, level=level)
+            _, expected = jobs.corrected_loss(
+                logprobs, torch.zeros_like(logprobs), experience, tokens, level=level
+            )
             assert 0 < expected["importance_truncated"] < 1
             for name, value in expected.items():
                 assert stats[name] == pytest.approx(value.item(), rel=1e-4), name
 
 
 def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
-    loss, _ = objective(truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3)
+    loss, _ = objective(
+        truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3
+    )
     assert float(loss) == pytest.approx(4 * (-1.1 - 2.5 + 0.8) / 3)
-    loss, _ = objective(truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop")
+    loss, _ = objective(
+        truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop"
+    )
     assert float(loss) == pytest.approx((-2.2 - 1.92) / 3)
     drawing = {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5}
     settings = RolloutConfig(**drawing, min_response_tokens=3, max_response_tokens=12)
     shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
-    expected = SamplingOptions(12, min_new_tokens=3, **drawing, stop_token_ids=(1, 3), renormalize=True)
+    expected = SamplingOptions(
+        12, min_new_tokens=3, **drawing, stop_token_ids=(1, 3), renormalize=True
+    )
     assert build_options(settings, shape) == expected
     assert not build_options(dataclasses.replace(settings, renormalize=False), shape).renormalize
-    assert build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
+    assert (
+        build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
+    )
 
 
 def random_experience() -> tuple[Tensor, Experience]:
-    """Log-probs now and rows in double precision, whose engine, trainer and advantages have nothing to do with each other."""
+    """Log-probs now and rows in double precision, whose engine, trainer and advantages have nothing
+    to do with each other."""
     new, behavior, proximal, advantages, mask = drawn()
     rows, width = new.shape
     unused, of_rows = torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)
@@ -254,13 +293,22 @@ def random_experience() -> tuple[Tensor, Experience]:
     return torch.where(mask, new, 0.0).requires_grad_(), experience
 
 
-def found(loss: str, parts: tuple[slice, ...] = (slice(None),), **keys: Any) -> tuple[float, Tensor, dict[str, Tensor]]:
+def found(
+    loss: str, parts: tuple[slice, ...] = (slice(None),), **keys: Any
+) -> tuple[float, Tensor, dict[str, Tensor]]:
     """A built-in loss, its gradient and its statistics, of the random rows taken in parts."""
     new, experience = random_experience()
-    settings, count, total, stats = AlgorithmConfig(loss=loss, **keys), float(experience.mask.sum()), 0.0, {}
+    settings, count, total, stats = (
+        AlgorithmConfig(loss=loss, **keys),
+        float(experience.mask.sum()),
+        0.0,
+        {},
+    )
     for part in parts:
         rows = experience.select(torch.arange(len(new))[part])
-        value, of_part = LOSSES[loss](new[part], rows, LossContext(settings, 0.0, count, weights=None))
+        value, of_part = LOSSES[loss](
+            new[part], rows, LossContext(settings, 0.0, count, weights=None)
+        )
         total = total + value
         stats = {name: stats.get(name, 0.0) + number for name, number in of_part.items()}
     assert isinstance(total, Tensor)
@@ -268,11 +316,24 @@ def found(loss: str, parts: tuple[slice, ...] = (slice(None),), **keys: Any) -> 
 
 
 def by_token() -> list[tuple[int, int, float, float, float, float, list[int]]]:
-    """Row, place, the probabilities now, of the engine and of the trainer before, the advantage, and the row's places."""
+    """Row, place, the probabilities now, of the engine and of the trainer before, the advantage,
+    and the row's places."""
     new, rows = random_experience()
     places = [[t for t, inside in enumerate(row) if inside] for row in rows.mask.tolist()]
-    inputs = [tensor.tolist() for tensor in (new.exp(), rows.engine_logprobs.exp(), rows.old_logprobs.exp(), rows.advantages)]
-    return [(row, t, *(each[row][t] for each in inputs), places[row]) for row in range(len(new)) for t in places[row]]
+    inputs = [
+        tensor.tolist()
+        for tensor in (
+            new.exp(),
+            rows.engine_logprobs.exp(),
+            rows.old_logprobs.exp(),
+            rows.advantages,
+        )
+    ]
+    return [
+        (row, t, *(each[row][t] for each in inputs), places[row])
+        for row in range(len(new))
+        for t in places[row]
+    ]
 
 
 def weight_of(row: int, t: int, level: str, cap: float, above: str) -> float:
@@ -282,14 +343,24 @@ def weight_of(row: int, t: int, level: str, cap: float, above: str) -> float:
     return weight if weight <= cap else cap if above == "truncate" else 0.0
 
 
-@pytest.mark.parametrize(("level", "above"), [("token", "truncate"), ("token", "drop"), ("sequence", "truncate")])
+@pytest.mark.parametrize(
+    ("level", "above"), [("token", "truncate"), ("token", "drop"), ("sequence", "truncate")]
+)
 @pytest.mark.parametrize("loss", ["cispo", "reinforce", "cross_entropy"])
 def test_every_loss_of_tokens_weighs_them_by_their_importance(loss, level, above):
-    keys = {"truncated_importance": level, "truncated_importance_cap": 1.3, "above_importance_cap": above}
+    keys = {
+        "truncated_importance": level,
+        "truncated_importance_cap": 1.3,
+        "above_importance_cap": above,
+    }
     gradient, weights, value = torch.zeros(6, 9, dtype=torch.float64), [], 0.0
     tokens = by_token()
     for row, t, now, _, before, advantage, _ in tokens:
-        factor = {"reinforce": advantage, "cross_entropy": 1.0, "cispo": min(max(now / before, 0.8), 1.2) * advantage}[loss]
+        factor = {
+            "reinforce": advantage,
+            "cross_entropy": 1.0,
+            "cispo": min(max(now / before, 0.8), 1.2) * advantage,
+        }[loss]
         weights.append(weight_of(row, t, level, 1.3, above))
         gradient[row, t] = -weights[-1] * factor / len(tokens)
         value -= weights[-1] * factor * math.log(now) / len(tokens)
@@ -311,7 +382,11 @@ def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
     for row, _, now, engine, _, advantage, places in tokens:
         own = [n / e for r, _, n, e, *_ in tokens if r == row]
         product = math.prod(own)
-        ratio = {"token": now / engine, "sequence": product ** (1 / len(places)), "sequence_product": product}[level]
+        ratio = {
+            "token": now / engine,
+            "sequence": product ** (1 / len(places)),
+            "sequence_product": product,
+        }[level]
         terms = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
         value, clipped = value - min(terms) / len(tokens), clipped + (terms[1] < terms[0])
     total, _, stats = found("clip", ratio_level=level, ratio_against="sampler")
@@ -323,9 +398,17 @@ def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
 @pytest.mark.parametrize("above", ["truncate", "drop"])
 def test_a_response_that_is_contrasted_with_others_counts_by_its_importance(above):
     new, rows = random_experience()
-    rows = dataclasses.replace(rows, rewards=torch.where(rows.mask, torch.arange(6.0)[:, None].sin().double(), 0.0))
-    keys = {"truncated_importance": "sequence", "truncated_importance_cap": 1.3, "above_importance_cap": above}
-    weights = torch.tensor([weight_of(row, 0, "sequence", 1.3, above) for row in range(6)], dtype=torch.float64)
+    rows = dataclasses.replace(
+        rows, rewards=torch.where(rows.mask, torch.arange(6.0)[:, None].sin().double(), 0.0)
+    )
+    keys = {
+        "truncated_importance": "sequence",
+        "truncated_importance_cap": 1.3,
+        "above_importance_cap": above,
+    }
+    weights = torch.tensor(
+        [weight_of(row, 0, "sequence", 1.3, above) for row in range(6)], dtype=torch.float64
+    )
 
     def gradient(**chosen: Any) -> tuple[Tensor, dict[str, Tensor]]:
         settings = AlgorithmConfig(loss="copg", **chosen)
@@ -340,7 +423,9 @@ def test_a_response_that_is_contrasted_with_others_counts_by_its_importance(abov
 
 def test_cispo_against_the_sampler_weighs_by_the_clipped_importance():
     tokens = by_token()
-    value = sum(min(max(n / e, 0.8), 1.2) * a * math.log(n) for _, _, n, e, _, a, _ in tokens) / len(tokens)
+    value = sum(
+        min(max(n / e, 0.8), 1.2) * a * math.log(n) for _, _, n, e, _, a, _ in tokens
+    ) / len(tokens)
     assert found("cispo", ratio_against="sampler")[0] == pytest.approx(-value, rel=1e-6)
 
 
@@ -350,7 +435,13 @@ def test_without_age_and_mismatch_no_correction_changes_a_bit(loss):
     rows = dataclasses.replace(rows, engine_logprobs=rows.old_logprobs)
 
     def total(**keys: Any) -> Tensor:
-        return LOSSES[loss](new, rows, LossContext(AlgorithmConfig(**keys), 0.0, 30.0, weights=None))[0]
+        return LOSSES[loss](
+            new, rows, LossContext(AlgorithmConfig(**keys), 0.0, 30.0, weights=None)
+        )[0]
 
-    for keys in ({"truncated_importance": "token"}, {"truncated_importance": "sequence"}, {"ratio_against": "sampler"}):
+    for keys in (
+        {"truncated_importance": "token"},
+        {"truncated_importance": "sequence"},
+        {"ratio_against": "sampler"},
+    ):
         assert torch.equal(total(**keys), total())

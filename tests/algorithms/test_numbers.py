@@ -26,7 +26,9 @@ DIFFERENCES = tensor([-0.3315, -0.0426, 0.6351])
     ],
 )
 def test_kl_estimators_give_the_published_values(estimator, expected):
-    torch.testing.assert_close(approximate_kl(DIFFERENCES, torch.zeros(3), estimator), tensor(expected), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        approximate_kl(DIFFERENCES, torch.zeros(3), estimator), tensor(expected), atol=1e-6, rtol=0
+    )
 
 
 def test_adaptive_kl_coefficient_follows_the_published_steps():
@@ -68,7 +70,9 @@ def test_unknown_kl_estimator_is_refused():
 @pytest.mark.parametrize(("estimator", "size"), [(rloo, 0.66667), (grpo, 0.865875), (dr_grpo, 0.5)])
 def test_grouped_advantages_give_the_published_values(estimator, size):
     expected = tensor([size, -size, -size, size])
-    torch.testing.assert_close(estimator(tensor([1.0, 0.0, 0.0, 1.0]), 4), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        estimator(tensor([1.0, 0.0, 0.0, 1.0]), 4), expected, atol=1e-5, rtol=0
+    )
 
 
 def test_dual_clip_bounds_what_a_grown_ratio_may_cost():
@@ -82,16 +86,24 @@ def test_dual_clip_bounds_what_a_grown_ratio_may_cost():
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 0.620957), ({"label_smoothing": 0.1}, 0.9 * 0.620957 + 0.1 * 0.770957), ({"kind": "ipo"}, (1.5 - 5.0) ** 2)],
+    [
+        ({}, 0.620957),
+        ({"label_smoothing": 0.1}, 0.9 * 0.620957 + 0.1 * 0.770957),
+        ({"kind": "ipo"}, (1.5 - 5.0) ** 2),
+    ],
 )
 def test_preference_loss_gives_the_published_value(options, expected):
-    loss = dpo_loss(tensor([-10.0]), tensor([-11.0]), tensor([-12.0]), tensor([-11.5]), beta=0.1, **options)
+    loss = dpo_loss(
+        tensor([-10.0]), tensor([-11.0]), tensor([-12.0]), tensor([-11.5]), beta=0.1, **options
+    )
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(None, 0.313262), (0.5, 0.474077)])
 def test_reward_loss_gives_the_logistic_of_the_difference(margin, expected):
-    assert pairwise_reward_loss(tensor([2.0]), tensor([1.0]), margin).item() == pytest.approx(expected, abs=1e-6)
+    assert pairwise_reward_loss(tensor([2.0]), tensor([1.0]), margin).item() == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_whitening_without_mean_shift_gives_the_published_values():
@@ -111,7 +123,9 @@ def test_whitening_sees_only_the_mask():
 
 
 def test_gae_gives_the_published_values():
-    advantages, returns = gae(tensor([[-0.01, 0.02, 1.0]]), tensor([[0.5, 0.4, 0.3]]), torch.ones(1, 3), 1.0, 0.95)
+    advantages, returns = gae(
+        tensor([[-0.01, 0.02, 1.0]]), tensor([[0.5, 0.4, 0.3]]), torch.ones(1, 3), 1.0, 0.95
+    )
     torch.testing.assert_close(advantages, tensor([[0.44575, 0.585, 0.7]]))
     torch.testing.assert_close(returns, tensor([[0.94575, 0.985, 1.0]]))
 
@@ -120,8 +134,12 @@ def test_gae_runs_from_the_temporal_difference_error_to_the_full_return():
     rewards, values = torch.rand(2, 5), torch.rand(2, 5)
     mask = torch.ones(2, 5)
     following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)
-    torch.testing.assert_close(gae(rewards, values, mask, 0.9, 0.0)[0], rewards + 0.9 * following - values)
-    full = torch.stack([sum(rewards[:, k] * 0.9 ** (k - t) for k in range(t, 5)) for t in range(5)], 1)
+    torch.testing.assert_close(
+        gae(rewards, values, mask, 0.9, 0.0)[0], rewards + 0.9 * following - values
+    )
+    full = torch.stack(
+        [sum(rewards[:, k] * 0.9 ** (k - t) for k in range(t, 5)) for t in range(5)], 1
+    )
     torch.testing.assert_close(gae(rewards, values, mask, 0.9, 1.0)[1], full)
 
 
@@ -141,7 +159,9 @@ def test_policy_loss_clips_on_the_side_that_would_gain():
     ratio = tensor([[1.5, 1.5, 0.5, 0.5]])
     advantages = tensor([[1.0, -1.0, 1.0, -1.0]])
     mask = torch.ones(1, 4)
-    loss, stats = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, mask, clip_low=0.2, clip_high=0.28)
+    loss, stats = policy_loss(
+        ratio.log(), torch.zeros(1, 4), advantages, mask, clip_low=0.2, clip_high=0.28
+    )
     assert loss == pytest.approx(-(1.28 - 1.5 + 0.5 - 0.8) / 4)
     assert stats["clip_fraction"] == 0.5
     assert stats["ratio_max"] == pytest.approx(1.5)
@@ -156,14 +176,23 @@ def test_losses_of_parts_add_up_to_the_whole_under_a_global_denominator():
     (expected,) = torch.autograd.grad(whole, new)
     count = float(mask.sum())
     parts = [
-        policy_loss(new[i : i + 2], old[i : i + 2], advantages[i : i + 2], mask[i : i + 2], denominator=count)
+        policy_loss(
+            new[i : i + 2],
+            old[i : i + 2],
+            advantages[i : i + 2],
+            mask[i : i + 2],
+            denominator=count,
+        )
         for i in (0, 2, 4)
     ]
     (gradient,) = torch.autograd.grad(sum(loss for loss, _ in parts), new)
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
     torch.testing.assert_close(gradient, expected)
     critic_parts = [
-        value_loss(values[i : i + 2], old[i : i + 2], returns[i : i + 2], mask[i : i + 2], 0.2, count)[0] for i in (0, 2, 4)
+        value_loss(
+            values[i : i + 2], old[i : i + 2], returns[i : i + 2], mask[i : i + 2], 0.2, count
+        )[0]
+        for i in (0, 2, 4)
     ]
     torch.testing.assert_close(sum(critic_parts), value_loss(values, old, returns, mask, 0.2)[0])
 
@@ -181,6 +210,8 @@ def test_what_is_outside_the_mask_leaks_into_no_loss_or_gradient():
 
 
 def test_value_loss_takes_the_larger_of_plain_and_clipped_error():
-    loss, stats = value_loss(tensor([[1.0, 0.0]]), tensor([[0.0, 0.0]]), tensor([[1.0, 0.1]]), torch.ones(1, 2), 0.2)
+    loss, stats = value_loss(
+        tensor([[1.0, 0.0]]), tensor([[0.0, 0.0]]), tensor([[1.0, 0.1]]), torch.ones(1, 2), 0.2
+    )
     assert loss == pytest.approx(0.5 * (0.8**2 + 0.1**2) / 2)
     assert stats["clip_fraction"] == 0.5

@@ -21,7 +21,8 @@ EACH, PROMPTS, LONGEST, PROMPT = 4, 3, 6, 2
 ONLINE = sorted(
     path.stem
     for path in (Path(aligner.__file__).parents[1] / "conf/algorithm").glob("*.yaml")
-    if "trainer:" not in path.read_text() and path.stem != "on_policy_distillation"  # of which test_distillation.py is
+    # of which test_distillation.py is
+    if "trainer:" not in path.read_text() and path.stem != "on_policy_distillation"
 )
 
 
@@ -44,7 +45,8 @@ def name(request):
 
 
 def step(config, seed=0, cut=()):
-    """An algorithm, the experience that it makes of random samples, and log-probs and entropies after a small update.
+    """An algorithm, the experience that it makes of random samples, and log-probs and entropies
+    after a small update.
 
     Generation has cut the samples of some rows.
     """
@@ -68,7 +70,9 @@ def step(config, seed=0, cut=()):
         prompt_lengths,
         engine,
         torch.zeros_like(lengths)[:, None].expand(mask.shape),
-        finish_reasons=torch.tensor([FINISH_REASONS.index("length" if row in cut else "stop") for row in range(rows)]),
+        finish_reasons=torch.tensor(
+            [FINISH_REASONS.index("length" if row in cut else "stop") for row in range(rows)]
+        ),
         groups=torch.arange(rows) // EACH,
     )
     scores = random(rows).round(decimals=1)
@@ -78,10 +82,15 @@ def step(config, seed=0, cut=()):
     if algorithm.select_by_score is not None:
         chosen = algorithm.select_by_score(scores, EACH)
         batch, scores, old, reference, after = (
-            part[chosen] if torch.is_tensor(part) else part.select(chosen) for part in (batch, scores, old, reference, after)
+            part[chosen] if torch.is_tensor(part) else part.select(chosen)
+            for part in (batch, scores, old, reference, after)
         )
-    shaped = algorithm.shaping(scores, [sample(length, "stop") for length in batch.mask.sum(1).tolist()])
-    samples = algorithm.scored_samples(batch, shaped, values, old, reference, config.algorithm.kl_coefficient)
+    shaped = algorithm.shaping(
+        scores, [sample(length, "stop") for length in batch.mask.sum(1).tolist()]
+    )
+    samples = algorithm.scored_samples(
+        batch, shaped, values, old, reference, config.algorithm.kl_coefficient
+    )
     experience = algorithm.experience(samples)
     return algorithm, experience, scores, after
 
@@ -93,17 +102,36 @@ def gradient(algorithm, experience, after, parts):
     loss = algorithm.loss(experience, 0.05)
     total, sums = torch.zeros((), dtype=after.dtype), {}
     for rows in parts:
-        value, stats = loss(logprobs[rows], entropy[rows], experience.select(rows), algorithm.denominator(experience))
+        value, stats = loss(
+            logprobs[rows],
+            entropy[rows],
+            experience.select(rows),
+            algorithm.denominator(experience),
+        )
         total = total + value
         for key, number in stats.items():
-            sums[key] = max(sums[key], number) if key.endswith("_max") and key in sums else sums.get(key, 0.0) + number
+            sums[key] = (
+                max(sums[key], number)
+                if key.endswith("_max") and key in sums
+                else sums.get(key, 0.0) + number
+            )
     total.backward()
     return total.detach(), sums, logprobs.grad
 
 
 def test_every_online_algorithm_is_a_file_of_conf():
     assert set(ONLINE) == {
-        *("ppo", "ppo_decoupled", "reinforce", "reinforce_plus_plus", "rloo", "proximal_rloo", "copg", "grpo", "dr_grpo"),
+        *(
+            "ppo",
+            "ppo_decoupled",
+            "reinforce",
+            "reinforce_plus_plus",
+            "rloo",
+            "proximal_rloo",
+            "copg",
+            "grpo",
+            "dr_grpo",
+        ),
         *("dapo", "gspo", "cispo", "online_dpo", "best_of_n"),
     }
 
@@ -128,7 +156,9 @@ def test_an_only_updates_own_log_probs_are_those_from_before_it(name):
     at_the_start = torch.where(experience.mask, experience.old_logprobs, 0.0)
     rows = [torch.arange(experience.tokens.shape[0])]
     known = gradient(algorithm, experience, at_the_start, rows)
-    experience = replace(experience, old_logprobs=torch.full_like(experience.old_logprobs, math.nan))
+    experience = replace(
+        experience, old_logprobs=torch.full_like(experience.old_logprobs, math.nan)
+    )
     found = gradient(algorithm, experience, at_the_start, rows)
     assert torch.equal(found[0], known[0])
     assert torch.equal(found[2], known[2])
@@ -145,38 +175,58 @@ def test_an_only_updates_own_log_probs_are_those_from_before_it(name):
         ("grpo", ["algorithm.epochs=2"], True),
     ],
 )
-def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(algorithm, overrides, asks):
+def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(
+    algorithm, overrides, asks
+):
     given = ["algorithm.minibatches=1", "algorithm.epochs=1", *overrides]
     algorithm, experience, scores, _ = step(composed(algorithm, *given))
     assert algorithm.asks_before_update == asks
     if not asks:
-        batch = SampleBatch(**{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__})
+        batch = SampleBatch(
+            **{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__}
+        )
         unknown = torch.full_like(experience.old_logprobs, math.nan)
-        samples = algorithm.scored_samples(batch, scores, None, unknown, experience.reference_logprobs, 0.0)
+        samples = algorithm.scored_samples(
+            batch, scores, None, unknown, experience.reference_logprobs, 0.0
+        )
         assert torch.equal(algorithm.experience(samples).advantages, experience.advantages)
 
 
-@pytest.mark.parametrize("branching", [name for name in ONLINE if name not in ("copg", "online_dpo", "best_of_n")])
+@pytest.mark.parametrize(
+    "branching", [name for name in ONLINE if name not in ("copg", "online_dpo", "best_of_n")]
+)
 @pytest.mark.parametrize("over", ["batch", "prompt"])
 def test_a_branch_is_learned_from_with_its_episodes_score_which_counts_once(branching, over):
     """Its rows are a copy of its sample's here, so that it has to come to the same advantages."""
-    config = composed(branching, "algorithm.whiten_advantages=false", "algorithm.whiten_rewards=false")
+    config = composed(
+        branching, "algorithm.whiten_advantages=false", "algorithm.whiten_rewards=false"
+    )
     algorithm, alone, scores, _ = step(config)
     of = torch.tensor([0, 0, 5, 7])
     rows = torch.cat((torch.arange(len(scores)), of))
-    batch = SampleBatch(**{name: getattr(alone, name) for name in SampleBatch.__dataclass_fields__}).select(rows)
+    batch = SampleBatch(
+        **{name: getattr(alone, name) for name in SampleBatch.__dataclass_fields__}
+    ).select(rows)
     batch = replace(batch, episodes=rows)
     given = alone.old_logprobs[rows], alone.reference_logprobs[rows]
     values = None if alone.values is None else torch.nn.functional.pad(alone.values[rows], (0, 1))
-    shaped = algorithm.shaping(scores, [sample(length, "stop") for length in alone.mask.sum(1).tolist()])
-    scored = algorithm.scored_samples(batch, shaped, values, *given, config.algorithm.kl_coefficient)
+    shaped = algorithm.shaping(
+        scores, [sample(length, "stop") for length in alone.mask.sum(1).tolist()]
+    )
+    scored = algorithm.scored_samples(
+        batch, shaped, values, *given, config.algorithm.kl_coefficient
+    )
     experience = algorithm.experience(scored)
     assert experience.samples_per_prompt == EACH
     if branching != "reinforce_plus_plus":  # which whitens over the batch
         torch.testing.assert_close(experience.advantages, alone.advantages[rows])
-    whitened = replace(algorithm, settings=replace(config.algorithm, whiten_advantages=True, whiten_over=over))
+    whitened = replace(
+        algorithm, settings=replace(config.algorithm, whiten_advantages=True, whiten_over=over)
+    )
     for learned in (experience, whitened.experience(scored)):
-        torch.testing.assert_close(learned.advantages[len(scores) :], learned.advantages[of], rtol=0, atol=0)
+        torch.testing.assert_close(
+            learned.advantages[len(scores) :], learned.advantages[of], rtol=0, atol=0
+        )
 
 
 def test_nothing_outside_the_responses_has_a_gradient(name):
@@ -208,7 +258,9 @@ def by_hand(experience, advantages, after, token_weight, low=0.2, high=0.2):
             ratio = math.exp(float(after[row, place] - experience.old_logprobs[row, place]))
             advantage = float(advantages[row])
             clipped = min(max(ratio, 1 - low), 1 + high)
-            total -= token_weight(int(experience.mask[row].sum())) * min(ratio * advantage, clipped * advantage)
+            total -= token_weight(int(experience.mask[row].sum())) * min(
+                ratio * advantage, clipped * advantage
+            )
     return total
 
 
@@ -236,25 +288,40 @@ def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
 @pytest.mark.parametrize(
     ("name", "baseline", "weight", "low", "high"),
     [
-        ("dr_grpo", lambda group: group - group.mean(), lambda rows, tokens, length: 1 / (rows * LONGEST), 0.2, 0.2),
+        (
+            "dr_grpo",
+            lambda group: group - group.mean(),
+            lambda rows, tokens, length: 1 / (rows * LONGEST),
+            0.2,
+            0.2,
+        ),
         ("dapo", normalized, lambda rows, tokens, length: 1 / tokens, 0.2, 0.28),
     ],
 )
-def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(name, baseline, weight, low, high):
-    algorithm, experience, scores, after = step(composed(name, "algorithm.truncated_importance=none"))
+def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(
+    name, baseline, weight, low, high
+):
+    algorithm, experience, scores, after = step(
+        composed(name, "algorithm.truncated_importance=none")
+    )
     if name == "dapo":
         lengths = experience.mask.sum(1)
         scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)  # a fifth of 6 tokens is one
     rows, tokens = len(scores), int(experience.mask.sum())
     advantages = grouped(scores, baseline)
-    expected = by_hand(experience, advantages, after, lambda length: weight(rows, tokens, length), low, high)
+    expected = by_hand(
+        experience, advantages, after, lambda length: weight(rows, tokens, length), low, high
+    )
     loss, _, _ = gradient(algorithm, experience, after, [torch.arange(rows)])
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("above", "most"), [("truncate", 1.1), ("drop", 0.0)])
 def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(above, most):
-    overrides = ("algorithm.truncated_importance_cap=1.1", f"algorithm.above_importance_cap={above}")
+    overrides = (
+        "algorithm.truncated_importance_cap=1.1",
+        f"algorithm.above_importance_cap={above}",
+    )
     algorithm, experience, _, after = step(composed("online_dpo", *overrides))
     pairs, expected, weights = len(after) // 2, 0.0, []
 
@@ -264,18 +331,33 @@ def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(abov
     for better in range(0, 2 * pairs, 2):
         worse = better + 1
         margin = answer(better, after) - answer(worse, after)
-        margin -= answer(better, experience.reference_logprobs) - answer(worse, experience.reference_logprobs)
-        drawn = [answer(row, experience.old_logprobs) - answer(row, experience.engine_logprobs) for row in (better, worse)]
+        margin -= answer(better, experience.reference_logprobs) - answer(
+            worse, experience.reference_logprobs
+        )
+        drawn = [
+            answer(row, experience.old_logprobs) - answer(row, experience.engine_logprobs)
+            for row in (better, worse)
+        ]
         weights.append(math.exp(sum(drawn)))
-        expected += (weights[-1] if weights[-1] <= 1.1 else most) * math.log1p(math.exp(-0.1 * margin)) / pairs
+        expected += (
+            (weights[-1] if weights[-1] <= 1.1 else most)
+            * math.log1p(math.exp(-0.1 * margin))
+            / pairs
+        )
     loss, stats, _ = gradient(algorithm, experience, after, [torch.arange(2 * pairs)])
     assert min(weights) < 1.1 < max(weights)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-    assert float(stats["importance_truncated"]) == pytest.approx(sum(weight > 1.1 for weight in weights) / pairs)
+    assert float(stats["importance_truncated"]) == pytest.approx(
+        sum(weight > 1.1 for weight in weights) / pairs
+    )
 
 
 def test_online_rpo_goes_by_how_much_better_the_one_sample_scored():
-    kind = ("algorithm.preference.kind=rpo_sq", "algorithm.preference.reward_scale=3", "algorithm.truncated_importance=none")
+    kind = (
+        "algorithm.preference.kind=rpo_sq",
+        "algorithm.preference.reward_scale=3",
+        "algorithm.truncated_importance=none",
+    )
     algorithm, experience, _, after = step(composed("online_dpo", *kind))
     pairs, expected = len(after) // 2, 0.0
     assert (experience.scores[::2] > experience.scores[1::2]).all()
@@ -301,7 +383,9 @@ def test_gspo_clips_the_geometric_mean_of_a_responses_ratios_within_a_few_ten_th
     advantages = grouped(scores, normalized)
     terms = [
         min(ratio * float(advantage), min(max(ratio, 1 - 3e-4), 1 + 4e-4) * float(advantage))
-        for ratio, advantage in zip(ratios(experience, after, lambda row: float(row.mean().exp())), advantages, strict=True)
+        for ratio, advantage in zip(
+            ratios(experience, after, lambda row: float(row.mean().exp())), advantages, strict=True
+        )
     ]
     loss, _, _ = gradient(algorithm, experience, after, [torch.arange(len(scores))])
     assert float(loss) == pytest.approx(-sum(terms) / len(terms), rel=1e-5)
@@ -310,14 +394,19 @@ def test_gspo_clips_the_geometric_mean_of_a_responses_ratios_within_a_few_ten_th
 def test_cispo_clips_a_weight_from_above_alone_and_every_token_has_a_gradient():
     algorithm, experience, scores, after = step(composed("cispo"))
     advantages = grouped(scores, normalized)
-    weight = torch.where(experience.mask, (after - experience.old_logprobs).exp(), 0.0).clamp(max=1.28)
-    expected = torch.where(experience.mask, -weight * advantages[:, None], 0.0) / int(experience.mask.sum())
+    weight = torch.where(experience.mask, (after - experience.old_logprobs).exp(), 0.0).clamp(
+        max=1.28
+    )
+    expected = torch.where(experience.mask, -weight * advantages[:, None], 0.0) / int(
+        experience.mask.sum()
+    )
     _, _, slope = gradient(algorithm, experience, after, [torch.arange(len(scores))])
     torch.testing.assert_close(slope, expected)
 
 
 def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved():
-    """Σ over the response of the score against the others' mean, a response; then only the second clips."""
+    """Σ over the response of the score against the others' mean, a response; then only the second
+    clips."""
     slopes = {}
     for name in ("rloo", "proximal_rloo"):
         algorithm, experience, scores, _ = step(composed(name, "algorithm.kl_coefficient=0"))
@@ -326,7 +415,9 @@ def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved
         against = grouped(scores, lambda group: (group - group.mean()) * EACH / (EACH - 1))
         expected = torch.where(experience.mask, -against[:, None], 0.0) / len(scores)
         torch.testing.assert_close(slopes[name], expected)
-    algorithm, experience, scores, after = step(composed("proximal_rloo", "algorithm.kl_coefficient=0"))
+    algorithm, experience, scores, after = step(
+        composed("proximal_rloo", "algorithm.kl_coefficient=0")
+    )
     _, stats, slope = gradient(algorithm, experience, after, [torch.arange(len(scores))])
     products = torch.tensor(ratios(experience, after, lambda row: float(row.sum().exp())))
     against = grouped(scores, lambda group: group - group.mean())
@@ -337,9 +428,12 @@ def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved
 
 
 def test_a_constant_aggregation_scales_the_loss_and_leaves_statistics_means_over_tokens():
-    small, large = (step(composed("dr_grpo", f"algorithm.aggregation={kind}")) for kind in ("constant", "token"))
+    small, large = (
+        step(composed("dr_grpo", f"algorithm.aggregation={kind}")) for kind in ("constant", "token")
+    )
     stats = [
-        gradient(algorithm, experience, after, [torch.arange(12)])[1] for algorithm, experience, _, after in (small, large)
+        gradient(algorithm, experience, after, [torch.arange(12)])[1]
+        for algorithm, experience, _, after in (small, large)
     ]
     for name in ("approx_kl", "clip_fraction", "ratio_max"):
         assert stats[0][name] == stats[1][name]
@@ -355,7 +449,9 @@ def test_an_uneven_number_of_rows_still_makes_as_many_minibatches_as_asked():
 def test_an_entropy_bonus_is_taken_off_the_loss():
     config = composed("ppo", "algorithm.entropy_coefficient=0.5")
     algorithm, experience, _, after = step(config)
-    entropy = torch.where(experience.mask, torch.rand(after.shape, dtype=after.dtype), 0.0).requires_grad_()
+    entropy = torch.where(
+        experience.mask, torch.rand(after.shape, dtype=after.dtype), 0.0
+    ).requires_grad_()
     loss = algorithm.loss(experience, 0.0)
     with_bonus, stats = loss(after, entropy, experience, algorithm.denominator(experience))
     without, _ = loss(after, torch.zeros_like(after), experience, algorithm.denominator(experience))
@@ -363,7 +459,9 @@ def test_an_entropy_bonus_is_taken_off_the_loss():
     assert float(with_bonus.detach()) == pytest.approx(float(without) - 0.5 * mean, rel=1e-6)
     assert stats["loss"] == with_bonus.detach()
     with_bonus.backward()
-    assert entropy.grad[experience.mask].allclose(torch.tensor(-0.5 / float(experience.mask.sum()), dtype=after.dtype))
+    assert entropy.grad[experience.mask].allclose(
+        torch.tensor(-0.5 / float(experience.mask.sum()), dtype=after.dtype)
+    )
 
 
 def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out():
@@ -374,18 +472,32 @@ def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out(
 
 def sample(length, finish_reason):
     tokens = torch.zeros(PROMPT + length, dtype=torch.int64)
-    return Sample(0, 0, tokens, PROMPT, torch.zeros(length), torch.zeros(length, dtype=torch.int64), finish_reason)
+    return Sample(
+        0,
+        0,
+        tokens,
+        PROMPT,
+        torch.zeros(length),
+        torch.zeros(length, dtype=torch.int64),
+        finish_reason,
+    )
 
 
 def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
-    config = composed("ppo", "rollout.stop_at_eos=true", "reward.missing_end_score=-1", "algorithm.overlong_fraction=0.67")
+    config = composed(
+        "ppo",
+        "rollout.stop_at_eos=true",
+        "reward.missing_end_score=-1",
+        "algorithm.overlong_fraction=0.67",
+    )
     shaping, scores = build_online_algorithm(config).shaping, torch.ones(4)
     samples = [sample(2, "stop"), sample(3, "length"), sample(4, "stop"), sample(6, "stop")]
     assert shaping(scores, samples).tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
     assert shaping.of_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
     assert build_online_algorithm(composed("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
     config = composed("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
-    given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))  # of which the policy drew five
+    # of which the policy drew five
+    given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))
     shaping = build_online_algorithm(config).shaping
     assert shaping(scores, [*samples[:3], given]).tolist() == [0.5, 0.75, 1.0, 0.75]
     assert shaping.of_ends(scores, samples).tolist() == [1.0] * 4
@@ -394,7 +506,9 @@ def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
 def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
     for over, groups in (("step", 1), ("prompt", PROMPTS)):
         _, experience, _, _ = step(composed("ppo", f"algorithm.whiten_over={over}"))
-        masks, whitened = (part.unflatten(0, (groups, -1)) for part in (experience.mask, experience.advantages))
+        masks, whitened = (
+            part.unflatten(0, (groups, -1)) for part in (experience.mask, experience.advantages)
+        )
         for mask, values in zip(masks, whitened, strict=True):
             assert float(values[mask].mean()) == pytest.approx(0, abs=1e-6)
             assert float(values[mask].std(unbiased=False)) == pytest.approx(1, rel=1e-4)
@@ -402,16 +516,23 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
 
 @pytest.mark.slow
 def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
-    """Through Megatron: gradients of pairs and whole responses, cut over ranks and into micro-batches of a few rows."""
+    """Through Megatron: gradients of pairs and whole responses, cut over ranks and into
+    micro-batches of a few rows."""
     directory = str(families.save("llama3", tmp_path))
     configs = {name: composed(name, "rollout.samples_per_prompt=2") for name in ONLINE}
     (whole,) = pool.run(jobs.updates, 1, directory, {}, 1000, configs)
     assert all(stats["grad_norm"] > 1e-3 for stats in whole.values())
     for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}):
-        for cut in pool.run(jobs.updates, ParallelConfig(**layout).ranks, directory, layout, 30, configs):
+        for cut in pool.run(
+            jobs.updates, ParallelConfig(**layout).ranks, directory, layout, 30, configs
+        ):
             for name, stats in cut.items():
                 for key in ("loss", "grad_norm"):
-                    assert stats[key] == pytest.approx(whole[name][key], rel=1e-5, abs=1e-6), (name, layout, key)
+                    assert stats[key] == pytest.approx(whole[name][key], rel=1e-5, abs=1e-6), (
+                        name,
+                        layout,
+                        key,
+                    )
 
 
 CUT = (1, 4, 5, 6, 7, 10)
@@ -419,13 +540,26 @@ CUT = (1, 4, 5, 6, 7, 10)
 
 
 def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_nothing():
-    keys = ("algorithm.whiten_advantages=false", "algorithm.kl_coefficient=0", "algorithm.lam=1", "algorithm.gamma=0.9")
+    keys = (
+        "algorithm.whiten_advantages=false",
+        "algorithm.kl_coefficient=0",
+        "algorithm.lam=1",
+        "algorithm.gamma=0.9",
+    )
     config = composed("ppo", "algorithm.bootstrap_cut=true", *keys)
-    critic = torch.randn(EACH * PROMPTS, PROMPT + LONGEST, generator=torch.Generator().manual_seed(3))
+    critic = torch.randn(
+        EACH * PROMPTS, PROMPT + LONGEST, generator=torch.Generator().manual_seed(3)
+    )
     algorithm, experience, _, _ = step(config, cut=CUT)
-    batch = SampleBatch(**{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__})
+    batch = SampleBatch(
+        **{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__}
+    )
     nothing, scores = torch.zeros(batch.mask.shape), torch.arange(EACH * PROMPTS) / 8
-    values = torch.where(torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None], critic[:, : batch.tokens.shape[1]], 0.0)
+    values = torch.where(
+        torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None],
+        critic[:, : batch.tokens.shape[1]],
+        0.0,
+    )
     for is_asked in (True, False):
         algorithm = build_online_algorithm(config if is_asked else composed("ppo", *keys))
         samples = algorithm.scored_samples(batch, scores, values, nothing, nothing, 0.0)
@@ -433,14 +567,21 @@ def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_
         for row, length in enumerate(batch.lengths.tolist()):
             follows = float(values[row, length - 1]) if row in CUT and is_asked else 0.0
             steps = range(length - PROMPT)
-            expected = [0.9 ** (length - PROMPT - 1 - t) * (float(scores[row]) + 0.9 * follows) for t in steps]
+            expected = [
+                0.9 ** (length - PROMPT - 1 - t) * (float(scores[row]) + 0.9 * follows)
+                for t in steps
+            ]
             assert returns[row, batch.mask[row]].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_cut_responses_that_are_filtered_count_for_the_others_advantages_and_for_nothing_else(aggregation):
+def test_cut_responses_that_are_filtered_count_for_the_others_advantages_and_for_nothing_else(
+    aggregation,
+):
     keys = ("rollout.stop_at_eos=true", f"algorithm.aggregation={aggregation}")
-    algorithm, experience, scores, after = step(composed("dr_grpo", "algorithm.overlong_filter=true", *keys), cut=CUT)
+    algorithm, experience, scores, after = step(
+        composed("dr_grpo", "algorithm.overlong_filter=true", *keys), cut=CUT
+    )
     _, whole, _, _ = step(composed("dr_grpo", *keys), cut=CUT)
     kept = [row for row in range(len(scores)) if row not in CUT]
     for name in ("tokens", "lengths", "advantages", "scores", "groups"):

@@ -1,4 +1,5 @@
-"""The study of benchmarks/rlhf.py: its runs are ones that can be made, and its figures are those of the curves."""
+"""The study of benchmarks/rlhf.py: its runs are ones that can be made, and its figures are those of
+the curves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from benchmarks.rlhf import ALGORITHMS, EXPERIMENT, PLACES, curve, overrides_of,
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_run_of_the_study_passes_the_checks(algorithm: str, place: tuple[int, int]) -> None:
     overrides = overrides_of(algorithm, *place, seed=1, updates=48)
-    plan = plan_run(compose_config([f"experiment={EXPERIMENT}", f"algorithm={algorithm}", "run.dir=run", *overrides]))
+    plan = plan_run(
+        compose_config(
+            [f"experiment={EXPERIMENT}", f"algorithm={algorithm}", "run.dir=run", *overrides]
+        )
+    )
     plan.check(absent_inputs(plan.config))
     config = plan.config
     assert config.run.steps * config.algorithm.minibatches == 48
@@ -24,15 +29,27 @@ def test_every_run_of_the_study_passes_the_checks(algorithm: str, place: tuple[i
 
 
 def test_a_curve_is_of_the_steps_that_were_evaluated_by_their_updates() -> None:
-    evaluated = {"eval/win_rate": 0.5, "eval/reference_kl": 0.0, "eval/reference_perplexity": 1.4, "eval/score": 0.4}
-    metrics = [{"step": 0, **evaluated}, {"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.3, **evaluated}]
+    evaluated = {
+        "eval/win_rate": 0.5,
+        "eval/reference_kl": 0.0,
+        "eval/reference_perplexity": 1.4,
+        "eval/score": 0.4,
+    }
+    metrics = [
+        {"step": 0, **evaluated},
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 2, "reward/mean": 0.3, **evaluated},
+    ]
     points = curve(metrics, minibatches=4)
     same = {"win_rate": 0.5, "kl": 0.0, "perplexity": 1.4, "score": 0.4}
     assert points == [{"update": 0, **same}, {"update": 8, **same, "reward": 0.3}]
 
 
 def test_the_win_rate_at_a_kl_is_where_the_curve_first_gets_there() -> None:
-    points = [{"kl": kl, "win_rate": rate} for kl, rate in ((0.0, 0.5), (0.2, 0.7), (0.1, 0.9), (0.4, 0.6))]
+    points = [
+        {"kl": kl, "win_rate": rate}
+        for kl, rate in ((0.0, 0.5), (0.2, 0.7), (0.1, 0.9), (0.4, 0.6))
+    ]
     assert win_rate_at(points, 0.1) == pytest.approx(0.6)
     assert win_rate_at(points, 0.3) == pytest.approx(0.7)
     assert win_rate_at(points, 0.5) is None

@@ -4,12 +4,22 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.algorithms.score_shaping import length_penalty, missing_token_penalty, overlong_penalty, penalized_rewards
+from aligner.algorithms.score_shaping import (
+    length_penalty,
+    missing_token_penalty,
+    overlong_penalty,
+    penalized_rewards,
+)
 from aligner.rewards.sources import RewardNormalizer
 
 
 def test_published_numbers_of_the_kl_penalty():
-    rewards = penalized_rewards(torch.tensor([0.4]), torch.tensor([[-0.3315, -0.0426, 0.6351]]), 0.15, torch.ones(1, 3).bool())
+    rewards = penalized_rewards(
+        torch.tensor([0.4]),
+        torch.tensor([[-0.3315, -0.0426, 0.6351]]),
+        0.15,
+        torch.ones(1, 3).bool(),
+    )
     torch.testing.assert_close(rewards, torch.tensor([[0.049725, 0.00639, 0.304735]]))
 
 
@@ -40,7 +50,9 @@ def test_an_overlong_buffer_that_is_none_is_refused(buffer):
 def test_the_length_penalty_is_that_of_a_loop_over_the_responses():
     lengths = tensor([1, 7, 50, 64])
     for coefficient, target in ((0.0003, 0), (0.5, 7), (0.02, 100)):
-        expected = [-coefficient * max(length - target, target - length) for length in lengths.tolist()]
+        expected = [
+            -coefficient * max(length - target, target - length) for length in lengths.tolist()
+        ]
         assert length_penalty(lengths, coefficient, target).tolist() == pytest.approx(expected)
 
 
@@ -53,7 +65,10 @@ def test_a_response_without_the_token_gets_a_fixed_score():
 def test_published_numbers_of_reward_normalization():
     rewards = tensor([2.0, 4.0, 6.0, 8.0])
     normalizer = RewardNormalizer.fit(rewards)
-    assert (normalizer.gain, normalizer.bias) == (pytest.approx(0.44721, abs=1e-5), pytest.approx(-2.23607, abs=1e-5))
+    assert (normalizer.gain, normalizer.bias) == (
+        pytest.approx(0.44721, abs=1e-5),
+        pytest.approx(-2.23607, abs=1e-5),
+    )
     normalized = normalizer(rewards)
     assert normalized.mean().item() == pytest.approx(0, abs=1e-6)
     assert normalized.std(correction=0).item() == pytest.approx(1)

@@ -11,7 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from aligner.api.arguments import importable, json_lines, launch_arguments, override_text, place_records
+from aligner.api.arguments import (
+    importable,
+    json_lines,
+    launch_arguments,
+    override_text,
+    place_records,
+)
 from aligner.config.compose import compose_config, group_options
 from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError
@@ -33,7 +39,9 @@ def test_a_value_is_parsed_to_itself(value: Any) -> None:
 
 
 def test_a_dollar_brace_is_text() -> None:
-    config = compose_config(["experiment=tiny_ppo", override_text("data.path", "${oc.env:HOME}/x"), "run.name=a"])
+    config = compose_config(
+        ["experiment=tiny_ppo", override_text("data.path", "${oc.env:HOME}/x"), "run.name=a"]
+    )
     assert config.data.path == "${oc.env:HOME}/x"
 
 
@@ -47,7 +55,11 @@ def test_models_rewards_and_data_are_options_of_groups_names_or_paths() -> None:
 
 
 def test_sections_are_their_keys_and_mappings_stay_one_value() -> None:
-    keys = {"run": {"steps": 3}, "actor": {"optimizer": {"learning_rate": 1e-3}}, "environment": {"arguments": {"size": 2}}}
+    keys = {
+        "run": {"steps": 3},
+        "actor": {"optimizer": {"learning_rate": 1e-3}},
+        "environment": {"arguments": {"size": 2}},
+    }
     texts = overrides(keys={**keys, "experiment": "tiny_ppo", "run.name": "a"})
     assert texts == (
         "run.steps=3",
@@ -67,18 +79,32 @@ def test_records_and_data_frames_are_json_lines() -> None:
             json_lines(wrong)  # type: ignore[arg-type]
 
 
-def test_records_are_placed_in_the_run_directory_but_not_over_those_of_another_run(tmp_path: Path) -> None:
-    file, texts = place_records("{}\n", ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"], None)
+def test_records_are_placed_in_the_run_directory_but_not_over_those_of_another_run(
+    tmp_path: Path,
+) -> None:
+    file, texts = place_records(
+        "{}\n", ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"], None
+    )
     assert file == tmp_path / "run" / "data.jsonl" and file.read_text() == "{}\n"
-    assert texts == (f"data.path={file}", f"run.dir={tmp_path / 'run'}") and file.parent.stat().st_mode & 0o777 == 0o700
+    assert (
+        texts == (f"data.path={file}", f"run.dir={tmp_path / 'run'}")
+        and file.parent.stat().st_mode & 0o777 == 0o700
+    )
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="has other records"):
         place_records("[]\n", [f"run.dir={tmp_path / 'run'}"], None)
 
 
 def test_a_function_of_a_module_goes_by_its_name_and_its_module_is_found() -> None:
-    function = next(value for value in vars(scorers).values() if getattr(value, "__module__", "") == scorers.__name__)
-    assert importable(function) == (f"{scorers.__name__}:{function.__name__}", Path(__file__).parents[2])
+    function = next(
+        value
+        for value in vars(scorers).values()
+        if getattr(value, "__module__", "") == scorers.__name__
+    )
+    assert importable(function) == (
+        f"{scorers.__name__}:{function.__name__}",
+        Path(__file__).parents[2],
+    )
 
 
 def nested() -> Any:
@@ -90,7 +116,11 @@ def nested() -> Any:
 
 @pytest.mark.parametrize(
     ("function", "why"),
-    [(lambda requests: [], "a lambda has no name"), (nested(), "it is defined inside a function"), (print, "give a function")],
+    [
+        (lambda requests: [], "a lambda has no name"),
+        (nested(), "it is defined inside a function"),
+        (print, "give a function"),
+    ],
 )
 def test_what_cannot_be_imported_is_refused_with_the_way_out(function: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as error:

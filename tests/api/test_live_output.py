@@ -8,9 +8,13 @@ from aligner.config.compose import compose_config, save_config
 from aligner.paths import RunPaths
 
 
-def test_a_notebook_shows_a_bar_and_the_last_lines_and_takes_no_text_for_markup(tmp_path: Path) -> None:
+def test_a_notebook_shows_a_bar_and_the_last_lines_and_takes_no_text_for_markup(
+    tmp_path: Path,
+) -> None:
     paths = RunPaths(tmp_path)
-    save_config(compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={tmp_path}"]), paths.config)
+    save_config(
+        compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={tmp_path}"]), paths.config
+    )
     printed = "\n".join([*map(str, range(30)), "<script>alert(1)</script> [red]", "step 2/4"])
     assert "step" not in notebook_bundle("first", paths, 5)["text/plain"]
     record = {"step": 2, "reward/mean": 0.25, "time/step": 3.0}
@@ -18,7 +22,11 @@ def test_a_notebook_shows_a_bar_and_the_last_lines_and_takes_no_text_for_markup(
     shown = notebook_bundle(printed, paths, 5)
     assert shown["text/plain"].startswith("step 2/4  reward 0.250  3.00 s/step  ETA 0:00:06\n")
     assert "\n26\n" not in shown["text/plain"] and "\n27\n28\n29\n<script>" in shown["text/plain"]
-    assert "<script>" not in shown["text/html"] and "&lt;script&gt;" in shown["text/html"] and "[red]" in shown["text/html"]
+    assert (
+        "<script>" not in shown["text/html"]
+        and "&lt;script&gt;" in shown["text/html"]
+        and "[red]" in shown["text/html"]
+    )
 
 
 def test_a_script_is_no_notebook() -> None:

@@ -14,13 +14,20 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 def executed(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A notebook's cells with all that they show as text, by their code."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH", "")])
+    )
     book = nbformat.read(NOTEBOOKS / name, as_version=4)
-    client = NotebookClient(book, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(directory)}})
+    client = NotebookClient(
+        book, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
+    )
     client.execute()
     shown = {}
     for cell in book.cells:
-        outputs = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", ())]
+        outputs = [
+            output.get("text") or output.get("data", {}).get("text/plain", "")
+            for output in cell.get("outputs", ())
+        ]
         shown[cell.source] = "\n".join(outputs)
     return shown
 
@@ -32,22 +39,30 @@ def behind(shown: dict[str, str], text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_first_run_makes_a_model_and_its_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_run_makes_a_model_and_its_reward_rises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = executed("first_run.ipynb", tmp_path, monkeypatch)
     progress = behind(shown, 'reward="gsm8k"')
     assert "step 30/30  reward" in progress and "aligner: chosen" not in progress[-2000:]
     change = next(line for line in progress.splitlines() if line.startswith("│ reward "))
     assert float(change.split("│")[4]) > 0.05, change
     assert "Figure" in behind(shown, "plot") and "9+9=" in behind(shown, "aligner.generate")
-    assert "answer" in behind(shown, "run.samples()") or "response" in behind(shown, "run.samples()")
+    assert "answer" in behind(shown, "run.samples()") or "response" in behind(
+        shown, "run.samples()"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_own_reward_and_an_own_environment_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_reward_and_an_own_environment_are_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = executed("own_reward_and_agent.ipynb", tmp_path, monkeypatch)
     for code in ("reward=vowels", 'reward="environment"'):
-        change = next(line for line in behind(shown, code).splitlines() if line.startswith("│ reward "))
+        change = next(
+            line for line in behind(shown, code).splitlines() if line.startswith("│ reward ")
+        )
         assert float(change.split("│")[4]) > 0, change
     assert "%%writefile my_reward.py" in behind(shown, "reward=lambda")
 

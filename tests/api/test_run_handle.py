@@ -33,13 +33,19 @@ TINY = {"experiment": "tiny_ppo", "rollout": {"max_response_tokens": 8}}
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = {"torch", "hydra", "pandas", "pyarrow", "rich", "yaml", "IPython"}
     code = f"import aligner, sys; print(sorted({heavy} & {{*sys.modules}}), dir(aligner))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("[] ") and "'launch'" in done.stdout and "'load_run'" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (
+        done.stdout.startswith("[] ") and "'launch'" in done.stdout and "'load_run'" in done.stdout
+    )
 
 
 @pytest.mark.slow
 def test_what_the_command_refuses_is_a_config_error_with_its_message(place: Path) -> None:
-    with pytest.raises(aligner.ConfigError, match=r"^rollout\.sample_per_prompt: unknown key; did you mean"):
+    with pytest.raises(
+        aligner.ConfigError, match=r"^rollout\.sample_per_prompt: unknown key; did you mean"
+    ):
         aligner.launch(**TINY, data=[{"prompt": "a"}], **{"rollout.sample_per_prompt": 2})
     with pytest.raises(aligner.ConfigError, match="absent: no such directory"):
         aligner.load_run("absent")
@@ -53,28 +59,49 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"prompt": "hello"}, {"prompt": "numbers"}]
-    run = aligner.launch(**TINY, reward=scorers.raising, data=records, run={"steps": 3, "dir": "run"})
+    run = aligner.launch(
+        **TINY, reward=scorers.raising, data=records, run={"steps": 3, "dir": "run"}
+    )
     assert run.directory == place / "run" and run.state in ("starting", "running")
     assert run.wait() is run and run.state == "finished"
     out = capsys.readouterr().out
     assert "step 3/3  reward" in out and "next:" in out and f"aligner view {run.directory}" in out
     stored = yaml.safe_load((place / "run" / "config.yaml").read_text())
-    assert stored["reward"]["function"] == f"{scorers.__name__}:raising" and stored["run"]["steps"] == 3
-    assert (place / "run" / "data.jsonl").read_text().splitlines() == ['{"prompt": "hello"}', '{"prompt": "numbers"}']
+    assert (
+        stored["reward"]["function"] == f"{scorers.__name__}:raising"
+        and stored["run"]["steps"] == 3
+    )
+    assert (place / "run" / "data.jsonl").read_text().splitlines() == [
+        '{"prompt": "hello"}',
+        '{"prompt": "numbers"}',
+    ]
     metrics = run.metrics()
     assert list(metrics.index) == [1, 2, 3] and metrics["reward/mean"].notna().all()
-    assert len(run.samples(steps=[1])) and set(run.samples(steps=[1])["prompt"]) <= {"hello", "numbers"}
+    assert len(run.samples(steps=[1])) and set(run.samples(steps=[1])["prompt"]) <= {
+        "hello",
+        "numbers",
+    }
     tokens = run.samples(steps=[2], tokens=True, columns=["text", "trainer_logprob"])
-    assert list(tokens.columns) == ["text", "trainer_logprob"] and len(tokens["text"][0]) == len(tokens["trainer_logprob"][0])
+    assert list(tokens.columns) == ["text", "trainer_logprob"] and len(tokens["text"][0]) == len(
+        tokens["trainer_logprob"][0]
+    )
     again = aligner.load_run("run")
-    assert again.wait().state == "finished" and "step 3/3" in repr(again) and again.config.run.steps == 3
-    (one, two) = aligner.generate(run, ["hello", "numbers"], max_new_tokens=4, greedy=True)
+    assert (
+        again.wait().state == "finished"
+        and "step 3/3" in repr(again)
+        and again.config.run.steps == 3
+    )
+    one, two = aligner.generate(run, ["hello", "numbers"], max_new_tokens=4, greedy=True)
     assert one["prompt"] == "hello" and two["response"]
     assert (run.export("model") / "config.json").is_file()
     with pytest.raises(aligner.ConfigError, match="exists already"):
-        aligner.launch(**TINY, data=records, reward="digit_fraction", run={"steps": 3, "dir": "run"})
+        aligner.launch(
+            **TINY, data=records, reward="digit_fraction", run={"steps": 3, "dir": "run"}
+        )
     with pytest.raises(aligner.ConfigError, match="has other records"):
-        aligner.launch(**TINY, data=records[:1], reward="digit_fraction", run={"steps": 3, "dir": "run"})
+        aligner.launch(
+            **TINY, data=records[:1], reward="digit_fraction", run={"steps": 3, "dir": "run"}
+        )
 
 
 @pytest.mark.slow
@@ -91,13 +118,17 @@ def test_a_run_is_stopped_with_a_checkpoint_from_another_process_and_goes_on(pla
     with pytest.raises(aligner.Stopped, match="resume it with"):
         aligner.load_run("run").wait()
     done = len(run.metrics())
-    on = aligner.launch(**TINY, run={"steps": 5000, "dir": "run", "resume": "true", "stop_after": done + 1})
+    on = aligner.launch(
+        **TINY, run={"steps": 5000, "dir": "run", "resume": "true", "stop_after": done + 1}
+    )
     assert len(on.wait().metrics()) == done + 1
 
 
 @pytest.mark.slow
 def test_what_fails_while_it_runs_is_an_error_with_the_launchers_message(place: Path) -> None:
-    (place / "failing.py").write_text("def score(requests):\n    raise RuntimeError('no score today')\n")
+    (place / "failing.py").write_text(
+        "def score(requests):\n    raise RuntimeError('no score today')\n"
+    )
     run = aligner.launch(**TINY, reward="failing:score", run={"steps": 2})
     with pytest.raises(aligner.AlignerError, match="no score today"):
         run.wait()

@@ -19,38 +19,93 @@ def composed(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["algorithm=grpo", "rollout.samples_per_prompt=1"], "algorithm.advantage=grpo compares samples of one prompt"),
-        (["algorithm=dapo", "algorithm.advantage=gae", "rollout.samples_per_prompt=1"], "dynamic_sampling_rounds=10 compares"),
-        (["algorithm=best_of_n", "rollout.samples_per_prompt=1"], "algorithm.train_on=best compares samples of one prompt"),
-        (["algorithm=preferences", "rollout.samples_per_prompt=1"], "pairs=best_and_worst is between samples of one prompt"),
+        (
+            ["algorithm=grpo", "rollout.samples_per_prompt=1"],
+            "algorithm.advantage=grpo compares samples of one prompt",
+        ),
+        (
+            ["algorithm=dapo", "algorithm.advantage=gae", "rollout.samples_per_prompt=1"],
+            "dynamic_sampling_rounds=10 compares",
+        ),
+        (
+            ["algorithm=best_of_n", "rollout.samples_per_prompt=1"],
+            "algorithm.train_on=best compares samples of one prompt",
+        ),
+        (
+            ["algorithm=preferences", "rollout.samples_per_prompt=1"],
+            "pairs=best_and_worst is between samples of one prompt",
+        ),
         (["algorithm.advantage=none"], "algorithm.advantage=none: loss=clip needs an estimator"),
         (["algorithm.loss=copg"], "algorithm.advantage=gae: loss=copg takes no advantages"),
-        (["algorithm.loss=dpo", "algorithm.advantage=none"], "loss=dpo and train_on=best_and_worst need each other"),
-        (["algorithm=rloo", "algorithm.train_on=best"], "algorithm.train_on=best: advantage=rloo compares all"),
-        (["algorithm=online_dpo", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=dpo is held by"),
-        (["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"], "label_smoothing=0.7: must be at most 0.5"),
         (
-            ["algorithm=online_dpo", "algorithm.preference.kind=ipo", "algorithm.preference.label_smoothing=0.1"],
+            ["algorithm.loss=dpo", "algorithm.advantage=none"],
+            "loss=dpo and train_on=best_and_worst need each other",
+        ),
+        (
+            ["algorithm=rloo", "algorithm.train_on=best"],
+            "algorithm.train_on=best: advantage=rloo compares all",
+        ),
+        (
+            ["algorithm=online_dpo", "algorithm.kl_coefficient=0.1"],
+            "algorithm.kl_coefficient=0.1: loss=dpo is held by",
+        ),
+        (
+            ["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"],
+            "label_smoothing=0.7: must be at most 0.5",
+        ),
+        (
+            [
+                "algorithm=online_dpo",
+                "algorithm.preference.kind=ipo",
+                "algorithm.preference.label_smoothing=0.1",
+            ],
             "label_smoothing=0.1: not read with algorithm.preference.kind=ipo",
         ),
-        (["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no"),
-        (["algorithm=grpo", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator=k1: in the loss its gradient is zero"),
-        (["algorithm=copg", "algorithm.truncated_importance=token"], "token: allowed with loss=copg: none, sequence"),
-        (["algorithm=copg", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator=k3: loss=copg is defined with k1"),
-        (["algorithm=rloo", "algorithm.early_stop_kl=0.1"], "algorithm.early_stop_kl=0.1: not read with algorithm.loss="),
-        (["algorithm=rloo", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards=true: scores of whole responses"),
+        (
+            ["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"],
+            "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no",
+        ),
+        (
+            ["algorithm=grpo", "algorithm.kl_estimator=k1"],
+            "algorithm.kl_estimator=k1: in the loss its gradient is zero",
+        ),
+        (
+            ["algorithm=copg", "algorithm.truncated_importance=token"],
+            "token: allowed with loss=copg: none, sequence",
+        ),
+        (
+            ["algorithm=copg", "algorithm.kl_estimator=k3"],
+            "algorithm.kl_estimator=k3: loss=copg is defined with k1",
+        ),
+        (
+            ["algorithm=rloo", "algorithm.early_stop_kl=0.1"],
+            "algorithm.early_stop_kl=0.1: not read with algorithm.loss=",
+        ),
+        (
+            ["algorithm=rloo", "algorithm.whiten_rewards=true"],
+            "algorithm.whiten_rewards=true: scores of whole responses",
+        ),
         (["algorithm.kl_target=0"], "algorithm.kl_target=0.0: must be above 0"),
         (
             ["algorithm.kl_target=1", "algorithm.kl_coefficient=0"],
             "kl_target=1: not read with algorithm.kl_coefficient=0",
         ),
-        (["algorithm.kl_target=1", "algorithm.kl_horizon=64"], "algorithm.kl_horizon=64: must be above a step's 64 samples"),
-        (["algorithm.critic_warmup_steps=40"], "algorithm.critic_warmup_steps=40: the run has 40 steps"),
+        (
+            ["algorithm.kl_target=1", "algorithm.kl_horizon=64"],
+            "algorithm.kl_horizon=64: must be above a step's 64 samples",
+        ),
+        (
+            ["algorithm.critic_warmup_steps=40"],
+            "algorithm.critic_warmup_steps=40: the run has 40 steps",
+        ),
         (
             ["algorithm=grpo", "algorithm.critic_warmup_steps=1"],
             "algorithm.critic_warmup_steps=1: not read with algorithm.advantage=grpo",
         ),
-        (["algorithm.critic_warmup_steps=39", "actor.optimizer.warmup_steps=2"], "the run has 2 optimizer steps"),
+        (
+            ["algorithm.critic_warmup_steps=39", "actor.optimizer.warmup_steps=2"],
+            "the run has 2 optimizer steps",
+        ),
         (
             ["reward.missing_end_score=-1"],
             "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
@@ -60,23 +115,45 @@ def composed(*overrides):
             "reward.missing_end_score=-1: with rollout.stop_at_eos=false no response",
         ),
         (
-            ["algorithm=preferences", "rollout.samples_per_prompt=2", "algorithm.kept_fields=[question,reward]"],
+            [
+                "algorithm=preferences",
+                "rollout.samples_per_prompt=2",
+                "algorithm.kept_fields=[question,reward]",
+            ],
             "algorithm.kept_fields: responses have a `reward` of their own",
         ),
-        (["algorithm.replay_routes=true"], "algorithm.replay_routes=true: the model has no experts; give false"),
+        (
+            ["algorithm.replay_routes=true"],
+            "algorithm.replay_routes=true: the model has no experts; give false",
+        ),
         (
             ["algorithm.replay_routes=true", "engine=tensorrt_llm"],
-            "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts it chose; give false, or use",
+            (
+                "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts"
+                " it chose; give false, or use"
+            ),
         ),
-        (["rollout.truncate_token=.", "rollout.truncate_after=16"], "rollout.truncate_after=16: responses have at most"),
+        (
+            ["rollout.truncate_token=.", "rollout.truncate_after=16"],
+            "rollout.truncate_after=16: responses have at most",
+        ),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
         (["algorithm.length_penalty=-1"], "algorithm.length_penalty=-1.0: must be at least 0"),
         (
             ["algorithm.length_penalty=0.1", "algorithm.target_length=17"],
-            "algorithm.target_length=17: no response is so long; give at most rollout.max_response_tokens=16",
+            (
+                "algorithm.target_length=17: no response is so long; give at most"
+                " rollout.max_response_tokens=16"
+            ),
         ),
-        (["algorithm=rloo", "algorithm.epochs=4"], "algorithm.epochs=4: loss=reinforce takes samples as the policy's own"),
-        (["algorithm.overlong_filter=true"], "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has"),
+        (
+            ["algorithm=rloo", "algorithm.epochs=4"],
+            "algorithm.epochs=4: loss=reinforce takes samples as the policy's own",
+        ),
+        (
+            ["algorithm.overlong_filter=true"],
+            "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has",
+        ),
         (
             ["algorithm=online_dpo", "algorithm.overlong_filter=true"],
             "algorithm.overlong_filter=true: not read with algorithm.loss=dpo",
@@ -89,8 +166,14 @@ def composed(*overrides):
             ["algorithm.overlong_filter=true", "algorithm.bootstrap_cut=true"],
             "algorithm.bootstrap_cut=true: not read with algorithm.overlong_filter=true",
         ),
-        (["algorithm=rloo", "algorithm.dual_clip=3"], "algorithm.dual_clip=3: not read with algorithm.loss=reinforce"),
-        (["algorithm=grpo", "critic.with_reward=true"], "critic.with_reward=true: not read with algorithm.advantage=grpo"),
+        (
+            ["algorithm=rloo", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip=3: not read with algorithm.loss=reinforce",
+        ),
+        (
+            ["algorithm=grpo", "critic.with_reward=true"],
+            "critic.with_reward=true: not read with algorithm.advantage=grpo",
+        ),
         (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),
         (
             ["algorithm=online_dpo", "actor.micro_batch_tokens=40"],
@@ -112,13 +195,19 @@ OWN = [f"algorithm.{key}=some.module:own" for key in ("advantage", "loss", "trai
 @pytest.mark.parametrize("key", ["advantage", "loss", "train_on"])
 @pytest.mark.parametrize("unknown", ["gpro", ":gpro", "module:"])
 def test_an_unknown_part_is_refused_by_name(key, unknown, tmp_path):
-    with pytest.raises(ConfigError, match=rf"algorithm\.{key}={unknown}: allowed: .*, module:callable"):
+    with pytest.raises(
+        ConfigError, match=rf"algorithm\.{key}={unknown}: allowed: .*, module:callable"
+    ):
         check(composed(f"run.dir={tmp_path / 'run'}", f"algorithm.{key}={unknown}"))
 
 
 @pytest.mark.parametrize("critic", [False, True])
-def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_asks_for_one(critic, tmp_path):
-    config = composed(f"run.dir={tmp_path / 'run'}", *OWN, *(["algorithm.with_critic=true"] if critic else []))
+def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_asks_for_one(
+    critic, tmp_path
+):
+    config = composed(
+        f"run.dir={tmp_path / 'run'}", *OWN, *(["algorithm.with_critic=true"] if critic else [])
+    )
     check(config)
     assert config.algorithm.has_critic == critic
 
@@ -147,11 +236,18 @@ def test_only_an_algorithm_with_values_has_a_critic():
 
 def test_a_critic_that_is_not_there_is_not_checked():
     assert not list(algorithm.problems(composed("algorithm=rloo"), None, {}))
-    check(with_values(composed("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}))
+    check(
+        with_values(
+            composed("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}
+        )
+    )
 
 
 def test_the_loss_sees_pairs_and_prompts_whole():
-    assert [rows_together(composed(f"algorithm={name}")) for name in ("ppo", "online_dpo", "copg", "dpo", "sft")] == [
+    assert [
+        rows_together(composed(f"algorithm={name}"))
+        for name in ("ppo", "online_dpo", "copg", "dpo", "sft")
+    ] == [
         1,
         2,
         4,
@@ -166,10 +262,31 @@ BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
 @pytest.mark.parametrize(
     ("overrides", "ways"),
     [
-        (["algorithm=ppo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
-        (["algorithm=cispo"], "give algorithm.truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
-        (["algorithm=rloo"], "give algorithm.truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
-        (["algorithm=best_of_n"], "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true"),
+        (
+            ["algorithm=ppo"],
+            (
+                "give algorithm.truncated_importance=token or sequence, or"
+                " algorithm.ratio_against=sampler, or"
+            ),
+        ),
+        (
+            ["algorithm=cispo"],
+            (
+                "give algorithm.truncated_importance=token or sequence, or"
+                " algorithm.ratio_against=sampler, or"
+            ),
+        ),
+        (
+            ["algorithm=rloo"],
+            (
+                "give algorithm.truncated_importance=token or sequence, or"
+                " algorithm.uncorrected_staleness=true"
+            ),
+        ),
+        (
+            ["algorithm=best_of_n"],
+            "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true",
+        ),
         (
             ["algorithm=online_dpo", "algorithm.truncated_importance=none"],
             "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
@@ -178,10 +295,15 @@ BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
             ["algorithm=copg", "algorithm.truncated_importance=none"],
             "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
         ),
-        (["algorithm.loss=some.module:own"], "truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or"),
+        (
+            ["algorithm.loss=some.module:own"],
+            "truncated_importance=token or sequence, or algorithm.ratio_against=sampler, or",
+        ),
     ],
 )
-def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(overrides, ways, tmp_path):
+def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(
+    overrides, ways, tmp_path
+):
     chosen = [f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides]
     with pytest.raises(ConfigError) as caught:
         check(composed(*chosen, *BESIDE))
@@ -195,17 +317,31 @@ def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(ov
     "overrides",
     [
         *([f"algorithm={name}"] for name in ("ppo_decoupled", "dapo", "online_dpo", "copg")),
-        *([f"algorithm={name}", "algorithm.ratio_against=sampler"] for name in ("ppo", "proximal_rloo", "gspo", "cispo")),
+        *(
+            [f"algorithm={name}", "algorithm.ratio_against=sampler"]
+            for name in ("ppo", "proximal_rloo", "gspo", "cispo")
+        ),
         *(
             [f"algorithm={name}", "algorithm.truncated_importance=token"]
             for name in ("grpo", "reinforce", "rloo", "best_of_n")
         ),
     ],
 )
-def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correction(overrides, tmp_path):
-    check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *BESIDE))
+def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correction(
+    overrides, tmp_path
+):
+    check(
+        composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *BESIDE)
+    )
 
 
 def test_the_sampler_is_corrected_for_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm\.ratio_against=sampler: truncated_importance=token would correct"):
-        check(composed(f"run.dir={tmp_path / 'run'}", "algorithm=dapo", "algorithm.ratio_against=sampler"))
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.ratio_against=sampler: truncated_importance=token would correct",
+    ):
+        check(
+            composed(
+                f"run.dir={tmp_path / 'run'}", "algorithm=dapo", "algorithm.ratio_against=sampler"
+            )
+        )

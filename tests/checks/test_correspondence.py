@@ -1,4 +1,5 @@
-"""A section of the configuration has one name in the schema, in the checks and on the page of keys."""
+"""A section of the configuration has one name in the schema, in the checks and on the page of
+keys."""
 
 from __future__ import annotations
 
@@ -15,8 +16,23 @@ FITS_ALONE = {"model", "dry_run"}
 """Sections that nothing else constrains: a model is checked by reading its shape."""
 SHARED = {"trained_model"}
 """What several sections have in common."""
-OF_SCHEMA = {"conditions", "data_sources", "derived", "keys", "options", "reasoning_tasks", "references", "reward_sources"}
-OF_SCHEMA |= {"evaluation_suites", "judge_questions", "scoring_functions", "teacher_sources", "templates"}
+OF_SCHEMA = {
+    "conditions",
+    "data_sources",
+    "derived",
+    "keys",
+    "options",
+    "reasoning_tasks",
+    "references",
+    "reward_sources",
+}
+OF_SCHEMA |= {
+    "evaluation_suites",
+    "judge_questions",
+    "scoring_functions",
+    "teacher_sources",
+    "templates",
+}
 """Files of the schema about what several sections say together."""
 
 
@@ -38,12 +54,20 @@ def test_each_section_that_others_constrain_has_a_file_of_its_name_in_the_checks
 
 
 def test_sections_are_checked_in_the_order_of_the_schema() -> None:
-    checked = [importlib.import_module(f"aligner.checks.{name}").problems for name in sections() if name not in FITS_ALONE]
+    checked = [
+        importlib.import_module(f"aligner.checks.{name}").problems
+        for name in sections()
+        if name not in FITS_ALONE
+    ]
     assert list(SECTIONS) == checked
 
 
 def test_each_section_has_a_table_on_the_page_of_keys_in_the_order_of_the_schema() -> None:
-    titles = [line.removeprefix("### ") for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    titles = [
+        line.removeprefix("### ")
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("### ")
+    ]
     tables = dict.fromkeys(title.partition(".")[0] for title in titles)
     assert [title for title in tables if title in sections()] == sections()
     for name in sections():

@@ -52,7 +52,9 @@ def test_a_name_of_the_hub_stands_for_its_directory_as_it_does_for_the_reward_mo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "find_model", lambda name, key, weights: tmp_path / name)
-    named = composed(tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge")
+    named = composed(
+        tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge"
+    )
     found = hub.with_found_models(with_values(named, {"model.config": {}}), weights=False)
     assert found.critic.path == found.reward.path == str(tmp_path / "org" / "judge")
 
@@ -63,12 +65,17 @@ def test_its_shape_is_that_models_in_layout_memory_and_description(tmp_path: Pat
     policy = check(config)
     assert (policy.num_layers, critic_shape(config, policy).num_layers) == (4, 3)
     assert "critic: 3 layers" in describe_model(config, policy)
-    assert {place.role: place.runs for place in placements(config)}["critic"] == f"value model, from {path}"
+    assert {place.role: place.runs for place in placements(config)}[
+        "critic"
+    ] == f"value model, from {path}"
     begun, plain = (
-        next(role for role in memory_needs(chosen, policy) if role.role == "critic") for chosen in (config, composed(tmp_path))
+        next(role for role in memory_needs(chosen, policy) if role.role == "critic")
+        for chosen in (config, composed(tmp_path))
     )
     assert begun.peak.weights < plain.peak.weights
-    assert "critic.parallel.pipeline=4" in refused(composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=4"))
+    assert "critic.parallel.pipeline=4" in refused(
+        composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=4")
+    )
     assert check(composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=3"))
     cut = composed(tmp_path, f"critic.path={path}", "critic.num_layers=1")
     assert critic_shape(cut, check(cut)).num_layers == 1
@@ -93,11 +100,17 @@ def test_a_model_that_cannot_read_the_policys_responses_is_refused_by_name(
     assert f"critic.path={path}: " in found and message in found
 
 
-def test_a_normalization_that_cannot_be_read_is_refused_and_so_is_a_path_without_a_critic(tmp_path: Path) -> None:
+def test_a_normalization_that_cannot_be_read_is_refused_and_so_is_a_path_without_a_critic(
+    tmp_path: Path,
+) -> None:
     path = judge(tmp_path)
     (path / NORMALIZATION).write_text('{"gain": 0, "bias": 1}')
-    assert f"{path / NORMALIZATION}: gain is 0, must be above 0" in refused(composed(tmp_path, f"critic.path={path}"))
-    with pytest.raises(ConfigError, match=r"critic\.path=.*: not read with algorithm\.advantage=grpo"):
+    assert f"{path / NORMALIZATION}: gain is 0, must be above 0" in refused(
+        composed(tmp_path, f"critic.path={path}")
+    )
+    with pytest.raises(
+        ConfigError, match=r"critic\.path=.*: not read with algorithm\.advantage=grpo"
+    ):
         composed(tmp_path, "algorithm=grpo", f"critic.path={path}")
 
 
@@ -106,14 +119,21 @@ def test_a_learning_rate_for_a_head_that_is_frozen_is_refused(tmp_path: Path) ->
     check(composed(tmp_path, rate, "critic.frozen=[model.embed_tokens.weight]"))
     found = refused(composed(tmp_path, rate, "critic.frozen=[score.*]"))
     assert (
-        "critic.head_learning_rate=0.001: critic.frozen=['score.*'] has the head stay as it is; leave one of both out" in found
+        "critic.head_learning_rate=0.001: critic.frozen=['score.*'] has the head stay as it is;"
+        " leave one of both out" in found
     )
-    assert "critic.head_learning_rate=-1.0: must be at least 0" in refused(composed(tmp_path, "critic.head_learning_rate=-1"))
+    assert "critic.head_learning_rate=-1.0: must be at least 0" in refused(
+        composed(tmp_path, "critic.head_learning_rate=-1")
+    )
 
 
-def test_one_that_is_not_there_yet_is_taken_to_be_as_the_policy_is_described(tmp_path: Path) -> None:
+def test_one_that_is_not_there_yet_is_taken_to_be_as_the_policy_is_described(
+    tmp_path: Path,
+) -> None:
     described = ["model.source=directory", "model.path=org/policy"]
     config = composed(tmp_path, *described, "critic.path=org/judge")
-    assert hub.with_found_models(config, weights=False) == config, "described models are not looked for on the Hub"
+    assert hub.with_found_models(config, weights=False) == config, (
+        "described models are not looked for on the Hub"
+    )
     assert absent_inputs(config)["org/judge"] == absent_inputs(config)["org/policy"]
     check(config, absent_inputs(config))

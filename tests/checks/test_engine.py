@@ -36,17 +36,27 @@ def problems(**changes):
     return [*engine_machine_problems(engine), *engine_kind_problems(engine, shape)]
 
 
-def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(tmp_path: Path, monkeypatch) -> None:
+def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        check(compose_config(["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]))
+        check(
+            compose_config(
+                ["experiment=tiny_ppo", "engine=tensorrt_llm", f"run.dir={tmp_path / 'run'}"]
+            )
+        )
     packages, gpu = str(caught.value).splitlines()
-    assert packages.startswith("engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM")
+    assert packages.startswith(
+        "engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM"
+    )
     assert gpu == "engine.kind=tensorrt_llm: this machine has no GPU; use engine=embedded"
 
 
-def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(tmp_path: Path, monkeypatch) -> None:
+def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
     check(compose_config([*slurm, "engine=tensorrt_llm"]))
@@ -66,9 +76,18 @@ def test_tensorrt_llm_runs_what_it_can() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp32"}, "engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16"),
-        ({"update": "atomic"}, "engine.update=atomic: TensorRT-LLM overwrites its weights; allowed: in_place"),
-        ({"shape": dataclasses.replace(DENSE, family="gpt2")}, "it does not run models of the gpt2 kind, it does: llama,"),
+        (
+            {"precision": "fp32"},
+            "engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16",
+        ),
+        (
+            {"update": "atomic"},
+            "engine.update=atomic: TensorRT-LLM overwrites its weights; allowed: in_place",
+        ),
+        (
+            {"shape": dataclasses.replace(DENSE, family="gpt2")},
+            "it does not run models of the gpt2 kind, it does: llama,",
+        ),
     ],
 )
 def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
@@ -83,14 +102,21 @@ VLLM = ("experiment=tiny_ppo", "engine=vllm", "+model.config.head_dim=32")
 @pytest.mark.parametrize("source", ["random", "directory"])
 def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, source: str) -> None:
     def checked(architecture: str) -> None:
-        config = compose_config([*VLLM, f"model.config.architectures=[{architecture}]", f"run.dir={tmp_path / 'run'}"])
+        config = compose_config(
+            [*VLLM, f"model.config.architectures=[{architecture}]", f"run.dir={tmp_path / 'run'}"]
+        )
         if source == "directory":
             (tmp_path / "config.json").write_text(json.dumps(config.model.config))
-            config.model = dataclasses.replace(config.model, source=source, path=str(tmp_path), config={})
+            config.model = dataclasses.replace(
+                config.model, source=source, path=str(tmp_path), config={}
+            )
         check(config)
 
     checked("LlamaForCausalLM")
-    told = "engine.kind=vllm: the vLLM that is installed has no model LlamaForSequenceClassification; use engine=embedded"
+    told = (
+        "engine.kind=vllm: the vLLM that is installed has no model LlamaForSequenceClassification;"
+        " use engine=embedded"
+    )
     with pytest.raises(ConfigError, match=told):
         checked("LlamaForSequenceClassification")
 
@@ -98,7 +124,11 @@ def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, sou
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
     told = f"engine.vllm.python={sys.executable}: it has no vLLM; `aligner install-vllm` makes"
     with pytest.raises(ConfigError, match=told):
-        check(compose_config([*VLLM, f"engine.vllm.python={sys.executable}", f"run.dir={tmp_path / 'run'}"]))
+        check(
+            compose_config(
+                [*VLLM, f"engine.vllm.python={sys.executable}", f"run.dir={tmp_path / 'run'}"]
+            )
+        )
 
 
 def test_the_embedded_engine_needs_nothing_of_it() -> None:
@@ -119,20 +149,35 @@ def test_the_embedded_engine_needs_nothing_of_it() -> None:
         (["engine.precision=bf16"], "engine.precision=bf16: engine.exact=true needs float32"),
         (["actor.precision=bf16"], "actor.precision=bf16: engine.exact=true needs float32"),
         (["actor.lora.rank=4"], "actor.lora.rank=4: engine.exact=true needs one weight"),
-        (["cluster.threads_per_rank=2"], "cluster.threads_per_rank=2: engine.exact=true computes with one thread a rank"),
+        (
+            ["cluster.threads_per_rank=2"],
+            "cluster.threads_per_rank=2: engine.exact=true computes with one thread a rank",
+        ),
         (["cluster=slurm"], "engine.exact=true: it was made for CPUs"),
     ],
 )
-def test_log_probs_cannot_be_exact_where_their_bits_hang_on_more_than_the_sequence(overrides, told, tmp_path) -> None:
-    config = compose_config(["experiment=tiny_ppo", "engine.exact=true", *overrides, f"run.dir={tmp_path / 'run'}"])
+def test_log_probs_cannot_be_exact_where_their_bits_hang_on_more_than_the_sequence(
+    overrides, told, tmp_path
+) -> None:
+    config = compose_config(
+        ["experiment=tiny_ppo", "engine.exact=true", *overrides, f"run.dir={tmp_path / 'run'}"]
+    )
     with pytest.raises(ConfigError, match=told):
         check(config)
 
 
 def test_an_exact_engine_and_its_trainer_compute_in_one_thread(tmp_path) -> None:
-    config = compose_config(["experiment=tiny_ppo", "engine.exact=true", f"run.dir={tmp_path / 'run'}"])
+    config = compose_config(
+        ["experiment=tiny_ppo", "engine.exact=true", f"run.dir={tmp_path / 'run'}"]
+    )
     check(config)
     assert roles.threads_per_rank(config) == 1
-    shapes = (EXPERTS, "mixture of experts"), (dataclasses.replace(DENSE, ffn_hidden_size=40), "40, is no multiple of 32")
+    shapes = (
+        (EXPERTS, "mixture of experts"),
+        (
+            dataclasses.replace(DENSE, ffn_hidden_size=40),
+            "40, is no multiple of 32",
+        ),
+    )
     for shape, told in shapes:
         assert [told in problem for problem in engines._exact_problems(config, shape)] == [True]

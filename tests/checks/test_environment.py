@@ -8,10 +8,18 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 
-EPISODES = ["experiment=tiny_ppo", "environment.target=aligner.environments.calculator:Calculator", "environment.turn_end=."]
+EPISODES = [
+    "experiment=tiny_ppo",
+    "environment.target=aligner.environments.calculator:Calculator",
+    "environment.turn_end=.",
+]
 
 
-BESIDE = ["engine.placement=server", "rollout.max_staleness=2", "algorithm.truncated_importance=token"]
+BESIDE = [
+    "engine.placement=server",
+    "rollout.max_staleness=2",
+    "algorithm.truncated_importance=token",
+]
 
 
 @pytest.mark.parametrize(
@@ -30,27 +38,51 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["environment.target=Calculator"], "environment.target=Calculator: must be tools, module:Class, or null"),
+        (
+            ["environment.target=Calculator"],
+            "environment.target=Calculator: must be tools, module:Class, or null",
+        ),
         (
             ["engine.placement=server"],
-            "server.request_timeout_s=300: the trainer waits so long for its samples, and an episode may wait 480 s for its",
+            (
+                "server.request_timeout_s=300: the trainer waits so long for its samples, and an"
+                " episode may wait 480 s for its"
+            ),
         ),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=90"],
-            "an episode may wait 720 s for its environment, and other ranks wait cluster.collective_timeout_s=600 for it",
+            (
+                "an episode may wait 720 s for its environment, and other ranks wait"
+                " cluster.collective_timeout_s=600 for it"
+            ),
         ),
-        (["environment.turn_end=null"], "a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end"),
+        (
+            ["environment.turn_end=null"],
+            "a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end",
+        ),
         (["rollout.truncate_token=."], "would cut episodes; give null"),
         (["algorithm.trainer=preferences"], "environment.target"),
         (["environment.target=null"], "environment.turn_end"),
-        (["environment.target=tools"], "environment.target=tools: there are none; name some in environment.tools"),
-        (["environment.tools=[calculator]"], "environment.tools: 'calculator': must be python, or module:function"),
-        (["environment.tools=[python]"], "environment.turn_end: messages go on behind the model's own end-of-turn token"),
+        (
+            ["environment.target=tools"],
+            "environment.target=tools: there are none; name some in environment.tools",
+        ),
+        (
+            ["environment.tools=[calculator]"],
+            "environment.tools: 'calculator': must be python, or module:function",
+        ),
+        (
+            ["environment.tools=[python]"],
+            "environment.turn_end: messages go on behind the model's own end-of-turn token",
+        ),
         (
             ["environment.mcp=[server]", "environment.tool_timeout_s=60"],
             "environment.tool_timeout_s=60: must be below environment.deadline_s=60",
         ),
-        (["environment.target=null", "environment.turn_end=null", "environment.python.cpu_s=3"], "environment.python.cpu_s"),
+        (
+            ["environment.target=null", "environment.turn_end=null", "environment.python.cpu_s=3"],
+            "environment.python.cpu_s",
+        ),
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",
 )
@@ -60,30 +92,78 @@ def test_what_episodes_cannot_be_drawn_with_is_refused_by_name(overrides, told):
     assert told in str(caught.value)
 
 
-AGENTS = ["experiment=tiny_ppo", "rollout.stop_at_eos=true", "environment.agent=tests.engines.agents:calculates"]
+AGENTS = [
+    "experiment=tiny_ppo",
+    "rollout.stop_at_eos=true",
+    "environment.agent=tests.engines.agents:calculates",
+]
 
 
 def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine():
     check(compose_config(AGENTS))
     check(compose_config([*AGENTS, *BESIDE]))
-    check(compose_config([*AGENTS, "actor.parallel.tensor=2", "engine.parallel.tensor=2", "engine.parallel.data=1"]))
-    check(compose_config([*AGENTS[:2], "environment.agent_command=[true]", "environment.matching=[whitespace,reasoning]"]))
+    check(
+        compose_config(
+            [
+                *AGENTS,
+                "actor.parallel.tensor=2",
+                "engine.parallel.tensor=2",
+                "engine.parallel.data=1",
+            ]
+        )
+    )
+    check(
+        compose_config(
+            [
+                *AGENTS[:2],
+                "environment.agent_command=[true]",
+                "environment.matching=[whitespace,reasoning]",
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["environment.agent=calculates"], "environment.agent=calculates: must be module:function, or null"),
-        (["environment.agent_command=[true]"], "environment.agent and environment.agent_command: one of them answers"),
-        (["environment.agent=null", "environment.agent_command=[]"], "environment.agent_command=[]: must have a program"),
-        (["environment.matching=[case]"], "environment.matching=['case']: allowed: arguments, reasoning, whitespace"),
-        (["engine.placement=server", "environment.deadline_s=150"], "and an episode may take 300 s (environment.deadline_s"),
-        (["rollout.spare_prompts=1"], "rollout.spare_prompts=1: agents are not left behind; give 0"),
-        (["rollout.stop_at_eos=false"], "rollout.stop_at_eos=false: a turn would have no end; give true"),
-        (["rollout.min_response_tokens=2"], "rollout.min_response_tokens=2: a turn may end at any token; give 0"),
+        (
+            ["environment.agent=calculates"],
+            "environment.agent=calculates: must be module:function, or null",
+        ),
+        (
+            ["environment.agent_command=[true]"],
+            "environment.agent and environment.agent_command: one of them answers",
+        ),
+        (
+            ["environment.agent=null", "environment.agent_command=[]"],
+            "environment.agent_command=[]: must have a program",
+        ),
+        (
+            ["environment.matching=[case]"],
+            "environment.matching=['case']: allowed: arguments, reasoning, whitespace",
+        ),
+        (
+            ["engine.placement=server", "environment.deadline_s=150"],
+            "and an episode may take 300 s (environment.deadline_s",
+        ),
+        (
+            ["rollout.spare_prompts=1"],
+            "rollout.spare_prompts=1: agents are not left behind; give 0",
+        ),
+        (
+            ["rollout.stop_at_eos=false"],
+            "rollout.stop_at_eos=false: a turn would have no end; give true",
+        ),
+        (
+            ["rollout.min_response_tokens=2"],
+            "rollout.min_response_tokens=2: a turn may end at any token; give 0",
+        ),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=301"],
-            "an episode may take 602 s, and other ranks wait cluster.collective_timeout_s=600 for it",
+            (
+                "an episode may take 602 s, and other ranks wait cluster.collective_timeout_s=600"
+                " for it"
+            ),
         ),
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",

@@ -35,14 +35,30 @@ def problems(trainer: str, **sections: Any) -> list[str]:
         ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], samples=4)}),
         (
             "online",
-            {"evaluation": EvaluationConfig(every=3, prompts=["a"]), "checkpoint": CheckpointConfig(best_metric="eval/score")},
+            {
+                "evaluation": EvaluationConfig(every=3, prompts=["a"]),
+                "checkpoint": CheckpointConfig(best_metric="eval/score"),
+            },
         ),
         ("online", {"checkpoint": CheckpointConfig(best_metric="reward/mean")}),
         ("online", {"evaluation": EvaluationConfig(every=3, prompts=["a"], judge=JUDGE)}),
-        ("online", {"evaluation": EvaluationConfig(every=3, suites={"one": {"prompts": ["a"], "judge": JUDGE}})}),
+        (
+            "online",
+            {
+                "evaluation": EvaluationConfig(
+                    every=3, suites={"one": {"prompts": ["a"], "judge": JUDGE}}
+                )
+            },
+        ),
         ("online", AHEAD | {"evaluation": BESIDE}),
         ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_kl=1)}),
-        ("sft", {"data": DataConfig(held_out=2), "checkpoint": CheckpointConfig(best_metric="eval/loss")}),
+        (
+            "sft",
+            {
+                "data": DataConfig(held_out=2),
+                "checkpoint": CheckpointConfig(best_metric="eval/loss"),
+            },
+        ),
     ],
 )
 def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
@@ -52,11 +68,22 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("trainer", "sections", "found"),
     [
-        ("online", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on; give"),
         (
             "online",
-            {"evaluation": EvaluationConfig(every=2, prompts=["a"], suites={"one": {"samples": 2}})},
-            "evaluation.every=2: there is nothing to evaluate on; give evaluation.suites.one.path=FILE",
+            {"evaluation": EvaluationConfig(every=2)},
+            "evaluation.every=2: there is nothing to evaluate on; give",
+        ),
+        (
+            "online",
+            {
+                "evaluation": EvaluationConfig(
+                    every=2, prompts=["a"], suites={"one": {"samples": 2}}
+                )
+            },
+            (
+                "evaluation.every=2: there is nothing to evaluate on; give"
+                " evaluation.suites.one.path=FILE"
+            ),
         ),
         (
             "online",
@@ -70,13 +97,33 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ),
         (
             "online",
-            {"evaluation": EvaluationConfig(suites={"one": {"judge": {"judge_url": "http://a/v1"}}})},
+            {
+                "evaluation": EvaluationConfig(
+                    suites={"one": {"judge": {"judge_url": "http://a/v1"}}}
+                )
+            },
             "evaluation.suites.one.judge.judge_model: missing",
         ),
-        ("online", {"evaluation": EvaluationConfig(every=2, prompts=["a", " "])}, "evaluation.prompts: a prompt is empty"),
-        ("online", {"evaluation": EvaluationConfig(path="a.csv")}, "evaluation.path=a.csv: allowed are .jsonl and .txt files"),
-        ("online", {"evaluation": EvaluationConfig(path="a.jsonl")}, "evaluation.path=a.jsonl: no such file"),
-        ("online", {"evaluation": EvaluationConfig(fields={"prompt": 1})}, "evaluation.fields.prompt=1: expected the name"),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(every=2, prompts=["a", " "])},
+            "evaluation.prompts: a prompt is empty",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(path="a.csv")},
+            "evaluation.path=a.csv: allowed are .jsonl and .txt files",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(path="a.jsonl")},
+            "evaluation.path=a.jsonl: no such file",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(fields={"prompt": 1})},
+            "evaluation.fields.prompt=1: expected the name",
+        ),
         (
             "online",
             {"evaluation": EvaluationConfig(function="nope")},
@@ -87,9 +134,21 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
             {"evaluation": EvaluationConfig(judge={"judge_url": "http://a/v1"})},
             "evaluation.judge.judge_model: missing",
         ),
-        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_asks": "score"})}, "judge_asks=score: an evaluation"),
-        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_lowest": 1})}, "judge.judge_lowest: a win has no"),
-        ("online", {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_cash": "a"})}, "mean evaluation.judge.judge_cache"),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_asks": "score"})},
+            "judge_asks=score: an evaluation",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_lowest": 1})},
+            "judge.judge_lowest: a win has no",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_cash": "a"})},
+            "mean evaluation.judge.judge_cache",
+        ),
         (
             "online",
             {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_template": "{response}"})},
@@ -102,15 +161,42 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ),
         (
             "online",
-            {"evaluation": EvaluationConfig(judge=JUDGE), "environment": EnvironmentConfig(target="a:B")},
+            {
+                "evaluation": EvaluationConfig(judge=JUDGE),
+                "environment": EnvironmentConfig(target="a:B"),
+            },
             "evaluation.judge: compares responses to one prompt, and episodes",
         ),
-        ("online", {"evaluation": BESIDE}, "evaluation.beside=true: needs a generator that draws while the policy trains"),
-        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")}, "beside=true: run.end_at=eval/sc"),
-        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)}, "true: run.end_without_gain=2 is to"),
-        ("online", {"evaluation": EvaluationConfig(samples=2, greedy=True)}, "evaluation.samples=2: so many responses"),
-        ("online", {"checkpoint": CheckpointConfig(best_metric="eval/score")}, "never evaluated; give evaluation.every=STEPS"),
-        ("dpo", {"checkpoint": CheckpointConfig(best_metric="eval/loss")}, "never evaluated; give data.held_out=ROWS"),
+        (
+            "online",
+            {"evaluation": BESIDE},
+            "evaluation.beside=true: needs a generator that draws while the policy trains",
+        ),
+        (
+            "online",
+            AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")},
+            "beside=true: run.end_at=eval/sc",
+        ),
+        (
+            "online",
+            AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)},
+            "true: run.end_without_gain=2 is to",
+        ),
+        (
+            "online",
+            {"evaluation": EvaluationConfig(samples=2, greedy=True)},
+            "evaluation.samples=2: so many responses",
+        ),
+        (
+            "online",
+            {"checkpoint": CheckpointConfig(best_metric="eval/score")},
+            "never evaluated; give evaluation.every=STEPS",
+        ),
+        (
+            "dpo",
+            {"checkpoint": CheckpointConfig(best_metric="eval/loss")},
+            "never evaluated; give data.held_out=ROWS",
+        ),
         (
             "preferences",
             {"evaluation": EvaluationConfig(every=1)},

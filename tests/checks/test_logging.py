@@ -28,7 +28,10 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra_if_it_is_aske
     checked(tmp_path, "logging.wandb.enabled=true", "logging.mlflow.enabled=true")
     monkeypatch.setitem(sys.modules, name, None)
     checked(tmp_path)
-    told = rf"logging.{name}.enabled=true: the {name} package is not installed; pip install 'aligner\[{name}\]'"
+    told = (
+        rf"logging.{name}.enabled=true: the {name} package is not installed; pip install"
+        rf" 'aligner\[{name}\]'"
+    )
     with pytest.raises(ConfigError, match=told):
         checked(tmp_path, f"logging.{name}.enabled=true")
 
@@ -37,7 +40,10 @@ def test_a_key_to_the_server_must_be_in_the_environment_or_where_login_leaves_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = ("logging.wandb.enabled=true", "logging.wandb.mode=online")
-    with pytest.raises(ConfigError, match=r"logging.wandb.mode=online: there is no key to the server; run `wandb login`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"logging.wandb.mode=online: there is no key to the server; run `wandb login`",
+    ):
         checked(tmp_path, *online)
     checked(tmp_path, "logging.wandb.enabled=false")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789abcdef\n")
@@ -49,19 +55,28 @@ def test_a_key_to_the_server_must_be_in_the_environment_or_where_login_leaves_it
     checked(tmp_path, *online)
 
 
-def test_a_database_is_refused_where_the_client_alone_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_is_refused_where_the_client_alone_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    given = ("logging.mlflow.enabled=true", "logging.mlflow.tracking_uri=postgresql+psycopg://db/mlflow")
+    given = (
+        "logging.mlflow.enabled=true",
+        "logging.mlflow.tracking_uri=postgresql+psycopg://db/mlflow",
+    )
     with pytest.raises(
-        ConfigError, match=r"tracking_uri=postgresql\+psycopg://db/mlflow: a database needs the whole of MLflow"
+        ConfigError,
+        match=r"tracking_uri=postgresql\+psycopg://db/mlflow: a database needs the whole of MLflow",
     ):
         checked(tmp_path, *given)
     checked(tmp_path, given[0], "logging.mlflow.tracking_uri=http://mlflow.example.org:5000")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "allowed"), [("wandb.mode", "sometimes", "offline, online"), ("format", "xml", "text, json")]
+    ("key", "value", "allowed"),
+    [("wandb.mode", "sometimes", "offline, online"), ("format", "xml", "text, json")],
 )
-def test_other_values_are_refused_with_those_allowed(tmp_path: Path, key: str, value: str, allowed: str) -> None:
+def test_other_values_are_refused_with_those_allowed(
+    tmp_path: Path, key: str, value: str, allowed: str
+) -> None:
     with pytest.raises(ConfigError, match=f"logging.{key}={value}: allowed: {allowed}"):
         checked(tmp_path, "logging.wandb.enabled=true", f"logging.{key}={value}")

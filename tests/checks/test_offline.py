@@ -8,18 +8,31 @@ import pytest
 
 from aligner.checks import actor, algorithm, data, evaluation
 from aligner.models.shape import ModelShape
-from aligner.schema import ActorConfig, AlgorithmConfig, Config, DataConfig, EvaluationConfig, LoraConfig
+from aligner.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LoraConfig,
+)
 from aligner.schema.data_sources import FUNCTION
 
 
 def problems(trainer: str, **sections: Any) -> list[str]:
     settings = AlgorithmConfig(trainer=trainer)
-    records = dataclasses.replace(sections.pop("data", DataConfig()), path=f"{FUNCTION}records:make")
+    records = dataclasses.replace(
+        sections.pop("data", DataConfig()), path=f"{FUNCTION}records:make"
+    )
     return found(Config(algorithm=settings, data=records, **sections))
 
 
 def found(config: Config, model: ModelShape | None = None) -> list[str]:
-    return [line for section in (data, actor, algorithm, evaluation) for line in section.problems(config, model, {})]
+    return [
+        line
+        for section in (data, actor, algorithm, evaluation)
+        for line in section.problems(config, model, {})
+    ]
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
@@ -27,20 +40,39 @@ def test_the_defaults_fit(trainer: str) -> None:
     assert problems(trainer) == []
 
 
-@pytest.mark.parametrize(("trainer", "fits", "short"), [("sft", 30, 29), ("dpo", 60, 59), ("reward_model", 60, 59)])
-def test_a_micro_batch_holds_what_the_loss_sees_together(trainer: str, fits: int, short: int) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "fits", "short"), [("sft", 30, 29), ("dpo", 60, 59), ("reward_model", 60, 59)]
+)
+def test_a_micro_batch_holds_what_the_loss_sees_together(
+    trainer: str, fits: int, short: int
+) -> None:
     records = DataConfig(max_prompt_tokens=20, max_response_tokens=10)
     assert problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=fits)) == []
     (problem,) = problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=short))
-    assert problem.startswith(f"actor.micro_batch_tokens={short}: must hold") and f"{fits} tokens" in problem
+    assert (
+        problem.startswith(f"actor.micro_batch_tokens={short}: must hold")
+        and f"{fits} tokens" in problem
+    )
 
 
 @pytest.mark.parametrize(
     ("trainer", "sections", "told"),
     [
-        ("sft", {"evaluation": EvaluationConfig(every=2)}, "evaluation.every=2: there is nothing to evaluate on"),
-        ("reward_model", {"data": DataConfig(normalization="x.jsonl")}, "data.normalization=x.jsonl: no such file"),
-        ("reward_model", {"actor": ActorConfig(lora=LoraConfig(rank=2))}, "actor.lora.rank=2: with adapters the new head"),
+        (
+            "sft",
+            {"evaluation": EvaluationConfig(every=2)},
+            "evaluation.every=2: there is nothing to evaluate on",
+        ),
+        (
+            "reward_model",
+            {"data": DataConfig(normalization="x.jsonl")},
+            "data.normalization=x.jsonl: no such file",
+        ),
+        (
+            "reward_model",
+            {"actor": ActorConfig(lora=LoraConfig(rank=2))},
+            "actor.lora.rank=2: with adapters the new head",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told: str) -> None:
@@ -68,7 +100,9 @@ def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
         },
         "test",
     )
-    config = Config(algorithm=AlgorithmConfig(trainer="sft"), data=DataConfig(path=f"{FUNCTION}records:make"))
+    config = Config(
+        algorithm=AlgorithmConfig(trainer="sft"), data=DataConfig(path=f"{FUNCTION}records:make")
+    )
     (problem,) = found(config, shape)
     assert "128 tokens, but the model has 64 positions" in problem
     assert found(config, dataclasses.replace(shape, max_positions=128)) == []

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from aligner.checks import run
-from aligner.schema import AlgorithmConfig, CheckpointConfig, Config, DataConfig, EvaluationConfig, RunConfig
+from aligner.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    RunConfig,
+)
 
 EVALUATED = {"evaluation": EvaluationConfig(every=3, prompts=["a"])}
 HELD_OUT = {"data": DataConfig(held_out=2)}
@@ -15,7 +22,9 @@ BEST = {"checkpoint": CheckpointConfig(best_metric="eval/score")}
 
 
 def problems(trainer: str, ends: dict[str, Any], **sections: Any) -> list[str]:
-    config = Config(algorithm=AlgorithmConfig(trainer=trainer), run=RunConfig(steps=9, **ends), **sections)
+    config = Config(
+        algorithm=AlgorithmConfig(trainer=trainer), run=RunConfig(steps=9, **ends), **sections
+    )
     return [*run.problems(config, None, {})]
 
 
@@ -28,14 +37,21 @@ def problems(trainer: str, ends: dict[str, Any], **sections: Any) -> list[str]:
         ("online", {"end_without_gain": 2}, {**EVALUATED, **BEST}),
         ("sft", {"end_at": "sft/loss:-1"}, {}),
         ("sft", {"end_at": "eval/loss:0.2"}, {**HELD_OUT, "evaluation": EvaluationConfig(every=2)}),
-        ("dpo", {"end_without_gain": 2}, {**HELD_OUT, "checkpoint": CheckpointConfig(every=2, best_metric="eval/accuracy")}),
+        (
+            "dpo",
+            {"end_without_gain": 2},
+            {**HELD_OUT, "checkpoint": CheckpointConfig(every=2, best_metric="eval/accuracy")},
+        ),
     ],
 )
 def test_what_fits_is_taken(trainer: str, ends: dict[str, Any], sections: dict[str, Any]) -> None:
     assert problems(trainer, ends, **sections) == []
 
 
-@pytest.mark.parametrize("text", ["0.9", "eval/score", "eval/score:", ":0.9", "eval/score:high", "eval/score:nan", "a:inf"])
+@pytest.mark.parametrize(
+    "text",
+    ["0.9", "eval/score", "eval/score:", ":0.9", "eval/score:high", "eval/score:nan", "a:inf"],
+)
 def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
     (problem,) = problems("online", {"end_at": text})
     assert problem == f"run.end_at={text}: must be METRIC:NUMBER, such as eval/score:0.9"
@@ -44,19 +60,62 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("trainer", "ends", "sections", "found"),
     [
-        ("online", {"end_at": "score:1"}, {}, "run.end_at=score:1: the metrics of this run begin with eval/, policy/, reward"),
-        ("online", {"end_at": "throughput/tokens_per_s:1"}, {}, "the metrics of this run begin with eval/"),
-        ("sft", {"end_at": "reward/mean:1"}, {}, "run.end_at=reward/mean:1: the metrics of this run begin with eval/, "),
-        ("online", {"end_at": "eval/score:1"}, {}, "run.end_at=eval/score:1: the run is never evaluated; give evaluation"),
-        ("sft", {"end_at": "eval/loss:1"}, {}, "run.end_at=eval/loss:1: the run is never evaluated; give data.held_out=ROWS"),
-        ("sft", {"end_at": "eval/loss:1"}, HELD_OUT, "evaluated after its last step alone; give evaluation.every=STEPS"),
-        ("online", {"end_without_gain": 2}, BEST, "run.end_without_gain=2: the run is never evaluated; give evaluation"),
-        ("online", {"end_without_gain": 2}, EVALUATED, "run.end_without_gain=2: it counts evaluations by checkpoint.best"),
+        (
+            "online",
+            {"end_at": "score:1"},
+            {},
+            "run.end_at=score:1: the metrics of this run begin with eval/, policy/, reward",
+        ),
+        (
+            "online",
+            {"end_at": "throughput/tokens_per_s:1"},
+            {},
+            "the metrics of this run begin with eval/",
+        ),
+        (
+            "sft",
+            {"end_at": "reward/mean:1"},
+            {},
+            "run.end_at=reward/mean:1: the metrics of this run begin with eval/, ",
+        ),
+        (
+            "online",
+            {"end_at": "eval/score:1"},
+            {},
+            "run.end_at=eval/score:1: the run is never evaluated; give evaluation",
+        ),
+        (
+            "sft",
+            {"end_at": "eval/loss:1"},
+            {},
+            "run.end_at=eval/loss:1: the run is never evaluated; give data.held_out=ROWS",
+        ),
+        (
+            "sft",
+            {"end_at": "eval/loss:1"},
+            HELD_OUT,
+            "evaluated after its last step alone; give evaluation.every=STEPS",
+        ),
+        (
+            "online",
+            {"end_without_gain": 2},
+            BEST,
+            "run.end_without_gain=2: the run is never evaluated; give evaluation",
+        ),
+        (
+            "online",
+            {"end_without_gain": 2},
+            EVALUATED,
+            "run.end_without_gain=2: it counts evaluations by checkpoint.best",
+        ),
         (
             "online",
             {"end_without_gain": 2},
             {**EVALUATED, "checkpoint": CheckpointConfig(best_metric="reward/mean")},
-            "checkpoint.best_metric=reward/mean, which must be a metric of theirs, such as eval/score",
+            (
+                "checkpoint.best_metric=reward/mean, which must be a metric of theirs, such as"
+                " eval/score"
+            ),
         ),
         (
             "dpo",

@@ -18,12 +18,16 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("other"), address="192.0.2.1")
 
 
-def configured(files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool) -> Config:
+def configured(
+    files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool
+) -> Config:
     given = {name: str(path) for name, path in vars(files).items()} if files else {}
     return Config(server=ServerConfig(interface=interface, tls=TLSConfig(**{**given, **keys})))
 
 
-def problems(files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool) -> list[str]:
+def problems(
+    files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool
+) -> list[str]:
     return list(tls_problems(configured(files, interface, **keys)))
 
 
@@ -47,7 +51,10 @@ def test_what_is_missing_is_named(good: Certificates) -> None:
 
 def test_a_key_of_another_certificate_is_refused(good: Certificates, other: Certificates) -> None:
     (told,) = problems(good, key=str(other.key))
-    assert told.startswith(f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: no certificate with its")
+    assert told.startswith(
+        f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: no certificate"
+        " with its"
+    )
 
 
 def test_files_that_are_no_certificates_are_refused(good: Certificates) -> None:
@@ -55,25 +62,40 @@ def test_files_that_are_no_certificates_are_refused(good: Certificates) -> None:
     assert told.startswith(f"server.tls.authorities={good.key}: no PEM file with certificates")
 
 
-def test_a_certificate_that_clients_would_refuse_is_refused(good: Certificates, other: Certificates) -> None:
+def test_a_certificate_that_clients_would_refuse_is_refused(
+    good: Certificates, other: Certificates
+) -> None:
     (unknown,) = problems(good, authorities=str(other.authorities))
-    assert "connecting to 127.0.0.1 with server.tls.authorities=" in unknown and "unable to get local issuer" in unknown
+    assert (
+        "connecting to 127.0.0.1 with server.tls.authorities=" in unknown
+        and "unable to get local issuer" in unknown
+    )
     (elsewhere,) = problems(other)
     assert "would fail: IP address mismatch, certificate is not valid for '127.0.0.1'" in elsewhere
 
 
-def test_a_certificate_for_a_jobs_nodes_is_tried_out_when_they_are_known(good: Certificates, other: Certificates) -> None:
+def test_a_certificate_for_a_jobs_nodes_is_tried_out_when_they_are_known(
+    good: Certificates, other: Certificates
+) -> None:
     config = configured(other, "0.0.0.0")
     config.cluster.kind = "slurm"
     assert list(tls_problems(config)) == []
     check_certificate(config, ["192.0.2.1", "192.0.2.1"])
-    with pytest.raises(ConfigError, match=r"connecting to 192\.0\.2\.2 with .* would fail: IP address mismatch"):
+    with pytest.raises(
+        ConfigError, match=r"connecting to 192\.0\.2\.2 with .* would fail: IP address mismatch"
+    ):
         check_certificate(config, ["192.0.2.1", "192.0.2.2"])
 
 
 def test_files_beside_a_certificate_that_the_run_makes_are_refused() -> None:
     assert problems(certificate="auto", mutual=True) == []
     assert problems(certificate="auto", key="a.pem", authorities="b.pem") == [
-        "server.tls.key=a.pem: with server.tls.certificate=auto the run makes its own; leave it out",
-        "server.tls.authorities=b.pem: with server.tls.certificate=auto the run makes its own; leave it out",
+        (
+            "server.tls.key=a.pem: with server.tls.certificate=auto the run makes its own; leave"
+            " it out"
+        ),
+        (
+            "server.tls.authorities=b.pem: with server.tls.certificate=auto the run makes its own;"
+            " leave it out"
+        ),
     ]

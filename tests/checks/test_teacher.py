@@ -25,7 +25,8 @@ ALONE, DIVERGENCE = "algorithm=on_policy_distillation", {"teacher.loss": "forwar
 
 @pytest.fixture(scope="module")
 def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tiny models: `policy`, `deeper`, which has as many layers again, and `narrow`, of which the heads are few."""
+    """Of tiny models: `policy`, `deeper`, which has as many layers again, and `narrow`, of which
+    the heads are few."""
     root = tmp_path_factory.mktemp("models")
     for name, more in {
         "policy": (),
@@ -39,22 +40,38 @@ def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other.mkdir()
     for file in (root / "policy-model").iterdir():
         (other / file.name).write_bytes(file.read_bytes())
-    Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "zebra": 2}, unk_token="<pad>")).save(str(other / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "zebra": 2}, unk_token="<pad>")).save(
+        str(other / "tokenizer.json")
+    )
     return root
 
 
 def composed(root: Path, teacher: str, *overrides: str) -> Config:
-    given = ["model.source=directory", f"model.path={root / 'policy-model'}", f"teacher.path={root / teacher}"]
+    given = [
+        "model.source=directory",
+        f"model.path={root / 'policy-model'}",
+        f"teacher.path={root / teacher}",
+    ]
     return compose_config(["experiment=tiny_ppo", f"run.dir={root / 'run'}", *given, *overrides])
 
 
-def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(models_directory: Path) -> None:
-    more = ("algorithm=grpo", "teacher.replicas=2", "teacher.parallel.tensor=2", "teacher.ports.http=20300")
+def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(
+    models_directory: Path,
+) -> None:
+    more = (
+        "algorithm=grpo",
+        "teacher.replicas=2",
+        "teacher.parallel.tensor=2",
+        "teacher.ports.http=20300",
+    )
     config = composed(models_directory, "deeper-model", *more)
     shape = check(config)
     assert server_ranks(config) == {"reward": 1, "teacher": 2, "teacher.1": 2}
     assert list(role_ranks(config))[-1] == "trainer" and computes_on_devices(config, "teacher.1")
-    assert explicit_ports(config) == {"teacher.ports.http": 20300, "teacher.ports.http + 3 (teacher.1)": 20303}
+    assert explicit_ports(config) == {
+        "teacher.ports.http": 20300,
+        "teacher.ports.http + 3 (teacher.1)": 20303,
+    }
     assert [(each.role, each.ranks, each.layout) for each in placements(config)][2:] == [
         ("teacher", 2, "TP2 PP1 DP1"),
         ("teacher.1", 2, "TP2 PP1 DP1"),
@@ -70,7 +87,9 @@ def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(models_dire
 
 def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> None:
     assert "teacher" not in server_ranks(compose_config(["experiment=tiny_ppo"]))
-    with pytest.raises(ConfigError, match=r"teacher\.path=.*: not read with algorithm\.trainer=sft"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.path=.*: not read with algorithm\.trainer=sft"
+    ):
         composed(models_directory, "deeper-model", "algorithm=sft")
     with pytest.raises(ConfigError, match=r"teacher\.weight=2: not read with teacher\.path=null"):
         compose_config(["experiment=tiny_ppo", "teacher.weight=2"])
@@ -78,37 +97,78 @@ def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> N
 
 def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
     check(composed(models_directory, "deeper-model", ALONE))
-    with pytest.raises(ConfigError, match=r"algorithm.advantage=none: loss=clip needs an estimator, .* or a teacher"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm.advantage=none: loss=clip needs an estimator, .* or a teacher",
+    ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", ALONE]))
 
 
 def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    check(compose_config(["experiment=tiny_ppo", f"run.dir={run}", f"teacher.path={run / 'initial_model'}"]))
+    check(
+        compose_config(
+            ["experiment=tiny_ppo", f"run.dir={run}", f"teacher.path={run / 'initial_model'}"]
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("teacher", "overrides", "told"),
     [
         ("absent", [], r"teacher\.path=.*absent: no such model directory"),
-        ("other-model", [], r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids mean something else to it, as 2"),
-        ("short-model", [], r"teacher\.path=.*short-model: it has 16 positions, the longest sequence \d+ tokens"),
+        (
+            "other-model",
+            [],
+            (
+                r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids mean something"
+                r" else to it, as 2"
+            ),
+        ),
+        (
+            "short-model",
+            [],
+            r"teacher\.path=.*short-model: it has 16 positions, the longest sequence \d+ tokens",
+        ),
         ("small-model", [], r"teacher\.path=.*small-model: "),
-        ("deeper-model", ["algorithm=copg"], r"teacher\.path=.*algorithm\.loss=copg takes no advantages; give clip"),
-        ("deeper-model", ["algorithm=online_dpo"], r"teacher\.path=.*algorithm\.loss=dpo takes no advantages"),
+        (
+            "deeper-model",
+            ["algorithm=copg"],
+            r"teacher\.path=.*algorithm\.loss=copg takes no advantages; give clip",
+        ),
+        (
+            "deeper-model",
+            ["algorithm=online_dpo"],
+            r"teacher\.path=.*algorithm\.loss=dpo takes no advantages",
+        ),
         (
             "deeper-model",
             [ALONE, "algorithm.kl_coefficient=0.1"],
             r"algorithm\.kl_coefficient=0\.1: with algorithm\.advantage=none no rewards are read",
         ),
-        ("deeper-model", ["teacher.parallel.tensor=3"], r"teacher\.parallel\.tensor=3: the model's"),
-        ("deeper-model", ["teacher.parallel.pipeline=3"], r"teacher\.parallel\.pipeline=3: 8 layers do not divide by 3"),
-        ("deeper-model", ["teacher.micro_batch_tokens=4"], r"teacher\.micro_batch_tokens=4: must hold the longest sequence"),
+        (
+            "deeper-model",
+            ["teacher.parallel.tensor=3"],
+            r"teacher\.parallel\.tensor=3: the model's",
+        ),
+        (
+            "deeper-model",
+            ["teacher.parallel.pipeline=3"],
+            r"teacher\.parallel\.pipeline=3: 8 layers do not divide by 3",
+        ),
+        (
+            "deeper-model",
+            ["teacher.micro_batch_tokens=4"],
+            r"teacher\.micro_batch_tokens=4: must hold the longest sequence",
+        ),
         ("deeper-model", ["teacher.precision=fp8"], r"teacher\.precision=fp8: needs GPUs"),
         (
             "deeper-model",
             ["algorithm=copg", "teacher.loss=forward_kl"],
-            r"teacher\.loss=forward_kl: it is a mean over tokens, and algorithm\.loss=copg compares whole responses",
+            (
+                r"teacher\.loss=forward_kl: it is a mean over tokens, and algorithm\.loss=copg"
+                r" compares whole responses"
+            ),
         ),
         (
             "deeper-model",
@@ -116,10 +176,26 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
             r"teacher\.loss=reverse_kl: rollout\.top_p=0\.9 leaves tokens out",
         ),
         ("deeper-model", [ALONE, "teacher.loss=kl"], r"teacher\.loss=kl: .*forward_kl"),
-        ("deeper-model", [ALONE, "teacher.loss=forward_kl", "teacher.top_k=0"], r"teacher\.top_k=0: must be at least 1"),
-        ("deeper-model", [ALONE, "teacher.loss=jensen_shannon", "teacher.beta=1"], r"teacher\.beta=1.*: must be below 1"),
-        ("deeper-model", [ALONE, "teacher.top_k=4"], r"teacher\.top_k=4: not read with teacher\.loss=advantage"),
-        ("deeper-model", [ALONE, "teacher.loss=forward_kl", "teacher.beta=0.2"], r"teacher\.beta=0\.2: not read with"),
+        (
+            "deeper-model",
+            [ALONE, "teacher.loss=forward_kl", "teacher.top_k=0"],
+            r"teacher\.top_k=0: must be at least 1",
+        ),
+        (
+            "deeper-model",
+            [ALONE, "teacher.loss=jensen_shannon", "teacher.beta=1"],
+            r"teacher\.beta=1.*: must be below 1",
+        ),
+        (
+            "deeper-model",
+            [ALONE, "teacher.top_k=4"],
+            r"teacher\.top_k=4: not read with teacher\.loss=advantage",
+        ),
+        (
+            "deeper-model",
+            [ALONE, "teacher.loss=forward_kl", "teacher.beta=0.2"],
+            r"teacher\.beta=0\.2: not read with",
+        ),
         ("deeper-model", ["teacher.weight=0"], r"teacher\.weight=0.*: must be above 0"),
         ("deeper-model", ["teacher.replicas=0"], r"teacher\.replicas=0: must be at least 1"),
     ],
@@ -140,14 +216,20 @@ def several(root: Path, **sources: object) -> Config:
 
 def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Path) -> None:
     paths = [str(models_directory / name) for name in ("deeper-model", "policy-model")]
-    both = several(models_directory, all={"path": paths[0]}, sums={"path": paths[1], "weight": 2, "tasks": ["sums"]})
+    both = several(
+        models_directory,
+        all={"path": paths[0]},
+        sums={"path": paths[1], "weight": 2, "tasks": ["sums"]},
+    )
     shape = check(both)
     alone = several(models_directory, all={"path": paths[0]})
     assert server_ranks(both) == server_ranks(alone) == {"reward": 1, "teacher": 1}
     assert placements(both)[2].runs == f"teacher {paths[0]}, {paths[1]}"
     (two,), (one,) = (memory_needs(config, shape)[-1].phases for config in (both, alone))
     assert two.weights == pytest.approx(1.5 * one.weights, rel=0.1)
-    assert {key: Path(path).name for key, path in read_paths(both).items() if key.startswith("teacher.")} == {
+    assert {
+        key: Path(path).name for key, path in read_paths(both).items() if key.startswith("teacher.")
+    } == {
         "teacher.sources.all.path": "deeper-model",
         "teacher.sources.sums.path": "policy-model",
     }
@@ -158,17 +240,32 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
     [
         (
             "deeper-model",
-            r"teacher\.sources\.sums=deeper-model: expected a mapping with path and, if wanted, weight and tasks",
+            (
+                r"teacher\.sources\.sums=deeper-model: expected a mapping with path and, if wanted,"
+                r" weight and tasks"
+            ),
         ),
         ({}, r"teacher\.sources\.sums\.path: missing"),
         ({"path": "absent"}, r"teacher\.sources\.sums\.path=absent: no such model directory"),
-        ({"path": "short-model"}, r"teacher\.sources\.sums\.path=.*short-model: it has 16 positions"),
+        (
+            {"path": "short-model"},
+            r"teacher\.sources\.sums\.path=.*short-model: it has 16 positions",
+        ),
         (
             {"path": "a", "task": "sums"},
-            r"teacher\.sources\.sums\.task: unknown key; did you mean teacher\.sources\.sums\.tasks",
+            (
+                r"teacher\.sources\.sums\.task: unknown key; did you mean"
+                r" teacher\.sources\.sums\.tasks"
+            ),
         ),
-        ({"path": "a", "weight": 0}, r"teacher\.sources\.sums\.weight=0: must be a finite number above 0"),
-        ({"path": "a", "tasks": "sums"}, r"teacher\.sources\.sums\.tasks=sums: expected a list of names"),
+        (
+            {"path": "a", "weight": 0},
+            r"teacher\.sources\.sums\.weight=0: must be a finite number above 0",
+        ),
+        (
+            {"path": "a", "tasks": "sums"},
+            r"teacher\.sources\.sums\.tasks=sums: expected a list of names",
+        ),
     ],
 )
 def test_what_is_wrong_with_one_of_several_is_told_by_its_name(
@@ -182,17 +279,36 @@ def test_what_is_wrong_with_one_of_several_is_told_by_its_name(
 
 def test_a_divergence_is_from_one_teacher_of_each_prompt(models_directory: Path) -> None:
     path = str(models_directory / "deeper-model")
-    check(with_values(several(models_directory, **{task: {"path": path, "tasks": [task]} for task in "ab"}), DIVERGENCE))
+    check(
+        with_values(
+            several(models_directory, **{task: {"path": path, "tasks": [task]} for task in "ab"}),
+            DIVERGENCE,
+        )
+    )
     for tasks in ({}, {"tasks": ["b", "a"]}):
-        config = several(models_directory, all={"path": path, **tasks}, sums={"path": path, "tasks": ["a"]})
+        config = several(
+            models_directory, all={"path": path, **tasks}, sums={"path": path, "tasks": ["a"]}
+        )
         check(config)
-        with pytest.raises(ConfigError, match=r"teacher\.loss=forward_kl: .*all and .*sums are for the same prompts"):
+        with pytest.raises(
+            ConfigError,
+            match=r"teacher\.loss=forward_kl: .*all and .*sums are for the same prompts",
+        ):
             check(with_values(config, DIVERGENCE))
 
 
-def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(models_directory: Path) -> None:
+def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(
+    models_directory: Path,
+) -> None:
     for algorithm in ("best_of_n", "cispo", "on_policy_distillation", "ppo"):
-        check(composed(models_directory, "deeper-model", f"algorithm={algorithm}", "teacher.loss=forward_kl"))
+        check(
+            composed(
+                models_directory,
+                "deeper-model",
+                f"algorithm={algorithm}",
+                "teacher.loss=forward_kl",
+            )
+        )
 
 
 def test_one_teacher_and_several_are_not_given_together(models_directory: Path) -> None:

@@ -14,7 +14,9 @@ from aligner.cli.command_table import COMMANDS, load, parse_arguments
 from aligner.cli.rank_processes import ROLES
 
 
-@pytest.mark.parametrize("function", [*(command.function for command in COMMANDS.values()), *ROLES.values()])
+@pytest.mark.parametrize(
+    "function", [*(command.function for command in COMMANDS.values()), *ROLES.values()]
+)
 def test_what_carries_out_a_command_or_a_role_is_there(function: str) -> None:
     found = load(function)
     assert inspect.isfunction(found) and found.__module__ == function.partition(":")[0]
@@ -22,10 +24,16 @@ def test_what_carries_out_a_command_or_a_role_is_there(function: str) -> None:
 
 def test_overrides_may_follow_options() -> None:
     parsed = parse_arguments(["launch", "experiment=tiny_ppo", "--dry-run", "seed=2"])
-    assert (parsed.command, parsed.overrides, parsed.dry_run) == ("launch", ["experiment=tiny_ppo", "seed=2"], True)
+    assert (parsed.command, parsed.overrides, parsed.dry_run) == (
+        "launch",
+        ["experiment=tiny_ppo", "seed=2"],
+        True,
+    )
 
 
-@pytest.mark.parametrize("arguments", [[], ["launch", "--dry"], ["status", "run", "more"], ["absent"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["launch", "--dry"], ["status", "run", "more"], ["absent"]]
+)
 def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(arguments)
@@ -34,9 +42,14 @@ def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
 
 def test_a_configuration_is_checked_without_torch() -> None:
     """It takes seconds to import, which whoever has made a mistake would wait for."""
-    code = "import sys; from aligner.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch'"
+    code = (
+        "import sys; from aligner.cli import main\ntry: main()\nfinally: assert 'torch' not in"
+        " sys.modules, 'torch'"
+    )
     arguments = ["validate", "experiment=tiny_ppo"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "trainer" in done.stdout, done.stderr
 
 
@@ -60,11 +73,24 @@ cli.run()
 
 
 @pytest.mark.parametrize("arguments, code", [(["--version"], 0), (["nothing"], 2)])
-def test_a_commands_process_ends_in_order_and_takes_nothing_apart(arguments: list[str], code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False)
+def test_a_commands_process_ends_in_order_and_takes_nothing_apart(
+    arguments: list[str], code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines()[-2:] == ["thread", "handler"]
-    command, buffered = [sys.executable, "-m", "aligner", *arguments], {**os.environ, "PYTHONUNBUFFERED": ""}
+    command, buffered = (
+        [sys.executable, "-m", "aligner", *arguments],
+        {
+            **os.environ,
+            "PYTHONUNBUFFERED": "",
+        },
+    )
     with Path("/dev/full").open("w") as full:
-        lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered, text=True, check=False)
-    assert lost.returncode == (code or 120) and ("No space left" in lost.stderr) == (code == 0)  # in Python's own words
+        lost = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=buffered, text=True, check=False
+        )
+    # in Python's own words
+    assert lost.returncode == (code or 120) and ("No space left" in lost.stderr) == (code == 0)

@@ -1,4 +1,5 @@
-"""What a new user types: a model, data and a reward without an experiment, and the commands that help him to it."""
+"""What a new user types: a model, data and a reward without an experiment, and the commands that
+help him to it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ OWN = ["model.path=model", "algorithm=grpo", "data.path=sums.jsonl", "reward.fun
 ZSH = shutil.which("zsh")
 
 
-def aligner(directory: Path, *arguments: str, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def aligner(
+    directory: Path, *arguments: str, seconds: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "aligner", *arguments]
     environment = {
         **os.environ,
@@ -30,16 +33,24 @@ def aligner(directory: Path, *arguments: str, seconds: float = 60, **environment
         "HF_HUB_OFFLINE": "1",
         **environment,
     }
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=seconds, env=environment)
+    return subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=seconds, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's directory and a file of sums under another name for the prompt."""
     directory = tmp_path_factory.mktemp("made")
-    config = compose_config(["experiment=tiny_ppo", "model=tiny_arithmetic", f"run.dir={directory / 'run'}"])
+    config = compose_config(
+        ["experiment=tiny_ppo", "model=tiny_arithmetic", f"run.dir={directory / 'run'}"]
+    )
     shutil.copytree(prepare_model(config), directory / "model")
-    records = ({"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20))
+    records = (
+        {"question": f"{a}+{b}=", "answer": str(a + b)}
+        for a in range(10, 20)
+        for b in range(10, 20)
+    )
     (directory / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     shutil.rmtree(directory / "run")
     return directory
@@ -58,7 +69,10 @@ def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) 
     assert done.returncode == 0, done.stderr
     assert "automatic: " in done.stdout and "policy: 3 layers" in done.stdout
     told = done.stderr
-    assert "data.fields={prompt: question}" in told and "the longest prompt of all 100 records has 6 tokens" in told
+    assert (
+        "data.fields={prompt: question}" in told
+        and "the longest prompt of all 100 records has 6 tokens" in told
+    )
     assert "actor.optimizer.learning_rate=0.0001" in told and "rollout.max_staleness=0" in told
     assert "rollout.samples_per_prompt=" not in told  # given
     assert sorted(path.name for path in empty.iterdir()) == ["model", "sums.jsonl"]
@@ -98,15 +112,25 @@ def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: P
     done = aligner(empty, "launch", *arguments, seconds=250)
     assert done.returncode == 0, done.stderr
     stored = yaml.safe_load((empty / "run" / "config.yaml").read_text())
-    assert "rollout.prompts_per_step" in stored["run"]["chosen"] and stored["data"]["fields"] == {"prompt": "question"}
+    assert "rollout.prompts_per_step" in stored["run"]["chosen"] and stored["data"]["fields"] == {
+        "prompt": "question"
+    }
     lines = (empty / "sums.jsonl").read_text().splitlines(keepends=True)
-    (empty / "sums.jsonl").write_text("".join(lines[:90]))  # other data would have other steps chosen
-    on = aligner(empty, "launch", *OWN, "run.dir=run", "run.stop_after=3", "run.resume=true", seconds=250)
+    # other data would have other steps chosen
+    (empty / "sums.jsonl").write_text("".join(lines[:90]))
+    on = aligner(
+        empty, "launch", *OWN, "run.dir=run", "run.stop_after=3", "run.resume=true", seconds=250
+    )
     assert on.returncode == 0, on.stderr
     assert "chosen" not in on.stderr
     again = yaml.safe_load((empty / "run" / "config.yaml").read_text())
-    assert again["run"]["chosen"] == stored["run"]["chosen"] and again["run"]["steps"] == stored["run"]["steps"]
-    metrics = [json.loads(line) for line in (empty / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        again["run"]["chosen"] == stored["run"]["chosen"]
+        and again["run"]["steps"] == stored["run"]["steps"]
+    )
+    metrics = [
+        json.loads(line) for line in (empty / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in metrics] == [1, 2, 3]
 
 
@@ -122,14 +146,22 @@ def test_a_model_is_found_by_its_name_in_the_hugging_face_cache(empty: Path) -> 
 
 def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty: Path) -> None:
     done = aligner(empty, "new", "mine")
-    assert done.returncode == 0 and "aligner launch   --config-dir . experiment=my_experiment" in done.stdout
+    assert (
+        done.returncode == 0
+        and "aligner launch   --config-dir . experiment=my_experiment" in done.stdout
+    )
     directory, model = empty / "mine", f"model.path={empty / 'model'}"
     # The tiny tokenizer has no capital letters.
-    (directory / "data.jsonl").write_text((directory / "data.jsonl").read_text().replace("What is ", "what is "))
+    (directory / "data.jsonl").write_text(
+        (directory / "data.jsonl").read_text().replace("What is ", "what is ")
+    )
     asked = ["--config-dir", ".", "experiment=my_experiment", model]
     done = aligner(directory, "validate", *asked)
     assert done.returncode == 0, done.stderr
-    assert "function my_reward:score" in done.stdout and "the longest prompt of all 4 records" in done.stderr
+    assert (
+        "function my_reward:score" in done.stdout
+        and "the longest prompt of all 4 records" in done.stderr
+    )
     done = aligner(directory, "prepare", *asked, "run.dir=run")
     assert done.returncode == 0, done.stderr
     done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run")
@@ -144,7 +176,17 @@ def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(emp
     (empty / "bin" / "command.py").write_text("from aligner.cli import main\nmain()\n")
     (empty / "mine.py").write_text("def score(requests):\n    return [0.5 for _ in requests]\n")
     (empty / "asked.jsonl").write_text('{"prompt": "1+1="}\n')
-    asked = ["evaluate", "model", "--prompts", "asked.jsonl", "--function", "mine:score", "--max-new-tokens", "2", "--json"]
+    asked = [
+        "evaluate",
+        "model",
+        "--prompts",
+        "asked.jsonl",
+        "--function",
+        "mine:score",
+        "--max-new-tokens",
+        "2",
+        "--json",
+    ]
     command = [sys.executable, "bin/command.py", *asked]
     done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and json.loads(done.stdout)["eval/score"] == 0.5, done.stderr
@@ -153,7 +195,11 @@ def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(emp
 def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
     assert aligner(tmp_path, "--version").stdout == "aligner 0.1.0\n"
     done = aligner(tmp_path, "lanch", *OWN)
-    assert done.returncode == 2 and "lanch: no such command; did you mean launch? commands: launch, validate," in done.stderr
+    assert (
+        done.returncode == 2
+        and "lanch: no such command; did you mean launch? commands: launch, validate,"
+        in done.stderr
+    )
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +225,22 @@ complete_line() {
         ("aligner la", ["aligner", "la"], "launch"),
         ("aligner launch --dr", ["aligner", "launch", "--dr"], "--dry-run"),
         ("aligner launch algorithm=gr", ["aligner", "launch", "algorithm", "=", "gr"], "grpo"),
-        ("aligner validate reward=exact", ["aligner", "validate", "reward", "=", "exact"], "exact_match"),
-        ("aligner launch engine.pl", ["aligner", "launch", "engine.pl"], "engine.placement=colocated engine.placement=server"),
+        (
+            "aligner validate reward=exact",
+            ["aligner", "validate", "reward", "=", "exact"],
+            "exact_match",
+        ),
+        (
+            "aligner launch engine.pl",
+            ["aligner", "launch", "engine.pl"],
+            "engine.placement=colocated engine.placement=server",
+        ),
         ("aligner report mo", ["aligner", "report", "mo"], "model"),
     ],
 )
-def test_bash_completes(empty: Path, bash_script: str, line: str, words: list[str], completed: str) -> None:
+def test_bash_completes(
+    empty: Path, bash_script: str, line: str, words: list[str], completed: str
+) -> None:
     (empty / "script").write_text(bash_script)
     quoted = " ".join(f"'{word}'" for word in (line, *words))
     command = ["bash", "--norc", "-c", f"{COMPLETE}\ncomplete_line {quoted}"]
@@ -197,5 +253,7 @@ def test_zsh_gets_a_script_that_it_can_read(tmp_path: Path) -> None:
     assert script.startswith("#compdef aligner") and all(name in script for name in COMMANDS)
     if ZSH is not None:
         (tmp_path / "_aligner").write_text(script)
-        done = subprocess.run([ZSH, "-n", "_aligner"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [ZSH, "-n", "_aligner"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         assert (done.returncode, done.stderr) == (0, "")

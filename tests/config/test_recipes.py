@@ -1,4 +1,5 @@
-"""Every file in conf/: each option of each group is one that a run can be made of; experiments: `test_dry_run.py`."""
+"""Every file in conf/: each option of each group is one that a run can be made of; experiments:
+`test_dry_run.py`."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.sta
 # What an option needs beside itself to make a run of it.
 WITH = {
     **{
-        ("algorithm", name): ["data.path=preferences.jsonl"] for name in ("dpo", "simpo", "orpo", "rpo", "kto", "reward_model")
+        ("algorithm", name): ["data.path=preferences.jsonl"]
+        for name in ("dpo", "simpo", "orpo", "rpo", "kto", "reward_model")
     },
     ("algorithm", "sft"): ["data=sum_demonstrations"],
     ("algorithm", "teacher_scores"): ["data=sum_demonstrations"],
-    ("algorithm", "on_policy_distillation"): ["run.dir=/absent/run", "teacher.path=/absent/run/initial_model"],
+    ("algorithm", "on_policy_distillation"): [
+        "run.dir=/absent/run",
+        "teacher.path=/absent/run/initial_model",
+    ],
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],
     ("engine", "vllm"): ["cluster=slurm"],  # on CPUs this model's heads are too small for it
@@ -37,14 +42,19 @@ WITH = {
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [pytest.param(*entry, id="=".join(entry)) for entry in ENTRIES if entry[0] != "experiment"]
+    ("group", "name"),
+    [pytest.param(*entry, id="=".join(entry)) for entry in ENTRIES if entry[0] != "experiment"],
 )
 def test_every_option_of_every_group_makes_a_valid_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "preferences.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    plan = plan_run(compose_config(["experiment=tiny_ppo", f"{group}={name}", *WITH.get((group, name), [])]))
+    (tmp_path / "preferences.jsonl").write_text(
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+    )
+    plan = plan_run(
+        compose_config(["experiment=tiny_ppo", f"{group}={name}", *WITH.get((group, name), [])])
+    )
     assert plan.check(absent_inputs(plan.config)).num_layers > 0
 
 
@@ -56,7 +66,8 @@ def test_a_recipe_fits_its_devices_with_room_to_spare(name: str) -> None:
     limit = config.cluster.device_memory_gib
     assert limit is not None
     for role in memory_needs(config, shape, described):
-        # The limit leaves a GPU's context and communication buffers out; fragments, which are not counted, have room.
+        # The limit leaves a GPU's context and communication buffers out; fragments, which are not
+        # counted, have room.
         assert role.peak.total < (limit - 4) * 2**30, role
 
 
@@ -74,12 +85,20 @@ def test_a_recipe_waits_for_what_takes_long_and_loses_little(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipes_nodes_are_its_own(name: str) -> None:
     script = render_script(compose_config([f"experiment={name}"]))
-    assert script.count("#SBATCH --exclusive\n") == script.count("#SBATCH --mem=0\n") == script.count("#SBATCH --nodes=")
+    assert (
+        script.count("#SBATCH --exclusive\n")
+        == script.count("#SBATCH --mem=0\n")
+        == script.count("#SBATCH --nodes=")
+    )
 
 
 def test_what_fits_one_node_asks_for_one() -> None:
     script = render_script(compose_config(["experiment=llama3_8b_grpo"]))
-    asked = [line for line in script.splitlines() if line.startswith(("#SBATCH --nodes", "#SBATCH --gpus", "#SBATCH hetjob"))]
+    asked = [
+        line
+        for line in script.splitlines()
+        if line.startswith(("#SBATCH --nodes", "#SBATCH --gpus", "#SBATCH hetjob"))
+    ]
     assert asked == ["#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8"]
 
 
@@ -96,8 +115,18 @@ def test_a_recipe_does_not_start_without_its_weights(name: str) -> None:
 
 
 def test_a_directory_that_is_there_counts_and_not_what_describes_it(tmp_path: Path) -> None:
-    small = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
-    small |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1024, "max_position_embeddings": 4096}
+    small = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+    }
+    small |= {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+    }
     (tmp_path / "config.json").write_text(json.dumps(small))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     there = ["experiment=llama3_8b_grpo", f"model.path={tmp_path}"]

@@ -10,7 +10,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 def test_the_page_of_keys_is_current() -> None:
     page = PAGE.read_text()
-    assert updated(page) == page, "run `python -m aligner.config.reference_page docs/configuration.md`"
+    assert updated(page) == page, (
+        "run `python -m aligner.config.reference_page docs/configuration.md`"
+    )
 
 
 def test_every_key_has_a_row_with_its_help() -> None:

@@ -1,4 +1,5 @@
-"""When a run may go on in its directory, and what it may have otherwise than it was started with."""
+"""When a run may go on in its directory, and what it may have otherwise than it was started
+with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from aligner.schema.keys import schema_keys
 
 
 def started(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:
-    """A run that was stopped, behind a complete checkpoint or before its first; what else its launch is to be given."""
+    """A run that was stopped, behind a complete checkpoint or before its first; what else its
+    launch is to be given."""
     given = ["experiment=tiny_ppo", f"run.dir={directory}", *overrides]
     directory.mkdir()
     save_config(compose_config(given), directory / "config.yaml")
@@ -64,24 +66,39 @@ def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
     for resume in ("false", "true", "auto"):
-        assert "has no config.yaml, so it is no run's directory" in refusal(*given, f"run.resume={resume}")
+        assert "has no config.yaml, so it is no run's directory" in refusal(
+            *given, f"run.resume={resume}"
+        )
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
 def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume: str) -> None:
     given = started(tmp_path / "run", "model.config.num_hidden_layers=2")
-    changes = ("seed=7", "model.config.num_hidden_layers=3", "+model.config.new=[1,2]", "data.prompt_after=x")
+    changes = (
+        "seed=7",
+        "model.config.num_hidden_layers=3",
+        "+model.config.new=[1,2]",
+        "data.prompt_after=x",
+    )
     message = refusal(*given, *changes, "run.steps=10", f"run.resume={resume}")
     assert message.splitlines() == [
-        f"run.resume={resume}: the run was started with other values ({tmp_path / 'run' / 'config.yaml'} -> this launch's):",
+        (
+            f"run.resume={resume}: the run was started with other values"
+            f" ({tmp_path / 'run' / 'config.yaml'} -> this launch's):"
+        ),
         '  data.prompt_after: null -> "x"',
         "  model.config.new: nothing -> [1, 2]",
         "  model.config.num_hidden_layers: 2 -> 3",
         "  run.steps: 40 -> 10",
         "  seed: 1 -> 7",
-        "  the model was made by model.config.new, model.config.num_hidden_layers, seed: these cannot change, whatever"
-        " run.changes names",
-        "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start another run",
+        (
+            "  the model was made by model.config.new, model.config.num_hidden_layers, seed: these"
+            " cannot change, whatever run.changes names"
+        ),
+        (
+            "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start"
+            " another run"
+        ),
     ]
 
 
@@ -101,25 +118,41 @@ def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None
             "checkpoint.every=5",
             "logging.timeline=false",
         ),
-        *("server.request_timeout_s=900", "reward.ports.http=29990", "reward.replicas=2", "cluster.threads_per_rank=1"),
+        *(
+            "server.request_timeout_s=900",
+            "reward.ports.http=29990",
+            "reward.replicas=2",
+            "cluster.threads_per_rank=1",
+        ),
         *("evaluation.every=5", "evaluation.prompts=[abc]"),
     )
     check_run(compose_config([*given, *changes, "run.resume=true"]))
 
 
 def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
-    given = [*started(tmp_path / "run"), "actor.optimizer.learning_rate=0.001", "actor.optimizer.beta1=0.5", "run.resume=true"]
+    given = [
+        *started(tmp_path / "run"),
+        "actor.optimizer.learning_rate=0.001",
+        "actor.optimizer.beta1=0.5",
+        "run.resume=true",
+    ]
     message = refusal(*given, "run.changes=[actor.optimizer.learning_rate]")
     assert "beta1" in message and "learning_rate" not in message
     check_run(compose_config([*given, "run.changes=[actor.optimizer]"]))
-    assert "run.changes: no such key: learning_rate" in refusal(*given, "run.changes=[actor.optimizer,learning_rate]")
+    assert "run.changes: no such key: learning_rate" in refusal(
+        *given, "run.changes=[actor.optimizer,learning_rate]"
+    )
 
 
 def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Path) -> None:
     given = [*started(tmp_path / "run"), "run.resume=true"]
     for changes, key, told in (
         ("[model]", "model.config.num_hidden_layers=2", "model.config.num_hidden_layers: 4 -> 2"),
-        ("[model.config.hidden_size]", "model.config.hidden_size=32", "model.config.hidden_size: 64 -> 32"),
+        (
+            "[model.config.hidden_size]",
+            "model.config.hidden_size=32",
+            "model.config.hidden_size: 64 -> 32",
+        ),
         ("[model]", "model.initializer_std=0.5", "model.initializer_std: 0.05 -> 0.5"),
         ("[model.source]", "model.source=gguf", 'model.source: "random" -> "gguf"'),
         ("[seed]", "seed=7", "seed: 1 -> 7"),
@@ -127,7 +160,10 @@ def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Pat
         message = refusal(*given, key, f"run.changes={changes}")
         name = told.partition(":")[0]
         assert told in message
-        assert f"the model was made by {name}: these cannot change, whatever run.changes names" in message
+        assert (
+            f"the model was made by {name}: these cannot change, whatever run.changes names"
+            in message
+        )
         assert message.endswith("  give the run's own, or start another run")
 
 
@@ -140,7 +176,9 @@ def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> N
 
 def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:
     given = started(tmp_path / "run", "+run.inputs.model=experiment:pairs")
-    assert '  run.inputs.model: "experiment:pairs" -> nothing' in refusal(*given[:2], "run.resume=true")
+    assert '  run.inputs.model: "experiment:pairs" -> nothing' in refusal(
+        *given[:2], "run.resume=true"
+    )
 
 
 def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
@@ -154,7 +192,12 @@ def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     check_run(compose_config([*given, "run.resume=true"]))
 
 
-@pytest.mark.parametrize("pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()])
+@pytest.mark.parametrize(
+    "pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()]
+)
 def test_every_pattern_of_keys_that_may_change_speaks_of_some(pattern: str) -> None:
     keys = schema_keys()
-    assert any(fnmatchcase(name, pattern) or (key.is_mapping and pattern.startswith(name)) for name, key in keys.items())
+    assert any(
+        fnmatchcase(name, pattern) or (key.is_mapping and pattern.startswith(name))
+        for name, key in keys.items()
+    )

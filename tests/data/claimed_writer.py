@@ -1,4 +1,5 @@
-"""A process that takes a run, writes into it, stops itself there or in the middle of writing, and would write on."""
+"""A process that takes a run, writes into it, stops itself there or in the middle of writing, and
+would write on."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ def main(directory: str, where: str) -> None:
     config = Config(run=RunConfig(dir=directory))
     write_as(config, take_run(config))
     paths = run_paths(config)
-    metrics, samples, journal = MetricsWriter(paths), RecordWriter(paths.samples), UpdateJournal(paths.journal)
+    metrics, samples, journal = (
+        MetricsWriter(paths),
+        RecordWriter(paths.samples),
+        UpdateJournal(paths.journal),
+    )
     metrics.write(1, {"a": 1.0})
     samples.write(1, [{"prompt": "a"}])
     journal.append(0, {"a": np.zeros(1)})

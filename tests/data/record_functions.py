@@ -1,4 +1,5 @@
-"""Functions of records, in a module that imports next to nothing: each is called in a process of its own."""
+"""Functions of records, in a module that imports next to nothing: each is called in a process of
+its own."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from aligner.models.hugging_face import read_config
 from tests.models.test_families import SIZES
 
 SHAPE = dataclasses.replace(
-    read_config({"architectures": ["LlamaForCausalLM"], **SIZES}, "test"), vocab_size=64, eos_token_ids=(1,), pad_token_id=0
+    read_config({"architectures": ["LlamaForCausalLM"], **SIZES}, "test"),
+    vocab_size=64,
+    eos_token_ids=(1,),
+    pad_token_id=0,
 )
 
 
@@ -27,4 +30,6 @@ def test_a_lenient_tokenizer_keeps_the_end_of_any_text(text: str, kept: str) -> 
 
 def test_it_counts_as_the_strict_one_does() -> None:
     text = "abc 123"
-    assert lenient_tokenizer(SHAPE, 8).encode(text).ids == character_tokenizer(SHAPE).encode(text).ids
+    assert (
+        lenient_tokenizer(SHAPE, 8).encode(text).ids == character_tokenizer(SHAPE).encode(text).ids
+    )

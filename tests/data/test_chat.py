@@ -16,19 +16,24 @@ CONVERSATION = [
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "and 2+2?", "tool": {"name": "é"}},
 ]
-# What templates in the wild do: special tokens, loop controls, namespaces, block trimming, JSON, markers of generation.
+# What templates in the wild do: special tokens, loop controls, namespaces, block trimming, JSON,
+# markers of generation.
 TEMPLATES = {
-    "marked": """{{ bos_token }}{% for message in messages %}
+    "marked": (
+        """{{ bos_token }}{% for message in messages %}
     {% if message['role'] == 'system' %}
         {%- continue %}
     {% endif %}
 <|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    "namespace": """{%- set ns = namespace(n=0) -%}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+    ),
+    "namespace": (
+        """{%- set ns = namespace(n=0) -%}
 {%- for message in messages -%}
 {%- if message.role == 'user' %}{% set ns.n = ns.n + 1 %}{% endif -%}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}[{{ ns.n }}]{% endif -%}
-{{ message | tojson }}{%- endfor -%}{{ messages[0] | tojson(indent=2) }}""",
+{{ message | tojson }}{%- endfor -%}{{ messages[0] | tojson(indent=2) }}"""
+    ),
 }
 
 
@@ -38,7 +43,9 @@ def directory(tmp_path):
 
 
 def write(directory, template, **settings):
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, **settings})
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -52,21 +59,37 @@ def test_conversations_are_worded_as_transformers_words_them(tmp_path, name, add
     expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
         CONVERSATION, tokenize=False, add_generation_prompt=add_generation_prompt
     )
-    assert ChatTemplate(model).render(CONVERSATION, add_generation_prompt=add_generation_prompt) == expected
+    assert (
+        ChatTemplate(model).render(CONVERSATION, add_generation_prompt=add_generation_prompt)
+        == expected
+    )
 
 
 def test_a_file_of_its_own_comes_first_and_of_several_templates_the_default_is_taken(directory):
-    write(directory, [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[1].content }}"}])
+    write(
+        directory,
+        [
+            {"name": "tools", "template": "no"},
+            {"name": "default", "template": "{{ messages[1].content }}"},
+        ],
+    )
     assert ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False) == "  1+1? "
     (directory / "chat_template.jinja").write_text("{{ messages[2].content }}")
     assert ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False) == "2"
 
 
 def test_a_model_without_a_template_or_with_a_broken_one_is_named(directory):
-    for settings in (None, {}, {"chat_template": [{"name": "tools", "template": "x"}]}, {"chat_template": ["default", 3]}):
+    for settings in (
+        None,
+        {},
+        {"chat_template": [{"name": "tools", "template": "x"}]},
+        {"chat_template": ["default", 3]},
+    ):
         if settings is not None:
             (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-        with pytest.raises(ConfigError, match=r"the model has no chat template, neither chat_template\.jinja nor"):
+        with pytest.raises(
+            ConfigError, match=r"the model has no chat template, neither chat_template\.jinja nor"
+        ):
             ChatTemplate(directory)
     write(directory, "{% for %}")
     with pytest.raises(ConfigError, match=f"{directory}: its chat template cannot be read"):
@@ -86,7 +109,10 @@ def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(direct
     write(directory, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(AlignerError, match="roles must alternate"):
         ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False)
-    for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(messages[0]) }}"):
+    for attack in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(messages[0]) }}",
+    ):
         shutil.rmtree(directory)
         directory.mkdir()
         write(directory, attack)
@@ -96,5 +122,10 @@ def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(direct
 
 def test_a_template_that_asks_for_the_date_is_told_the_one_that_the_run_has(directory):
     write(directory, "{{ strftime_now('%d %b %Y %H:%M') }}")
-    for date, told in (("2024-02-29", "29 Feb 2024 00:00"), ("2024-02-29T23:59:30", "29 Feb 2024 23:59")):
-        assert ChatTemplate(directory, date).render(CONVERSATION, add_generation_prompt=False) == told
+    for date, told in (
+        ("2024-02-29", "29 Feb 2024 00:00"),
+        ("2024-02-29T23:59:30", "29 Feb 2024 23:59"),
+    ):
+        assert (
+            ChatTemplate(directory, date).render(CONVERSATION, add_generation_prompt=False) == told
+        )

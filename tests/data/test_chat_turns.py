@@ -1,4 +1,5 @@
-"""Conversations grow by what was drawn and what is new, token for token as the whole is worded, or say why they cannot."""
+"""Conversations grow by what was drawn and what is new, token for token as the whole is worded, or
+say why they cannot."""
 
 from __future__ import annotations
 
@@ -20,10 +21,22 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall, format_of
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import gguf_file
-from tests.data.chat_models import SPECIAL, TEMPLATES, TOKENIZERS, chat_model, tokenizer_file, write_model
+from tests.data.chat_models import (
+    SPECIAL,
+    TEMPLATES,
+    TOKENIZERS,
+    chat_model,
+    tokenizer_file,
+    write_model,
+)
 
 ASKED = {"role": "user", "content": "why\n yes?"}
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 WITHOUT_TOOLS = ("gemma", "phi", "glm", "chatml", "smollm2")
 REASONING = ("reasons", "begins_to_reason")
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_call>'
@@ -38,20 +51,25 @@ def end_of(template: str) -> str:
 
 
 def in_place(tokenizer: Tokenizer, before: Conversation, text: str) -> Tensor | None:
-    """The tokens of a turn's text, its end included, in the conversation's; None where its first merge with what is before."""
+    """The tokens of a turn's text, its end included, in the conversation's; None where its first
+    merge with what is before."""
     whole, size = tokenizer.encode(before.text + text), len(before.tokens)
     return whole[size:] if torch.equal(whole[:size], before.tokens) else None
 
 
 def rendered(tokenizer: Tokenizer, conversation: Conversation) -> str:
-    return tokenizer.chat_template.render(conversation.messages, conversation.tools, add_generation_prompt=True)
+    return tokenizer.chat_template.render(
+        conversation.messages, conversation.tools, add_generation_prompt=True
+    )
 
 
 def apart(tokenizer: Tokenizer, said: str, end: str = "<|end|>") -> Tensor:
     return torch.cat([tokenizer.encode(said), tokenizer.encode(end)])
 
 
-def grown(tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[str, Any]]) -> Conversation | Unsafe:
+def grown(
+    tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[str, Any]]
+) -> Conversation | Unsafe:
     """With a turn that was drawn as its text is tokenized alone."""
     drawn = apart(tokenizer, said)
     found = turns_of(tokenizer).go_on(before, drawn, new)
@@ -62,14 +80,22 @@ def grown(tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_plain_turn_grows_to_the_tokens_of_the_whole_conversation(kind: str, template: str) -> None:
+def test_a_plain_turn_grows_to_the_tokens_of_the_whole_conversation(
+    kind: str, template: str
+) -> None:
     tokenizer = chat_model(kind, template)
     turns = turns_of(tokenizer)
     if kind in ("stripping", "prepending") and template == "mistral":
-        return  # one takes the space before an answer away, the other adds one: no turn is tokenized as it was drawn
+        # one takes the space before an answer away, the other adds one: no turn is tokenized as it
+        # was drawn
+        return
     conversation = turns.begin([ASKED])
     for said in ("because", "no\n\nyes", "é ü"):
-        said = f"why\n</think>\n\n{said}" if template in ("begins_to_reason", "reasons_apart") else said
+        said = (
+            f"why\n</think>\n\n{said}"
+            if template in ("begins_to_reason", "reasons_apart")
+            else said
+        )
         said = f" {said}" if template == "mistral" else said
         drawn = in_place(tokenizer, conversation, said + end_of(template))
         assert drawn is not None
@@ -97,28 +123,45 @@ PIECES = [
     CALL,
     CALL.replace(" ", ""),
 ]
-PIECES += ['{"name": "look", "parameters": {"at":1}}', '[TOOL_CALLS][{"name": "look", "arguments": {}}]', "<tool_call>{", "{}"]
-PIECES += ["<|python_tag|>", "<|user|>assistant\n", '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}']
+PIECES += [
+    '{"name": "look", "parameters": {"at":1}}',
+    '[TOOL_CALLS][{"name": "look", "arguments": {}}]',
+    "<tool_call>{",
+    "{}",
+]
+PIECES += [
+    "<|python_tag|>",
+    "<|user|>assistant\n",
+    '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}',
+]
 CALLS = [piece for piece in PIECES if "look" in piece]
 TEXTS = st.sampled_from([*CALLS, *(f"why\n</think>\n\n{call}" for call in CALLS)])
 TEXTS |= st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).map("".join)
 
 
-def drawn_turn(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str) -> Tensor:
+def drawn_turn(
+    data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str
+) -> Tensor:
     """A turn that a model with this template may draw."""
     others = [] if template == "smollm2" else ["</s>", "<|tool|>"]
     return turn_of_any(data, tokenizer, before, [end_of(template)] * 8 + others)
 
 
-def turn_of_any(data: st.DataObject, tokenizer: Tokenizer, before: Conversation, ends: list[str]) -> Tensor:
-    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any tokens at all."""
+def turn_of_any(
+    data: st.DataObject, tokenizer: Tokenizer, before: Conversation, ends: list[str]
+) -> Tensor:
+    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any
+    tokens at all."""
     end = data.draw(st.sampled_from(ends))
     kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
     if kind == "any":
         is_end = tokenizer.ends(torch.arange(tokenizer.vocab_size)).tolist()
         tokens = data.draw(
-            st.lists(st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: not is_end[token]), max_size=6)
+            st.lists(
+                st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: not is_end[token]),
+                max_size=6,
+            )
         )
         return torch.cat([torch.tensor(tokens, dtype=torch.int64), tokenizer.encode(end)])
     text = data.draw(TEXTS)
@@ -129,22 +172,32 @@ def turn_of_any(data: st.DataObject, tokenizer: Tokenizer, before: Conversation,
     return torch.cat([tokenizer.encode(part) for part in (text[:halves], text[halves:], end)])
 
 
-def new_messages(data: st.DataObject, calls: list[ToolCall], *, takes_tools: bool) -> list[dict[str, Any]]:
+def new_messages(
+    data: st.DataObject, calls: list[ToolCall], *, takes_tools: bool
+) -> list[dict[str, Any]]:
     content = data.draw(PLAIN)
     if takes_tools and data.draw(st.booleans()):
         return [call.answered(content) for call in calls or [ToolCall("000000000", "none", {})]]
     return [{"role": "user", "content": content}]
 
 
-def check_growth(tokenizer: Tokenizer, before: Conversation, drawn: Tensor, found: Conversation, said: str) -> None:
-    """A safe step: nothing of before has changed, and what is new is exactly what the whole has there."""
+def check_growth(
+    tokenizer: Tokenizer, before: Conversation, drawn: Tensor, found: Conversation, said: str
+) -> None:
+    """A safe step: nothing of before has changed, and what is new is exactly what the whole has
+    there."""
     size, end = len(before.tokens), len(before.tokens) + len(drawn)
-    assert found.tokens[:size].tolist() == before.tokens.tolist() and found.tokens[size:end].tolist() == drawn.tolist()
+    assert (
+        found.tokens[:size].tolist() == before.tokens.tolist()
+        and found.tokens[size:end].tolist() == drawn.tolist()
+    )
     ending = tokenizer.decode(drawn[-1:], skip_special_tokens=False)
     assert found.text.startswith(before.text) and found.text == rendered(tokenizer, found)
     whole = tokenizer.encode(found.text).tolist()
     assert found.tokens[end - 1 :].tolist() == whole[len(whole) - (len(found.tokens) - end + 1) :]
-    is_as_drawn = tokenizer.encode(before.text + said + ending).tolist() == found.tokens[:end].tolist()
+    is_as_drawn = (
+        tokenizer.encode(before.text + said + ending).tolist() == found.tokens[:end].tolist()
+    )
     if is_as_drawn and found.text.startswith(before.text + said + ending):
         assert found.tokens.tolist() == whole
 
@@ -169,7 +222,9 @@ def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_
             assert template == "mistral" and "alternate" in str(error)
             return
         plain = tokenizer.chat_template.render(
-            [*conversation.messages, {"role": "assistant", "content": turn.text}, *new], tools, add_generation_prompt=True
+            [*conversation.messages, {"role": "assistant", "content": turn.text}, *new],
+            tools,
+            add_generation_prompt=True,
         )
         ending = tokenizer.decode(drawn[-1:], skip_special_tokens=False)
         if isinstance(found, Conversation):
@@ -178,27 +233,44 @@ def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_
         else:
             # Of text alone the reason is always a true one: the template does say something else.
             assert found.reason and not plain.startswith(conversation.text + turn.text + ending)
-            assert found.anew.tokens.tolist() == tokenizer.encode(rendered(tokenizer, found.anew)).tolist()
+            assert (
+                found.anew.tokens.tolist()
+                == tokenizer.encode(rendered(tokenizer, found.anew)).tolist()
+            )
         if template in REASONING and "</think>" in turn.text and new[0]["role"] == "user":
             assert isinstance(found, Unsafe)
         conversation = found if isinstance(found, Conversation) else found.anew
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_asks_again(kind: str) -> None:
+def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_asks_again(
+    kind: str,
+) -> None:
     tokenizer = chat_model(kind, "reasons")
     first = turns_of(tokenizer).begin([ASKED], TOOLS)
     thought = f"<think>\nwhy\n</think>\n\n{CALL}"
-    second = grown(tokenizer, first, thought, [{"role": "tool", "content": "nothing", "tool_call_id": "000010000"}])
-    assert isinstance(second, Conversation) and second.messages[1]["tool_calls"][0]["function"]["name"] == "look"
+    second = grown(
+        tokenizer,
+        first,
+        thought,
+        [{"role": "tool", "content": "nothing", "tool_call_id": "000010000"}],
+    )
+    assert (
+        isinstance(second, Conversation)
+        and second.messages[1]["tool_calls"][0]["function"]["name"] == "look"
+    )
     third = grown(tokenizer, second, "<think>\nstill\n</think>\n\nno", [ASKED])
     assert isinstance(third, Unsafe)
     assert "words earlier turns differently" in third.reason and "<think>" not in third.anew.text
     plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
     assert isinstance(plain, Unsafe)
     called = grown(tokenizer, first, thought, [ASKED])
-    assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]  # as calls, with the text as it is
-    assert "words the turn differently from what the model drew: " in plain.reason and "became 'no<|end|>" in plain.reason
+    # as calls, with the text as it is
+    assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]
+    assert (
+        "words the turn differently from what the model drew: " in plain.reason
+        and "became 'no<|end|>" in plain.reason
+    )
 
 
 def test_reasoning_that_the_prompt_begins_calls_nothing_before_it_ends() -> None:
@@ -210,7 +282,10 @@ def test_reasoning_that_the_prompt_begins_calls_nothing_before_it_ends() -> None
     (call,) = turns.said(first, drawn).calls
     assert isinstance(call, ToolCall)
     found = turns.go_on(first, drawn, [call.answered("4")])
-    assert isinstance(found, Conversation) and found.tokens[len(first.tokens) :][: len(drawn)].tolist() == drawn.tolist()
+    assert (
+        isinstance(found, Conversation)
+        and found.tokens[len(first.tokens) :][: len(drawn)].tolist() == drawn.tolist()
+    )
 
 
 def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim_alone() -> None:
@@ -232,7 +307,9 @@ def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim
         ("mistral", '[TOOL_CALLS][{"name":"look","arguments":{}}]'),
     ],
 )
-def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(template: str, said: str) -> None:
+def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(
+    template: str, said: str
+) -> None:
     tokenizer = chat_model("bytes", template)
     turns, end = turns_of(tokenizer), end_of(template)
     first = turns.begin([ASKED], TOOLS)
@@ -243,8 +320,13 @@ def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(templat
     assert isinstance(found, Conversation) and calls
     check_growth(tokenizer, first, drawn, found, said)
     # And the conversation goes on behind them.
-    again = turns.go_on(found, apart(tokenizer, " yes" if template == "mistral" else "yes", end), [ASKED])
-    assert isinstance(again, Conversation) and again.tokens[: len(found.tokens)].tolist() == found.tokens.tolist()
+    again = turns.go_on(
+        found, apart(tokenizer, " yes" if template == "mistral" else "yes", end), [ASKED]
+    )
+    assert (
+        isinstance(again, Conversation)
+        and again.tokens[: len(found.tokens)].tolist() == found.tokens.tolist()
+    )
 
 
 def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they_are() -> None:
@@ -252,8 +334,13 @@ def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they
     first = turns_of(tokenizer).begin([ASKED])
     two = '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}'
     found = grown(tokenizer, first, two, [{"role": "tool", "content": "4"}])
-    assert isinstance(found, Conversation) and found.messages[1] == {"role": "assistant", "content": two}
-    malformed = grown(tokenizer, first, '{"name": "look", "parameters": 3}', [{"role": "tool", "content": "no"}])
+    assert isinstance(found, Conversation) and found.messages[1] == {
+        "role": "assistant",
+        "content": two,
+    }
+    malformed = grown(
+        tokenizer, first, '{"name": "look", "parameters": 3}', [{"role": "tool", "content": "no"}]
+    )
     assert isinstance(malformed, Conversation) and "tool_calls" not in malformed.messages[1]
 
 
@@ -280,7 +367,10 @@ def test_a_turn_without_its_end_is_refused() -> None:
     turns = turns_of(tokenizer)
     first = turns.begin([ASKED])
     for tokens in (tokenizer.encode("yes"), torch.tensor([], dtype=torch.int64)):
-        with pytest.raises(AlignerError, match="no end-of-turn token: a turn that was cut by its length ends its episode"):
+        with pytest.raises(
+            AlignerError,
+            match="no end-of-turn token: a turn that was cut by its length ends its episode",
+        ):
             turns.go_on(first, tokens, [ASKED])
 
 
@@ -289,7 +379,10 @@ def test_an_end_that_the_template_does_not_write_or_that_merges_is_told() -> Non
     first = turns_of(tokenizer).begin([ASKED])
     other = turns_of(tokenizer).go_on(first, apart(tokenizer, "yes", "</s>"), [ASKED])
     assert isinstance(other, Unsafe)
-    assert "the model ended its turn with '</s>', and the chat template goes on behind it with '<|end|>" in other.reason
+    assert (
+        "the model ended its turn with '</s>', and the chat template goes on behind it with"
+        " '<|end|>" in other.reason
+    )
     plain = chat_model("bytes", "{% for m in messages %}{{ m.content }}!{% endfor %}", ends=("!",))
     found = turns_of(plain).go_on(turns_of(plain).begin([ASKED]), plain.encode("yes!"), [ASKED])
     assert isinstance(found, Unsafe) and "'!', which is no special token" in found.reason
@@ -306,7 +399,8 @@ def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(
     found = turns.go_on(turns.begin([ASKED]), drawn, [ASKED])
     assert (
         isinstance(found, Unsafe)
-        and found.reason == "the tokens behind the end-of-turn token '<|end|>' depend on the turn before it"
+        and found.reason
+        == "the tokens behind the end-of-turn token '<|end|>' depend on the turn before it"
     )
 
 
@@ -349,7 +443,9 @@ def test_smollm2_grows_to_the_tokens_of_the_whole_conversation() -> None:
     conversation = turns_of(tokenizer).begin([ASKED])
     for said in ("Because.", "\n\nYes,  it is:\n\t1\n", "naïve 😀 ", ""):
         drawn = apart(tokenizer, said, "<|im_end|>")
-        found = turns_of(tokenizer).go_on(conversation, drawn, [{"role": "user", "content": "\nAnd?"}])
+        found = turns_of(tokenizer).go_on(
+            conversation, drawn, [{"role": "user", "content": "\nAnd?"}]
+        )
         assert isinstance(found, Conversation), found.reason
         check_growth(tokenizer, conversation, drawn, found, said)
         conversation = found

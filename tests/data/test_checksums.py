@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from aligner.data.checksums import DamagedError, damage, file_record, read_sealed, read_sealed_record, sealed, sealed_record
+from aligner.data.checksums import (
+    DamagedError,
+    damage,
+    file_record,
+    read_sealed,
+    read_sealed_record,
+    sealed,
+    sealed_record,
+)
 
 CONTENT = {"name": "größer", "numbers": [1, 2.5, None], "nested": {"checksum": "of something else"}}
 
@@ -24,7 +32,8 @@ def test_a_flipped_lost_or_added_byte_is_found_anywhere(tmp_path, content, read)
     file.write_bytes(content)
     assert read(file) in (CONTENT, bytes(range(64)))
     damaged = [
-        content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :] for place in range(len(content))
+        content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+        for place in range(len(content))
     ]
     for wrong in (*damaged, content[:-1], content + b" ", content[1:], b""):
         file.write_bytes(wrong)

@@ -50,7 +50,10 @@ def test_who_was_stopped_while_another_took_the_run_writes_nothing_more(tmp_path
         written = contents(tmp_path)
         old.send_signal(signal.SIGCONT)
         told = old.communicate(timeout=20)[0].splitlines()
-    why = r"claim: attempt 1, process \d+ on .*, has taken the run since: what works for attempt 0 writes nothing more"
+    why = (
+        r"claim: attempt 1, process \d+ on .*, has taken the run since: what works for attempt 0"
+        r" writes nothing more"
+    )
     assert len(told) == 7 and all(re.search(why, line) for line in told), told
     assert contents(tmp_path) == written
 
@@ -61,10 +64,17 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
     monkeypatch.setattr(claim, "_TELL_AFTER_S", 0.1)
     config = configured(tmp_path)
     with stopped_writer(tmp_path, "writing") as old:
-        busy = rf"run\.dir={tmp_path}: attempt 0, process {old.pid} on .*, is in the middle of writing"
-        with pytest.raises(ConfigError, match=rf"{busy}, for 1 s now, as one that is stopped may be; end it"):
+        busy = (
+            rf"run\.dir={tmp_path}: attempt 0, process {old.pid} on .*, is in the middle of writing"
+        )
+        with pytest.raises(
+            ConfigError, match=rf"{busy}, for 1 s now, as one that is stopped may be; end it"
+        ):
             claim.take_run(config)
-        assert re.search(rf"{busy}; waiting 0\.6 s for it at most", caplog.messages[0]) and len(caplog.messages) == 1
+        assert (
+            re.search(rf"{busy}; waiting 0\.6 s for it at most", caplog.messages[0])
+            and len(caplog.messages) == 1
+        )
         threading.Timer(0.3, old.kill).start()
         assert claim.take_run(config)["attempt"] == 1
 
@@ -82,15 +92,26 @@ def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
         pass
     second = claim.take_run(config)
     assert second["attempt"] == 1 and {**second, "attempt": 0} == first
-    for own, is_refused in ((first, True), ({"attempt": 0}, True), ({"attempt": 1}, False), (second, False)):
+    for own, is_refused in (
+        (first, True),
+        ({"attempt": 0}, True),
+        ({"attempt": 1}, False),
+        (second, False),
+    ):
         claim.write_as(config, own)
-        refused = pytest.raises(AlignerError, match="writes nothing more") if is_refused else contextlib.nullcontext()
+        refused = (
+            pytest.raises(AlignerError, match="writes nothing more")
+            if is_refused
+            else contextlib.nullcontext()
+        )
         with refused, claim.writing():
             pass
 
 
 @bounds_seconds
-def test_to_look_whose_the_run_is_takes_nothing_beside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_look_whose_the_run_is_takes_nothing_beside_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claim, "_own", None)
     config = configured(tmp_path)
     claim.write_as(config, claim.take_run(config))
@@ -107,7 +128,10 @@ def test_every_flipped_bit_of_a_claim_is_refused_by_name(tmp_path: Path) -> None
     content = file.read_bytes()
     for place in range(0, len(content), 7):
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(AlignerError, match=r"claim: (damaged|cannot be read).*once nothing works on that, remove it"):
+        with pytest.raises(
+            AlignerError,
+            match=r"claim: (damaged|cannot be read).*once nothing works on that, remove it",
+        ):
             claim.take_run(config)
     file.write_bytes(content)
     assert claim.take_run(config)["attempt"] == 1 and len(file.read_bytes()) == len(content)

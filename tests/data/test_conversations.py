@@ -1,4 +1,5 @@
-"""Prompts, and the answers of conversations, token for token, with tokenizers and templates of the kinds that models have."""
+"""Prompts, and the answers of conversations, token for token, with tokenizers and templates of the
+kinds that models have."""
 
 from __future__ import annotations
 
@@ -43,9 +44,10 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant<|head_end|>\n\n{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content.split('</think>')[-1] }}INSIDE{% endgeneration %}OUTSIDE{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation"
+    " %}{{ m.content.split('</think>')[-1] }}INSIDE{% endgeneration %}OUTSIDE{% else %}{{ m.content"
+    " }}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+    " endif %}"
 )
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -53,11 +55,11 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = (
-    "{% if tools is not none %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.tool_calls %}{% for call in m.tool_calls %}CALL {{ call.function | tojson }}{% endfor %}{% endif %}"
-    "{% if m.content is not none %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools is not none %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}{% for m in"
+    " messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{% for call in m.tool_calls %}CALL"
+    " {{ call.function | tojson }}{% endfor %}{% endif %}{% if m.content is not none %}{{ m.content"
+    " }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+    " endif %}"
 )
 TURNS = [
     {"role": "system", "content": "be kind"},
@@ -89,7 +91,9 @@ def model(directory: Path, *, template: str = "", post: Any = None) -> Tokenizer
     tokenizer.save(str(made / "tokenizer.json"))
     config = json.loads((made / "config.json").read_text())
     ends = [dict(ids)[EOS], dict(ids)[END]]
-    (made / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": ends}))
+    (made / "config.json").write_text(
+        json.dumps(config | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": ends})
+    )
     settings = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     (made / "tokenizer_config.json").write_text(json.dumps(settings))
     if template:
@@ -100,7 +104,12 @@ def model(directory: Path, *, template: str = "", post: Any = None) -> Tokenizer
 def records(directory: Path, *rows: dict[str, Any], **settings: Any) -> DataConfig:
     path = directory / "records.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(path=str(path), shuffle=False, max_response_tokens=200, **({"max_prompt_tokens": 200} | settings))
+    return DataConfig(
+        path=str(path),
+        shuffle=False,
+        max_response_tokens=200,
+        **({"max_prompt_tokens": 200} | settings),
+    )
 
 
 def texts(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
@@ -131,9 +140,17 @@ def test_a_plain_prompt_begins_as_the_tokenizers_own_encoding_does_wherever_it_i
     assert (expected[0] == tokenizer.encode(BOS)[0]) == (post is not None and post.startswith(BOS))
     found = [
         open_prompts(DataConfig(prompts=["one and two"]), tokenizer, 1).take(0, 1)[0].tokens,
-        open_evaluation_prompts(Suite(None, EvaluationConfig(prompts=["one and two"])), DataConfig(), tokenizer)[0].tokens,
+        open_evaluation_prompts(
+            Suite(None, EvaluationConfig(prompts=["one and two"])), DataConfig(), tokenizer
+        )[0].tokens,
     ]
-    row = {"prompt": "one and two", "response": "four", "chosen": "four", "rejected": "it", "chosen_tokens": None}
+    row = {
+        "prompt": "one and two",
+        "response": "four",
+        "chosen": "four",
+        "rejected": "it",
+        "chosen_tokens": None,
+    }
     (demonstration,) = open_demonstrations(records(tmp_path, row), tokenizer, 1).take(0, 1)
     (pair,) = open_preferences(records(tmp_path, row), tokenizer, 1).take(0, 1)
     for each in (demonstration, pair.chosen, pair.rejected):
@@ -147,20 +164,30 @@ def test_a_plain_prompt_begins_as_the_tokenizers_own_encoding_does_wherever_it_i
 def test_no_prompt_has_two_beginnings_and_a_chat_template_has_its_own(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, template=LLAMA3, post=f"{BOS} $A")
     (worded,) = open_prompts(records(tmp_path, {"prompt": TURNS[:2]}), tokenizer, 1).take(0, 1)
-    assert worded.tokens.tolist().count(int(tokenizer.encode(BOS)[0])) == 1 and worded.text.startswith(BOS)
-    (again,) = open_prompts(DataConfig(prompts=[worded.text], max_prompt_tokens=200), tokenizer, 1).take(0, 1)
+    assert worded.tokens.tolist().count(
+        int(tokenizer.encode(BOS)[0])
+    ) == 1 and worded.text.startswith(BOS)
+    (again,) = open_prompts(
+        DataConfig(prompts=[worded.text], max_prompt_tokens=200), tokenizer, 1
+    ).take(0, 1)
     assert torch.equal(again.tokens, worded.tokens)  # as what a run has written down is read
     without = model(tmp_path / "chatml", template=CHATML, post=f"{BOS} $A")
     (prompt,) = open_prompts(records(tmp_path, {"prompt": TURNS[:2]}), without, 1).take(0, 1)
     assert texts(without, prompt.tokens).startswith(HEAD)
 
 
-def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_it_learned_from(tmp_path: Path) -> None:
+def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_it_learned_from(
+    tmp_path: Path,
+) -> None:
     tokenizer = model(tmp_path, post=f"{BOS} $A {EOS}")
-    limits = Limits(vocab_size=tokenizer.vocab_size, max_sequence_length=200, max_request_tokens=200)
+    limits = Limits(
+        vocab_size=tokenizer.vocab_size, max_sequence_length=200, max_request_tokens=200
+    )
     judge = ModelSource("judge", None)  # type: ignore[arg-type]
     settings = ModelSettings(key="reward", name="judge", path="judge")
-    scoring = Scoring(CombinedReward([(settings, judge)]), read_tokenizer(tokenizer.directory), limits)
+    scoring = Scoring(
+        CombinedReward([(settings, judge)]), read_tokenizer(tokenizer.directory), limits
+    )
     scored: list[torch.Tensor] = []
 
     def call(op: str, tensors: dict[str, torch.Tensor], **others: Any) -> dict[str, torch.Tensor]:
@@ -174,7 +201,8 @@ def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_
 
 
 @pytest.mark.parametrize(
-    ("template", "settings"), [(CHATML, {}), (LLAMA3, {}), ("", {"long_prompts": "cut_end", "max_prompt_tokens": 5})]
+    ("template", "settings"),
+    [(CHATML, {}), (LLAMA3, {}), ("", {"long_prompts": "cut_end", "max_prompt_tokens": 5})],
 )
 def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
     tmp_path: Path, template: str, settings: dict[str, Any]
@@ -187,15 +215,22 @@ def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
         response = tokenizer.encode(text)
         length, tokens = response.numel(), torch.cat([prompt.tokens, response])
         zeros = torch.zeros(length)
-        samples.append(Sample(0, index, tokens, prompt.tokens.numel(), zeros, zeros.long(), "length"))
+        samples.append(
+            Sample(0, index, tokens, prompt.tokens.numel(), zeros, zeros.long(), "length")
+        )
     pending = PendingRows(())
     rollout = RolloutBatch([prompt] * 2, samples, collate(samples, 0), pending, pending)
     pairs, _ = preferences(rollout, torch.tensor([1.0, 0.0]), 2, tokenizer)
     (pair,) = open_preferences(records(tmp_path, *pairs), tokenizer, 1).take(0, 1)
     for member, sample in zip((pair.chosen, pair.rejected), samples, strict=True):
-        assert member.prompt_length == sample.prompt_length and torch.equal(member.tokens, sample.tokens)
+        assert member.prompt_length == sample.prompt_length and torch.equal(
+            member.tokens, sample.tokens
+        )
     wrong = pairs[0] | {"prompt_tokens": tokenizer.encode("four").tolist()}
-    with pytest.raises(ConfigError, match="`prompt_tokens` and `prompt` are not the same with this model's tokenizer"):
+    with pytest.raises(
+        ConfigError,
+        match="`prompt_tokens` and `prompt` are not the same with this model's tokenizer",
+    ):
         open_preferences(records(tmp_path, wrong), tokenizer, 1)
 
 
@@ -205,12 +240,15 @@ def test_a_long_prompt_is_an_error_left_out_or_cut_behind_its_beginning(tmp_path
     own = tokenizer.encode(long)
 
     def read(how: str, limit: int = 4) -> list[Any]:
-        data = records(tmp_path, {"prompt": long}, {"prompt": short}, long_prompts=how, max_prompt_tokens=limit)
+        data = records(
+            tmp_path, {"prompt": long}, {"prompt": short}, long_prompts=how, max_prompt_tokens=limit
+        )
         prompts = open_prompts(data, tokenizer, 1)
         return prompts.take(0, len(prompts))
 
     with pytest.raises(
-        ConfigError, match=rf"records\.jsonl:1: the prompt has {len(own) + 1} tokens, allowed: 1 to data.max_pr"
+        ConfigError,
+        match=rf"records\.jsonl:1: the prompt has {len(own) + 1} tokens, allowed: 1 to data.max_pr",
     ):
         read("error")
     assert [prompt.text for prompt in read("drop")] == [short]
@@ -219,26 +257,40 @@ def test_a_long_prompt_is_an_error_left_out_or_cut_behind_its_beginning(tmp_path
         cut, whole = read(how)
         assert torch.equal(cut.tokens, torch.cat([beginning, kept])) and whole.text == short
         assert cut.text == tokenizer.decode(kept) and cut.text in long
-        with pytest.raises(ConfigError, match=r"records\.jsonl:1: the prompt has .* allowed: 1 to data.max_prompt_tokens=1"):
+        with pytest.raises(
+            ConfigError,
+            match=r"records\.jsonl:1: the prompt has .* allowed: 1 to data.max_prompt_tokens=1",
+        ):
             read(how, limit=1)
 
 
-def test_records_of_long_prompts_are_left_out_and_counted_and_bad_ones_are_still_an_error(tmp_path: Path) -> None:
+def test_records_of_long_prompts_are_left_out_and_counted_and_bad_ones_are_still_an_error(
+    tmp_path: Path,
+) -> None:
     tokenizer = model(tmp_path)
     rows = [{"prompt": "one and two and more", "response": "a"}, {"prompt": "two", "response": "b"}]
-    stream = open_demonstrations(records(tmp_path, *rows, long_prompts="drop", max_prompt_tokens=3), tokenizer, 1)
+    stream = open_demonstrations(
+        records(tmp_path, *rows, long_prompts="drop", max_prompt_tokens=3), tokenizer, 1
+    )
     assert len(stream) == 1 and "skipped 1 of 2 records; the first:" in stream.notices[0]
     with pytest.raises(ConfigError, match="needs a `response`"):
-        open_demonstrations(records(tmp_path, *rows, {"prompt": "two"}, long_prompts="drop"), tokenizer, 1)
+        open_demonstrations(
+            records(tmp_path, *rows, {"prompt": "two"}, long_prompts="drop"), tokenizer, 1
+        )
 
 
 @pytest.mark.parametrize("how", ["cut_start", "cut_end"])
 def test_a_chat_prompt_is_never_cut(tmp_path: Path, how: str) -> None:
     tokenizer = model(tmp_path, template=CHATML)
     with pytest.raises(
-        ConfigError, match=rf"data.max_prompt_tokens=9.*; data.long_prompts={how} would break the chat template"
+        ConfigError,
+        match=rf"data.max_prompt_tokens=9.*; data.long_prompts={how} would break the chat template",
     ):
-        open_prompts(records(tmp_path, {"prompt": TURNS[:2]}, long_prompts=how, max_prompt_tokens=9), tokenizer, 1)
+        open_prompts(
+            records(tmp_path, {"prompt": TURNS[:2]}, long_prompts=how, max_prompt_tokens=9),
+            tokenizer,
+            1,
+        )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +314,9 @@ def test_of_all_turns_each_answer_is_learned_with_its_end_and_nothing_else(
     assert torch.equal(all_turns.tokens, last.tokens)
     whole = tokenizer.encode(tokenizer.chat_template.render(TURNS, add_generation_prompt=False))
     assert torch.equal(all_turns.tokens, tokenizer.ended(whole))
-    assert texts(tokenizer, all_turns.tokens[: all_turns.prompt_length]).endswith(("assistant\n", f"assistant{HEAD_END}\n\n"))
+    assert texts(tokenizer, all_turns.tokens[: all_turns.prompt_length]).endswith(
+        ("assistant\n", f"assistant{HEAD_END}\n\n")
+    )
 
 
 def test_what_a_template_marks_is_what_transformers_learns_from(tmp_path: Path) -> None:
@@ -273,27 +327,42 @@ def test_what_a_template_marks_is_what_transformers_learns_from(tmp_path: Path) 
     theirs = AutoTokenizer.from_pretrained(tokenizer.directory).apply_chat_template(
         said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    (found,) = open_demonstrations(records(tmp_path, {"messages": said}, learned_turns="all"), tokenizer, 1).take(0, 1)
+    (found,) = open_demonstrations(
+        records(tmp_path, {"messages": said}, learned_turns="all"), tokenizer, 1
+    ).take(0, 1)
     assert found.learned is not None
     length = found.tokens.numel()
     assert found.tokens.tolist() == theirs["input_ids"][:length]
-    assert found.learned.int().tolist() == theirs["assistant_masks"][:length] and not any(theirs["assistant_masks"][length:])
+    assert found.learned.int().tolist() == theirs["assistant_masks"][:length] and not any(
+        theirs["assistant_masks"][length:]
+    )
 
 
-def test_a_template_that_leaves_out_earlier_reasoning_is_refused_for_all_turns_and_no_others(tmp_path: Path) -> None:
+def test_a_template_that_leaves_out_earlier_reasoning_is_refused_for_all_turns_and_no_others(
+    tmp_path: Path,
+) -> None:
     tokenizer = model(tmp_path, template=THINKING)
     said = [*TURNS[:2], {"role": "assistant", "content": "one</think>it is two"}, *TURNS[3:]]
     with pytest.raises(
-        ConfigError, match=r"records\.jsonl:1: messages: .* earlier turns differently .* data.learned_turns=last"
+        ConfigError,
+        match=(
+            r"records\.jsonl:1: messages: .* earlier turns differently .* data.learned_turns=last"
+        ),
     ):
-        open_demonstrations(records(tmp_path, {"messages": said}, learned_turns="all"), tokenizer, 1)
+        open_demonstrations(
+            records(tmp_path, {"messages": said}, learned_turns="all"), tokenizer, 1
+        )
     (last,) = open_demonstrations(records(tmp_path, {"messages": said}), tokenizer, 1).take(0, 1)
     assert learned(tokenizer, last) == [f"four{END}"]
-    (same,) = open_demonstrations(records(tmp_path, {"messages": TURNS}, learned_turns="all"), tokenizer, 1).take(0, 1)
+    (same,) = open_demonstrations(
+        records(tmp_path, {"messages": TURNS}, learned_turns="all"), tokenizer, 1
+    ).take(0, 1)
     assert learned(tokenizer, same) == [f"it is two{END}", f"four{END}"]
 
 
-def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(tmp_path: Path) -> None:
+def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(
+    tmp_path: Path,
+) -> None:
     tokenizer = model(tmp_path, template=CHATML)
     data = records(tmp_path, {"messages": TURNS}, learned_turns="all")
     (found,) = open_demonstrations(data, tokenizer, 1).take(0, 1)
@@ -302,16 +371,25 @@ def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(tm
     assert len(open_demonstrations(data, tokenizer, 1)) == 1
     data.max_response_tokens -= 1
     with pytest.raises(
-        ConfigError, match=r"allowed: 1 to data\.max_response_tokens=.*, which all that follows the first prompt"
+        ConfigError,
+        match=(
+            r"allowed: 1 to data\.max_response_tokens=.*, which all that follows the first prompt"
+        ),
     ):
         open_demonstrations(data, tokenizer, 1)
 
 
 def test_a_plain_answer_and_one_that_was_drawn_are_learned_alone(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, template=CHATML)
-    drawn = {"prompt": TURNS[:4], "response": "four", "response_tokens": tokenizer.encode("four").tolist()}
+    drawn = {
+        "prompt": TURNS[:4],
+        "response": "four",
+        "response_tokens": tokenizer.encode("four").tolist(),
+    }
     rows = [{"prompt": "one", "response": "two"}, drawn]
-    found = open_demonstrations(records(tmp_path, *rows, learned_turns="all"), tokenizer, 1).take(0, 2)
+    found = open_demonstrations(records(tmp_path, *rows, learned_turns="all"), tokenizer, 1).take(
+        0, 2
+    )
     assert [learned(tokenizer, each) for each in found] == [[f"two{EOS}"], ["four"]]
 
 
@@ -332,19 +410,33 @@ def test_tool_calls_their_results_and_tools_go_to_the_template_as_they_are(tmp_p
     row = {"messages": said, "tools": FUNCTIONS}
     theirs = AutoTokenizer.from_pretrained(tokenizer.directory).apply_chat_template
     (prompt,) = open_prompts(records(tmp_path, row), tokenizer, 1).take(0, 1)
-    assert prompt.text == theirs(said[:-1], tools=FUNCTIONS, tokenize=False, add_generation_prompt=True)
+    assert prompt.text == theirs(
+        said[:-1], tools=FUNCTIONS, tokenize=False, add_generation_prompt=True
+    )
     assert "Grüße" in prompt.text and prompt.metadata == {"tools": FUNCTIONS}
     call = f'CALL {{"name": "add", "arguments": {{"é": 1}}}}{END}'
     data = records(tmp_path, row, {"messages": said[:2]}, learned_turns="all")
     both, only_call = open_demonstrations(data, tokenizer, 1).take(0, 2)
     assert texts(tokenizer, both.tokens) + "\n" == theirs(said, tools=FUNCTIONS, tokenize=False)
-    assert learned(tokenizer, both) == [call, f"two{END}"] and learned(tokenizer, only_call) == [call]
-    preference = {"chosen": said, "rejected": [*said[:-1], {"role": "assistant", "content": "four"}], "tools": FUNCTIONS}
+    assert learned(tokenizer, both) == [call, f"two{END}"] and learned(tokenizer, only_call) == [
+        call
+    ]
+    preference = {
+        "chosen": said,
+        "rejected": [*said[:-1], {"role": "assistant", "content": "four"}],
+        "tools": FUNCTIONS,
+    }
     (pair,) = open_preferences(records(tmp_path, preference), tokenizer, 1).take(0, 1)
-    assert texts(tokenizer, pair.rejected.tokens).endswith(f"four{END}") and "Grüße" in texts(tokenizer, pair.chosen.tokens)
+    assert texts(tokenizer, pair.rejected.tokens).endswith(f"four{END}") and "Grüße" in texts(
+        tokenizer, pair.chosen.tokens
+    )
 
 
-LOOK = {"id": "000000001", "type": "function", "function": {"name": "look", "arguments": {"at": "1"}}}
+LOOK = {
+    "id": "000000001",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"at": "1"}},
+}
 EPISODE = [
     {"role": "user", "content": "why?"},
     {"role": "assistant", "content": "", "tool_calls": [LOOK]},
@@ -364,7 +456,11 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
         ("llama", ['{"name": "look", "parameters": {"at": "1"}}<|end|>', "so<|end|>", "no<|end|>"]),
         (
             "mistral",
-            ['[TOOL_CALLS] [{"name": "look", "arguments": {"at": "1"}, "id": "000000001"}]</s>', " so</s>", " no</s>"],
+            [
+                '[TOOL_CALLS] [{"name": "look", "arguments": {"at": "1"}, "id": "000000001"}]</s>',
+                " so</s>",
+                " no</s>",
+            ],
         ),
         ("phi", ["so<|end|>", "no<|end|>\n</s>"]),
         ("glm", ["so<|user|>", "no<|end|>"]),
@@ -374,18 +470,29 @@ def test_every_turn_of_an_episode_is_learned_with_its_calls_and_its_end_as_the_m
     tmp_path: Path, template: str, said: list[str]
 ) -> None:
     tokenizer = chat_model("bytes", template)
-    has_calls, tools = len(said) == 3, [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    row: dict[str, Any] = {"messages": EPISODE, "tools": tools} if has_calls else {"messages": [EPISODE[0], *EPISODE[3:]]}
+    has_calls, tools = (
+        len(said) == 3,
+        [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    )
+    row: dict[str, Any] = (
+        {"messages": EPISODE, "tools": tools}
+        if has_calls
+        else {"messages": [EPISODE[0], *EPISODE[3:]]}
+    )
     data = records(tmp_path, row, learned_turns="all")
     (found,) = open_demonstrations(data, tokenizer, 1).take(0, 1)
-    text = tokenizer.chat_template.render(row["messages"], row.get("tools"), add_generation_prompt=False)
+    text = tokenizer.chat_template.render(
+        row["messages"], row.get("tools"), add_generation_prompt=False
+    )
     assert text.startswith(texts(tokenizer, found.tokens).removesuffix("<|end|>"))
     assert learned(tokenizer, found) == said
 
 
 def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path) -> None:
     data = records(tmp_path, {"messages": EPISODE}, learned_turns="all")
-    with pytest.raises(ConfigError, match="the model's chat template does not word tool calls, such as 'look'"):
+    with pytest.raises(
+        ConfigError, match="the model's chat template does not word tool calls, such as 'look'"
+    ):
         open_demonstrations(data, chat_model("bytes", "chatml"), 1)
 
 
@@ -401,15 +508,25 @@ def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path
         ({"messages": TURNS[1:3], "tools": ["add"]}, "`tools` must be a list of JSON objects"),
     ],
 )
-def test_a_message_of_nothing_and_tools_that_are_none_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_a_message_of_nothing_and_tools_that_are_none_are_named(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     tokenizer = model(tmp_path, template=TOOLS)
     with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
         open_demonstrations(records(tmp_path, row), tokenizer, 1)
 
 
-def test_messages_with_tools_are_worded_by_the_template_for_them_where_there_is_one(tmp_path: Path) -> None:
+def test_messages_with_tools_are_worded_by_the_template_for_them_where_there_is_one(
+    tmp_path: Path,
+) -> None:
     tokenizer = model(tmp_path)
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
     (tokenizer.directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     data = records(tmp_path, {"messages": TURNS[:2]}, {"messages": TURNS[:2], "tools": FUNCTIONS})
-    assert [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 2)] == ["plain", "add"]
+    assert [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 2)] == [
+        "plain",
+        "add",
+    ]

@@ -1,4 +1,5 @@
-"""What is said of records that a run is to learn from: their lengths in tokens, their fields, and which were looked at."""
+"""What is said of records that a run is to learn from: their lengths in tokens, their fields, and
+which were looked at."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ from aligner.data.data_statistics import measure_data
 from aligner.data.model_directory import prepare_model
 
 
-def measured(tmp_path: Path, records: list[dict[str, Any]], *overrides: str) -> DataStatistics | None:
+def measured(
+    tmp_path: Path, records: list[dict[str, Any]], *overrides: str
+) -> DataStatistics | None:
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={file}", *overrides])
+    config = compose_config(
+        ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={file}", *overrides]
+    )
     return measure_data(config, prepare_model(config))
 
 
@@ -27,7 +32,12 @@ def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path)
     records[3333] = {"prompt": "a" * 90, "answer": "1" * 40}
     found = measured(tmp_path, records)
     assert found is not None and not found.is_whole
-    assert (found.records, found.longest_prompt, found.most_prompts, found.longest_answer) == (5000, 90, 3, 40)
+    assert (found.records, found.longest_prompt, found.most_prompts, found.longest_answer) == (
+        5000,
+        90,
+        3,
+        40,
+    )
     assert found.looked_at.endswith("of 5000 records, the longest among them")
 
 
@@ -36,7 +46,11 @@ def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path)
     [
         ({"question": "a", "answer": "b"}, [], {"prompt": "question"}),
         ({"prompt": "a", "question": "b"}, [], {}),
-        ({"instruction": "a", "output": "b"}, ["algorithm=sft"], {"prompt": "instruction", "response": "output"}),
+        (
+            {"instruction": "a", "output": "b"},
+            ["algorithm=sft"],
+            {"prompt": "instruction", "response": "output"},
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["algorithm=dpo"], {}),
         ({"mine": "a", "question": "b"}, ["+data.fields={prompt: mine}"], {}),
     ],
@@ -76,7 +90,13 @@ def test_records_that_cannot_be_read_are_left_to_those_who_tell_what_is_wrong(
 def test_texts_for_a_model_that_expects_chats_are_noticed(
     tmp_path: Path, record: dict[str, Any], template: str | None, is_told: bool
 ) -> None:
-    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'records.jsonl'}"])
+    config = compose_config(
+        [
+            "experiment=tiny_ppo",
+            f"run.dir={tmp_path / 'run'}",
+            f"data.path={tmp_path / 'records.jsonl'}",
+        ]
+    )
     directory = tmp_path / "model"
     shutil.copytree(prepare_model(config), directory)
     if template is not None:

@@ -28,7 +28,14 @@ from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.records import has_steps
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig, ModelConfig, RunConfig
+from aligner.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+)
 from aligner.schema.evaluation_suites import Suite
 
 TEMPLATE = (
@@ -59,7 +66,12 @@ def data(tmp_path):
 
     def written(*records, **settings) -> DataConfig:
         path = tmp_path / "records.jsonl"
-        path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+        path.write_text(
+            "".join(
+                (record if isinstance(record, str) else json.dumps(record)) + "\n"
+                for record in records
+            )
+        )
         return DataConfig(path=str(path), shuffle=False, **settings)
 
     return written
@@ -69,22 +81,38 @@ def parts(tokenizer: Tokenizer, demonstration) -> tuple[str, str]:
     """Prompt and response, which must end with the end of sequence and have no other."""
     tokens, length = demonstration.tokens, demonstration.prompt_length
     assert tokens.dtype == torch.int64
-    assert (tokens[length:] == tokenizer.eos_token_ids[0]).nonzero().tolist() == [[tokens.numel() - length - 1]]
+    assert (tokens[length:] == tokenizer.eos_token_ids[0]).nonzero().tolist() == [
+        [tokens.numel() - length - 1]
+    ]
     return tokenizer.decode(tokens[:length]), tokenizer.decode(tokens[length:])
 
 
 def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, data):
-    stream = open_demonstrations(data({"prompt": "1+1=", "response": " 2"}, {"prompt": "a", "response": "b<eos>"}), plain, 1)
-    assert [parts(plain, each) for each in stream.take(0, 3)] == [("1+1=", " 2"), ("a", "b"), ("1+1=", " 2")]
+    stream = open_demonstrations(
+        data({"prompt": "1+1=", "response": " 2"}, {"prompt": "a", "response": "b<eos>"}), plain, 1
+    )
+    assert [parts(plain, each) for each in stream.take(0, 3)] == [
+        ("1+1=", " 2"),
+        ("a", "b"),
+        ("1+1=", " 2"),
+    ]
     assert len(stream) == 2
 
 
 def test_responses_may_go_without_an_end_of_sequence(plain, data):
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    (open_pair,) = open_preferences(data(pair, end_of_sequence=False, max_response_tokens=2), plain, 1).take(0, 1)
+    (open_pair,) = open_preferences(
+        data(pair, end_of_sequence=False, max_response_tokens=2), plain, 1
+    ).take(0, 1)
     (ended_pair,) = open_preferences(data(pair, max_response_tokens=2), plain, 1).take(0, 1)
-    for bare, ended in zip((open_pair.chosen, open_pair.rejected), (ended_pair.chosen, ended_pair.rejected), strict=True):
-        assert torch.equal(torch.cat([bare.tokens, torch.tensor(plain.eos_token_ids[:1])]), ended.tokens)
+    for bare, ended in zip(
+        (open_pair.chosen, open_pair.rejected),
+        (ended_pair.chosen, ended_pair.rejected),
+        strict=True,
+    ):
+        assert torch.equal(
+            torch.cat([bare.tokens, torch.tensor(plain.eos_token_ids[:1])]), ended.tokens
+        )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +130,9 @@ def test_chat_messages_are_worded_by_the_template_up_to_its_end_of_sequence(chat
 
 
 def test_of_several_turns_the_last_answer_is_the_response(chat, data):
-    (demonstration,) = open_demonstrations(data({"messages": [USER, SHORT, USER, LONG]}), chat, 1).take(0, 1)
+    (demonstration,) = open_demonstrations(
+        data({"messages": [USER, SHORT, USER, LONG]}), chat, 1
+    ).take(0, 1)
     assert parts(chat, demonstration) == ("user: 1+1? assistant: 2 " + CHAT_PROMPT, "it is 2")
 
 
@@ -122,8 +152,13 @@ def test_preferences_of_every_form_are_two_answers_to_one_prompt(chat, data, rec
 
 
 def test_a_plain_preference_has_its_margin(plain, data):
-    (preference,) = open_preferences(data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}), plain, 1).take(0, 1)
-    assert (parts(plain, preference.chosen), parts(plain, preference.rejected)) == (("a", "b"), ("a", "c"))
+    (preference,) = open_preferences(
+        data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}), plain, 1
+    ).take(0, 1)
+    assert (parts(plain, preference.chosen), parts(plain, preference.rejected)) == (
+        ("a", "b"),
+        ("a", "c"),
+    )
     assert preference.margin == 2.0
 
 
@@ -135,21 +170,29 @@ def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
 
 
 @pytest.mark.parametrize("written", [{}, {"margin": 0.5}])
-def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place(plain, data, written):
+def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place(
+    plain, data, written
+):
     settings = data({"prompt": "a", "chosen": "b", "rejected": "c", **written}, margin=not written)
-    with pytest.raises(ConfigError, match=r":1: it has no margin that is looked at, by which kind=rpo_sq goes"):
+    with pytest.raises(
+        ConfigError, match=r":1: it has no margin that is looked at, by which kind=rpo_sq goes"
+    ):
         open_preferences(settings, plain, 1, margin_for="kind=rpo_sq")
 
 
 @pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False)])
 def test_a_labeled_answer_is_desirable_or_not(plain, data, label, wanted):
-    (example,) = open_labeled_answers(data({"prompt": "a", "response": "b", "label": label}), plain, 1).take(0, 1)
+    (example,) = open_labeled_answers(
+        data({"prompt": "a", "response": "b", "label": label}), plain, 1
+    ).take(0, 1)
     assert (parts(plain, example.answer), example.is_desirable) == (("a", "b"), wanted)
 
 
 @pytest.mark.parametrize("written", [{}, {"label": "yes"}, {"label": 2}, {"label": None}])
 def test_a_label_that_is_none_is_refused_with_its_place(plain, data, written):
-    with pytest.raises(ConfigError, match=rf":1: label is {written.get('label')!r}, must be true or false"):
+    with pytest.raises(
+        ConfigError, match=rf":1: label is {written.get('label')!r}, must be true or false"
+    ):
         open_labeled_answers(data({"prompt": "a", "response": "b", **written}), plain, 1)
 
 
@@ -184,17 +227,32 @@ BAD_DEMONSTRATIONS = [
     ({"response": "a"}, "needs a `prompt` key with a text; it has response"),
     ({"prompt": "a", "response": 3}, "needs a `response` key with a text, not int"),
     ({"prompt": "a", "response": " "}, "the response is empty"),
-    ({"prompt": "a", "response": "abcd"}, r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'"),
-    ({"prompt": "a" * 65, "response": "b"}, r"the prompt has 65 tokens, allowed: 1 to data\.max_prompt_tokens=64"),
+    (
+        {"prompt": "a", "response": "abcd"},
+        r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'",
+    ),
+    (
+        {"prompt": "a" * 65, "response": "b"},
+        r"the prompt has 65 tokens, allowed: 1 to data\.max_prompt_tokens=64",
+    ),
     ({"prompt": "a", "response": "É"}, "lacks"),
-    ({"prompt": "a", "response": "b \ud83d"}, r"'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has"),
-    ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "it is not text that UTF-8 has"),
+    (
+        {"prompt": "a", "response": "b \ud83d"},
+        r"'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "\ud83d"}]},
+        "it is not text that UTF-8 has",
+    ),
     ({"messages": []}, "`messages` is an empty list"),
     ({"messages": [USER]}, "messages: the last message is of the user, must be of the assistant"),
     ({"messages": [SHORT]}, "messages: the assistant's last message answers none"),
     ({"messages": [USER, SHORT, SHORT]}, "messages: the assistant's last message answers none"),
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the response is empty"),
-    ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]: a message needs a `role` and a `content`, both texts"),
+    (
+        {"messages": [USER, {"role": "assistant"}]},
+        r"messages\[1\]: a message needs a `role` and a `content`, both texts",
+    ),
     ("{", "not a JSON object"),
 ]
 
@@ -202,7 +260,9 @@ BAD_DEMONSTRATIONS = [
 @pytest.mark.parametrize(("record", "message"), BAD_DEMONSTRATIONS)
 def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, message):
     with pytest.raises(ConfigError, match=rf"records\.jsonl:2: .*{message}"):
-        open_demonstrations(data({"prompt": "a", "response": "b"}, record, max_response_tokens=4), chat, 1)
+        open_demonstrations(
+            data({"prompt": "a", "response": "b"}, record, max_response_tokens=4), chat, 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +271,10 @@ def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, me
         ({"prompt": "a", "chosen": "b"}, "needs a `rejected` key with a text"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected is empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}, "margin is -1, must be a finite number of at least 0"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1},
+            "margin is -1, must be a finite number of at least 0",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is 'x'"),
         (
             {"chosen": [USER, SHORT], "rejected": [{"role": "user", "content": "hi"}, LONG]},
@@ -232,15 +295,26 @@ def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, messa
         (["a", "b"], [1, 2], r"labels\[1\] is 2, must be 0 or 1"),
         (["a"], [None], r"labels\[0\] is None"),
         ([], [], "`steps` is an empty list"),
-        (["abc", "de"], [1, 1], r"steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, which all steps share"),
+        (
+            ["abc", "de"],
+            [1, 1],
+            (
+                r"steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, which all"
+                r" steps share"
+            ),
+        ),
     ],
 )
 def test_bad_steps_are_named_with_line_and_field(plain, data, steps, labels, message):
     with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
-        open_labeled_steps(data({"prompt": "x", "steps": steps, "labels": labels}, max_response_tokens=4), plain, 1)
+        open_labeled_steps(
+            data({"prompt": "x", "steps": steps, "labels": labels}, max_response_tokens=4), plain, 1
+        )
 
 
-def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_records_are_skipped(plain, data):
+def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_records_are_skipped(
+    plain, data
+):
     records = ({"prompt": "a", "response": "b"}, {"messages": [USER, SHORT]})
     with pytest.raises(ConfigError, match="the model has no chat template"):
         open_demonstrations(data(*records, skip_bad_records=True), plain, 1)
@@ -248,7 +322,9 @@ def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_reco
 
 def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, data, tmp_path):
     directory = shutil.copytree(plain.directory, tmp_path / "model")
-    (directory / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")
+    (directory / "chat_template.jinja").write_text(
+        "{{ messages | length }}{{ messages[-1].content }}"
+    )
     with pytest.raises(ConfigError, match="words the prompt differently once it is answered"):
         open_demonstrations(data({"messages": [USER, SHORT]}), Tokenizer(directory), 1)
 
@@ -261,7 +337,10 @@ def test_bad_records_are_skipped_and_counted_only_if_asked(chat, data):
     assert [parts(chat, each) for each in stream.take(0, 3)] == [("a", "b")] * 3
     assert len(stream) == 2
     (notice,) = stream.notices
-    assert f"skipped {len(records)} of {len(records) + 2} records; the first: {settings.path}:2: needs a `response`" in notice
+    assert (
+        f"skipped {len(records)} of {len(records) + 2} records; the first: {settings.path}:2: needs"
+        " a `response`" in notice
+    )
     with pytest.raises(ConfigError, match="skipped 1 of 1 records"):
         open_demonstrations(data(records[0], skip_bad_records=True), chat, 1)
 
@@ -284,7 +363,9 @@ PAIRS = [{"prompt": "ab", "chosen": letter, "rejected": letter * 2} for letter i
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     run = RunConfig(dir=str(tmp_path_factory.mktemp("run")))
-    return Tokenizer(prepare_model(Config(run=run, model=ModelConfig(source="random", config=SHAPE))))
+    return Tokenizer(
+        prepare_model(Config(run=run, model=ModelConfig(source="random", config=SHAPE)))
+    )
 
 
 def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
@@ -293,7 +374,10 @@ def written(file: Path, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunData:
-    return open_run_data(Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)), tokenizer)
+    return open_run_data(
+        Config(algorithm=AlgorithmConfig(trainer=trainer), data=DataConfig(path=path, **data)),
+        tokenizer,
+    )
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
@@ -306,7 +390,9 @@ def test_rows_that_are_held_out_are_drawn_told_and_never_taken(
     again = opened(trainer, tokenizer, path, held_out=2, shuffle=shuffle)
 
     def answers(rows: Sequence[Any]) -> list[str]:
-        return [tokenizer.decode((row if trainer == "sft" else row.chosen).tokens[2:]) for row in rows]
+        return [
+            tokenizer.decode((row if trainer == "sft" else row.chosen).tokens[2:]) for row in rows
+        ]
 
     kept = answers(data.held_out)
     assert kept == answers(again.held_out) and len(kept) == 2 and (kept == ["f", "g"]) != shuffle
@@ -315,16 +401,22 @@ def test_rows_that_are_held_out_are_drawn_told_and_never_taken(
     assert data.notices == (f"data.held_out=2: of each source's rows, {how}",)
 
 
-def test_a_file_with_too_few_rows_to_hold_out_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_file_with_too_few_rows_to_hold_out_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     path = written(tmp_path / "pairs.jsonl", PAIRS)
     with pytest.raises(ConfigError, match=r"data\.held_out=5: there are 5 rows; hold out fewer"):
         opened("dpo", tokenizer, path, held_out=5)
 
 
-def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     pairs = opened("reward_model", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS))
     assert isinstance(pairs.examples.take(0, 1)[0], Preference) and pairs.samples is None
-    path = written(tmp_path / "steps.jsonl", [{"prompt": "ab", "steps": ["c", "de"], "labels": [1, 0]}])
+    path = written(
+        tmp_path / "steps.jsonl", [{"prompt": "ab", "steps": ["c", "de"], "labels": [1, 0]}]
+    )
     steps = opened("reward_model", tokenizer, path)
     assert isinstance(steps.examples.take(0, 1)[0], LabeledSteps)
     samples = written(tmp_path / "samples.jsonl", [{"prompt": "ab", "response": "c"}])
@@ -332,25 +424,40 @@ def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(tok
         opened("reward_model", tokenizer, path, normalization=samples)
 
 
-def test_the_first_samples_of_a_file_are_normalized_by(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_first_samples_of_a_file_are_normalized_by(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     samples = written(
-        tmp_path / "samples.jsonl", [{"prompt": "ab", "response": letter, "prompt_index": 0} for letter in "cde"]
+        tmp_path / "samples.jsonl",
+        [{"prompt": "ab", "response": letter, "prompt_index": 0} for letter in "cde"],
     )
     path = written(tmp_path / "pairs.jsonl", PAIRS)
     data = opened("reward_model", tokenizer, path, normalization=samples, normalization_samples=2)
-    assert data.samples is not None and all(isinstance(sample, Demonstration) for sample in data.samples)
+    assert data.samples is not None and all(
+        isinstance(sample, Demonstration) for sample in data.samples
+    )
     assert [tokenizer.decode(sample.tokens[2:]) for sample in data.samples] == ["c", "d"]
 
 
 def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(plain, data):
     end, tokens = plain.eos_token_ids[0], plain.encode("it is 2").tolist()
     (ended,) = open_demonstrations(
-        data({"prompt": "1+1=", "response": "it is 2", "tokens": [*tokens, end], "finish_reason": "stop"}), plain, 1
+        data(
+            {
+                "prompt": "1+1=",
+                "response": "it is 2",
+                "tokens": [*tokens, end],
+                "finish_reason": "stop",
+            }
+        ),
+        plain,
+        1,
     ).take(0, 1)
     assert ended.tokens[ended.prompt_length :].tolist() == [*tokens, end]
     cut = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "length"}
     (demonstration,) = open_demonstrations(data(cut), plain, 1).take(0, 1)
-    assert demonstration.tokens[demonstration.prompt_length :].tolist() == tokens  # what was cut does not end
+    # what was cut does not end
+    assert demonstration.tokens[demonstration.prompt_length :].tolist() == tokens
     for settings, record in (({"drawn_tokens": False}, cut), ({}, {**cut, "tokens": len(tokens)})):
         (demonstration,) = open_demonstrations(data(record, **settings), plain, 1).take(0, 1)
         assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
@@ -361,18 +468,30 @@ def test_of_an_episode_that_was_drawn_what_the_policy_said_is_learned_alone(plai
     record = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "stop"}
     drawn = [1, 1, 1, 0, 0, 1, 1]
     for settings in ({}, {"learned_turns": "all"}):
-        (found,) = open_demonstrations(data({**record, "drawn": drawn}, **settings), plain, 1).take(0, 1)
+        (found,) = open_demonstrations(data({**record, "drawn": drawn}, **settings), plain, 1).take(
+            0, 1
+        )
         assert found.tokens[found.prompt_length :].tolist() == tokens and found.learned is not None
-        assert found.learned.tolist() == [False] * found.prompt_length + [bool(each) for each in drawn]
+        assert found.learned.tolist() == [False] * found.prompt_length + [
+            bool(each) for each in drawn
+        ]
     for wrong in (drawn[1:], [0] * 7, [1, 1, 1, 2, 0, 1, 1], "1110011"):
-        with pytest.raises(ConfigError, match="`drawn` must be a list of 0 and 1, one for each of the 7 `tokens`"):
+        with pytest.raises(
+            ConfigError, match="`drawn` must be a list of 0 and 1, one for each of the 7 `tokens`"
+        ):
             open_demonstrations(data({**record, "drawn": wrong}), plain, 1)
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([4, 5], "`chosen_tokens` and `chosen` are not the same with this model's tokenizer, .* give data.drawn_tokens=false"),
+        (
+            [4, 5],
+            (
+                "`chosen_tokens` and `chosen` are not the same with this model's tokenizer, .* give"
+                " data.drawn_tokens=false"
+            ),
+        ),
         ([10**6], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
         ([], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
         ("2", "`chosen_tokens` must be a list of the model's tokens, 0 to"),
@@ -384,39 +503,68 @@ def test_tokens_that_are_not_those_of_the_text_are_refused(plain, data, tokens, 
         open_preferences(data(record), plain, 1)
 
 
-def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_own(plain, data, tmp_path):
+def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_own(
+    plain, data, tmp_path
+):
     directory = shutil.copytree(plain.directory, tmp_path / "model")
     shape = json.loads((directory / "config.json").read_text())
     end, other = shape["eos_token_id"], plain.encode("}").tolist()[0]
     record = {"prompt": "1+1=", "response": "2"}
-    for listed, named, expected in (([end, other], "}", other), ([end, other], "x", end), ([other, end], None, other)):
+    for listed, named, expected in (
+        ([end, other], "}", other),
+        ([end, other], "x", end),
+        ([other, end], None, other),
+    ):
         (directory / "config.json").write_text(json.dumps(shape | {"eos_token_id": listed}))
-        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": named}}))
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": {"content": named}})
+        )
         (demonstration,) = open_demonstrations(data(record), Tokenizer(directory), 1).take(0, 1)
         assert int(demonstration.tokens[-1]) == expected
 
 
 def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
     cut = {"prompt_after": "Q:", "prompt_before": "!"}
-    (demonstration,) = open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, **cut), plain, 1).take(0, 1)
+    (demonstration,) = open_demonstrations(
+        data({"prompt": "aQ:b!c", "response": "2"}, **cut), plain, 1
+    ).take(0, 1)
     assert parts(plain, demonstration) == ("b", "2")
-    (pair,) = open_preferences(data({"prompt": "aQ:b!c", "chosen": "2", "rejected": "3"}, **cut), plain, 1).take(0, 1)
-    assert [parts(plain, member) for member in (pair.chosen, pair.rejected)] == [("b", "2"), ("b", "3")]
-    (steps,) = open_labeled_steps(data({"prompt": "aQ:b!c", "steps": ["2"], "labels": [1]}, **cut), plain, 1).take(0, 1)
+    (pair,) = open_preferences(
+        data({"prompt": "aQ:b!c", "chosen": "2", "rejected": "3"}, **cut), plain, 1
+    ).take(0, 1)
+    assert [parts(plain, member) for member in (pair.chosen, pair.rejected)] == [
+        ("b", "2"),
+        ("b", "3"),
+    ]
+    (steps,) = open_labeled_steps(
+        data({"prompt": "aQ:b!c", "steps": ["2"], "labels": [1]}, **cut), plain, 1
+    ).take(0, 1)
     assert plain.decode(steps.tokens) == "b2"
     settings = Suite(None, EvaluationConfig(prompts=["aQ:b!c"]))
     (prompt,) = open_evaluation_prompts(settings, DataConfig(**cut), plain)
     assert prompt.text == "b" and plain.decode(prompt.tokens) == "b"
-    with pytest.raises(ConfigError, match=r"evaluation.prompts\[0\]: the prompt lacks data.prompt_before='\?'"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation.prompts\[0\]: the prompt lacks data.prompt_before='\?'"
+    ):
         open_evaluation_prompts(settings, DataConfig(prompt_before="?"), plain)
-    with pytest.raises(ConfigError, match=r"records\.jsonl:1: the prompt lacks data.prompt_after='\?'"):
+    with pytest.raises(
+        ConfigError, match=r"records\.jsonl:1: the prompt lacks data.prompt_after='\?'"
+    ):
         open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, prompt_after="?"), plain, 1)
 
 
-def test_the_samples_that_rewards_are_normalized_by_have_prompts_that_are_cut(plain, data, tmp_path):
+def test_the_samples_that_rewards_are_normalized_by_have_prompts_that_are_cut(
+    plain, data, tmp_path
+):
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"prompt": "b", "response": "2"}\n{"prompt": "b", "response": "3"}\n')
-    settings = data({"prompt": "aQ:b", "chosen": "2", "rejected": "3"}, prompt_after="Q:", normalization=str(samples))
-    found = open_run_data(Config(data=settings, algorithm=AlgorithmConfig(trainer="reward_model")), plain)
+    settings = data(
+        {"prompt": "aQ:b", "chosen": "2", "rejected": "3"},
+        prompt_after="Q:",
+        normalization=str(samples),
+    )
+    found = open_run_data(
+        Config(data=settings, algorithm=AlgorithmConfig(trainer="reward_model")), plain
+    )
     assert found.samples is not None
     assert [parts(plain, each) for each in found.samples] == [("b", "2"), ("b", "3")]

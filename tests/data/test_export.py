@@ -1,4 +1,5 @@
-"""Re-sharding and converting directories; checkpoints are exported in tests/megatron/test_export.py."""
+"""Re-sharding and converting directories; checkpoints are exported in
+tests/megatron/test_export.py."""
 
 from __future__ import annotations
 
@@ -34,17 +35,26 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    return prepare_model(Config(run=RunConfig(dir=str(directory)), model=ModelConfig(source="random", config=CONFIG)))
+    return prepare_model(
+        Config(run=RunConfig(dir=str(directory)), model=ModelConfig(source="random", config=CONFIG))
+    )
 
 
 def tensors(directory):
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def test_a_directory_is_cut_into_shards_no_larger_than_asked_for(model, tmp_path):
     told = []
     notices = export(
-        find_source(model), tmp_path / "out", max_shard_bytes=20_000, progress=lambda *bytes_done: told.append(bytes_done)
+        find_source(model),
+        tmp_path / "out",
+        max_shard_bytes=20_000,
+        progress=lambda *bytes_done: told.append(bytes_done),
     )
     assert notices == []
     assert check_model_directory(tmp_path / "out") == check_model_directory(model)
@@ -86,7 +96,9 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
     with pytest.raises(ConfigError, match=r"file/out: cannot be written: Not a directory"):
         export(find_source(model), tmp_path / "file" / "out")
     with small_disk(tmp_path / "disk", "64k") as disk:
-        with pytest.raises(ConfigError, match=r"disk/out: cannot be written: No space left on device$"):
+        with pytest.raises(
+            ConfigError, match=r"disk/out: cannot be written: No space left on device$"
+        ):
             export(find_source(model), disk.directory / "out")
         assert not [*disk.directory.iterdir()]
 
@@ -97,13 +109,34 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         (lambda path: path.rmdir(), "no such directory"),
         (lambda path: None, "neither a run directory"),
         (lambda path: (path / "checkpoints").mkdir(), "the run has no complete checkpoint yet"),
-        (lambda path: (path / "policy").mkdir(), "an incomplete checkpoint: manifest.json is missing"),
-        (lambda path: (path / "rank_0.safetensors").touch(), "no complete checkpoint here: manifest.json is missing"),
-        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: damaged: its content"),
-        (lambda path: (path / "config.json").write_text("[]"), "a config.json is an object of entries, got list"),
-        (lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'), "its config.json is not valid JSON"),
-        (lambda path: (path / "config.json").write_text("{}"), "architecture <none> is not supported"),
-        (lambda path: (path / "config.json").write_text(json.dumps(CONFIG)), "neither model.safetensors nor"),
+        (
+            lambda path: (path / "policy").mkdir(),
+            "an incomplete checkpoint: manifest.json is missing",
+        ),
+        (
+            lambda path: (path / "rank_0.safetensors").touch(),
+            "no complete checkpoint here: manifest.json is missing",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text("{"),
+            "manifest.json: damaged: its content",
+        ),
+        (
+            lambda path: (path / "config.json").write_text("[]"),
+            "a config.json is an object of entries, got list",
+        ),
+        (
+            lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'),
+            "its config.json is not valid JSON",
+        ),
+        (
+            lambda path: (path / "config.json").write_text("{}"),
+            "architecture <none> is not supported",
+        ),
+        (
+            lambda path: (path / "config.json").write_text(json.dumps(CONFIG)),
+            "neither model.safetensors nor",
+        ),
     ],
 )
 def test_what_is_no_source_is_refused_by_name(tmp_path, make, told):
@@ -115,7 +148,12 @@ def test_what_is_no_source_is_refused_by_name(tmp_path, make, told):
 
 
 def test_a_size_is_a_number_with_a_unit():
-    assert [parse_size(text) for text in ("5GB", "1.5 MiB", "7kb", "12")] == [5 * 10**9, 3 << 19, 7000, 12]
+    assert [parse_size(text) for text in ("5GB", "1.5 MiB", "7kb", "12")] == [
+        5 * 10**9,
+        3 << 19,
+        7000,
+        12,
+    ]
     for text in ("GB", "5 parsecs", "-1GB", "0GB", ""):
         with pytest.raises(ConfigError, match="--max-shard-size"):
             parse_size(text)
@@ -129,13 +167,29 @@ def test_files_are_read_by_safetensors_itself_whatever_their_types(tmp_path):
         "none": torch.empty(0, 4),
         "cut": torch.randn(6, 4).T,
     }
-    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()]
-    assert write_safetensors(tmp_path / "ours", entries, written.__getitem__) == file_record(tmp_path / "ours")
+    entries = [
+        TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()
+    ]
+    assert write_safetensors(tmp_path / "ours", entries, written.__getitem__) == file_record(
+        tmp_path / "ours"
+    )
     read = load_file(tmp_path / "ours")
     assert read.keys() == written.keys()
-    assert all(read[name].dtype == tensor.dtype and torch.equal(read[name], tensor) for name, tensor in written.items())
-    save_file({name: tensor.contiguous() for name, tensor in written.items()}, tmp_path / "theirs", {"format": "pt"})
+    assert all(
+        read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+        for name, tensor in written.items()
+    )
+    save_file(
+        {name: tensor.contiguous() for name, tensor in written.items()},
+        tmp_path / "theirs",
+        {"format": "pt"},
+    )
     with safe_open(tmp_path / "ours", "pt") as ours, safe_open(tmp_path / "theirs", "pt") as theirs:
         assert ours.metadata() == theirs.metadata()
-    with pytest.raises(ValueError, match=r"half was announced as torch.float32 \(3, 5\), but is torch.bfloat16 \(3, 5\)"):
-        write_safetensors(tmp_path / "bad", [TensorEntry("half", torch.float32, (3, 5))], written.__getitem__)
+    with pytest.raises(
+        ValueError,
+        match=r"half was announced as torch.float32 \(3, 5\), but is torch.bfloat16 \(3, 5\)",
+    ):
+        write_safetensors(
+            tmp_path / "bad", [TensorEntry("half", torch.float32, (3, 5))], written.__getitem__
+        )

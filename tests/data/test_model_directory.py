@@ -43,7 +43,9 @@ def from_directory(path: Path) -> Config:
 def test_a_random_model_has_every_weight_of_its_shape_and_the_asked_spread(prepared):
     weights = load_file(prepared / "model.safetensors")
     table = weight_table(read_shape(prepared))
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {spec.name: spec.shape for spec in table}
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        spec.name: spec.shape for spec in table
+    }
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert torch.equal(weights["model.norm.weight"], torch.ones(64))
     for spec in table:
@@ -54,7 +56,10 @@ def test_a_random_model_has_every_weight_of_its_shape_and_the_asked_spread(prepa
 
 def test_random_weights_depend_on_seed_and_name_alone(prepared, tmp_path):
     small = load_file(prepared / "model.safetensors")
-    deeper = prepare_model(tiny(tmp_path / "deeper", "model.config.num_hidden_layers=5")) / "model.safetensors"
+    deeper = (
+        prepare_model(tiny(tmp_path / "deeper", "model.config.num_hidden_layers=5"))
+        / "model.safetensors"
+    )
     assert all(torch.equal(tensor, load_file(deeper)[name]) for name, tensor in small.items())
     other = load_file(prepare_model(tiny(tmp_path / "other", "seed=2")) / "model.safetensors")
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -98,7 +103,9 @@ def test_a_character_outside_the_vocabulary_is_named(prepared):
         ("model.config.vocab_size=5000", "at most"),
     ],
 )
-def test_a_vocabulary_that_no_character_tokenizer_fits_leaves_nothing_behind(tmp_path, override, message):
+def test_a_vocabulary_that_no_character_tokenizer_fits_leaves_nothing_behind(
+    tmp_path, override, message
+):
     with pytest.raises(ConfigError, match=message):
         prepare_model(tiny(tmp_path / "run", override))
     assert list((tmp_path / "run").iterdir()) == []
@@ -112,14 +119,18 @@ def test_an_existing_directory_is_left_as_it_is(tmp_path):
 
 
 PREPARE = (
-    "import sys; from aligner.config.compose import compose_config; from aligner.data.model_directory import prepare_model;"
-    "print('ready', flush=True); sys.stdin.readline(); prepare_model(compose_config(sys.argv[1:]))"
+    "import sys; from aligner.config.compose import compose_config; from"
+    " aligner.data.model_directory import prepare_model;print('ready', flush=True);"
+    " sys.stdin.readline(); prepare_model(compose_config(sys.argv[1:]))"
 )
 
 
 def preparing(*overrides: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PREPARE, *overrides], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PREPARE, *overrides],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -145,7 +156,8 @@ def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
             process.communicate()
     assert [path.name for path in tmp_path.iterdir()] == ["initial_model"]
     assert (
-        load_file(tmp_path / "initial_model" / "model.safetensors").keys() == load_file(prepared / "model.safetensors").keys()
+        load_file(tmp_path / "initial_model" / "model.safetensors").keys()
+        == load_file(prepared / "model.safetensors").keys()
     )
 
 
@@ -153,12 +165,16 @@ def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
 def test_a_killed_preparation_leaves_nothing_under_the_final_name(tmp_path):
     # Large enough that the kill comes while the weights are being drawn.
     overrides = ["experiment=tiny_ppo", f"run.dir={tmp_path}"]
-    process = preparing(*overrides, "model.config.hidden_size=1024", "model.config.num_hidden_layers=40")
+    process = preparing(
+        *overrides, "model.config.hidden_size=1024", "model.config.num_hidden_layers=40"
+    )
     try:
         start(process)
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".initial_model.*/tokenizer.json")):
-            assert process.poll() is None and time.monotonic() < deadline, "the preparation never began to write"
+            assert process.poll() is None and time.monotonic() < deadline, (
+                "the preparation never began to write"
+            )
             time.sleep(0.01)
     finally:
         process.kill()
@@ -211,7 +227,9 @@ def test_weights_may_lie_in_several_files(copy):
     index = {name: f"model-{part % 2}.safetensors" for part, name in enumerate(sorted(weights))}
     for file in ("model-0.safetensors", "model-1.safetensors"):
         save_file({name: weights[name] for name in weights if index[name] == file}, copy / file)
-    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
         prepare_model(from_directory(copy))
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert prepare_model(from_directory(copy)) == copy
@@ -223,7 +241,10 @@ def test_weights_may_lie_in_several_files(copy):
 def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_are_refused(copy):
     original = (copy / "config.json").read_text()
     for change, message in [
-        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM is not supported; supported: LlamaForCausalLM",
+        ),
         ({"vocab_size": 60}, "tokenizer.json has 64 tokens, the model's vocabulary 60"),
     ]:
         (copy / "config.json").write_text(json.dumps(json.loads(original) | change))
@@ -236,7 +257,9 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
         prepare_model(from_directory(copy))
 
 
-@pytest.mark.parametrize("content", [b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"]
+)
 def test_a_file_that_is_no_tokenizer_is_named(copy, content):
     (copy / "tokenizer.json").write_bytes(content)
     for read in (lambda: prepare_model(from_directory(copy)), lambda: Tokenizer(copy)):
@@ -247,22 +270,37 @@ def test_a_file_that_is_no_tokenizer_is_named(copy, content):
 @pytest.mark.slow
 def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    (tmp_path / "packages").symlink_to(cache_directory() / "packages")  # where `make` has fetched its package
+    # where `make` has fetched its package
+    (tmp_path / "packages").symlink_to(cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))
     config = compose_config(["experiment=smollm2_sentiment"])
     directory = prepare_model(config)
     assert tmp_path in directory.parents
-    expected = {"rope_theta": 100000.0, "tied_embeddings": True, "eos_token_ids": (2,), "pad_token_id": 0, "num_layers": 30}
+    expected = {
+        "rope_theta": 100000.0,
+        "tied_embeddings": True,
+        "eos_token_ids": (2,),
+        "pad_token_id": 0,
+        "num_layers": 30,
+    }
     assert expected.items() <= dataclasses.asdict(read_shape(directory)).items()
     tokenizer = Tokenizer(directory)
     text = "The movie was great, naïve 3 times."
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    # Transformers finds its own greedy answer in the directory's weights: not a mere matter of names and shapes.
+    # Transformers finds its own greedy answer in the directory's weights: not a mere matter of
+    # names and shapes.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory)
-    prompt = tokenizer.encode("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    answer = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=10, do_sample=False)
+    prompt = tokenizer.encode(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = model.generate(
+        prompt[None],
+        attention_mask=torch.ones_like(prompt[None]),
+        max_new_tokens=10,
+        do_sample=False,
+    )
     assert tokenizer.decode(answer[0, len(prompt) :]) == "The capital of France is Paris."
     modified = (directory / "model.safetensors").stat().st_mtime_ns
     assert prepare_model(config) == directory

@@ -1,4 +1,5 @@
-"""The chat templates of a package that has those of many families: conversations grow by what was drawn, or branch."""
+"""The chat templates of a package that has those of many families: conversations grow by what was
+drawn, or branch."""
 
 from __future__ import annotations
 
@@ -18,21 +19,42 @@ from aligner.data.tool_calls import ToolCall
 from aligner.errors import AlignerError
 from benchmarks.peer_environment import installed_python
 from tests.data.chat_models import SPECIAL, TOKENIZERS, tokenizer_file, write_model
-from tests.data.test_chat_turns import ASKED, PLAIN, TOOLS, apart, check_growth, new_messages, turn_of_any, turns_of
+from tests.data.test_chat_turns import (
+    ASKED,
+    PLAIN,
+    TOOLS,
+    apart,
+    check_growth,
+    new_messages,
+    turn_of_any,
+    turns_of,
+)
 
 
 def packaged() -> dict[str, Path]:
-    """TRL's copies of models' templates, where its environment is here: `python -m benchmarks.peer_environment trl`.
+    """TRL's copies of models' templates, where its environment is here: `python -m
+    benchmarks.peer_environment trl`.
 
     Without those that take parts alone, pictures among them, and no text.
     """
     python = installed_python("trl")
-    found = [] if python is None else python.parents[1].glob("lib/*/site-packages/trl/chat_templates/*.jinja")
-    return {file.stem: file for file in sorted(found) if not file.stem.startswith(("idefics", "smolvlm", "llava"))}
+    found = (
+        []
+        if python is None
+        else python.parents[1].glob("lib/*/site-packages/trl/chat_templates/*.jinja")
+    )
+    return {
+        file.stem: file
+        for file in sorted(found)
+        if not file.stem.startswith(("idefics", "smolvlm", "llava"))
+    }
 
 
 TEMPLATES = packaged()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TEMPLATES, reason="TRL's environment is not here")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not TEMPLATES, reason="TRL's environment is not here"),
+]
 _MARK = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?[A-Z_]+\]|<end_of_utterance>"
 )
@@ -41,7 +63,8 @@ _SAID, _ASKED_NEXT = "because", "and now"
 
 @cache
 def model_of(kind: str, name: str) -> tuple[Tokenizer, str]:
-    """A tokenizer that knows what the template marks turns with, and what ends a turn of the assistant's."""
+    """A tokenizer that knows what the template marks turns with, and what ends a turn of the
+    assistant's."""
     text = TEMPLATES[name].read_text()
     with TemporaryDirectory() as place:
         directory = Path(place)
@@ -49,8 +72,16 @@ def model_of(kind: str, name: str) -> tuple[Tokenizer, str]:
         own.add_special_tokens([*dict.fromkeys(_MARK.findall(text))])
         own.save(str(directory / "tokenizer.json"))
         write_model(directory, text, SPECIAL[1:3])
-        asked = [ASKED, {"role": "assistant", "content": _SAID}, {"role": "user", "content": _ASKED_NEXT}]
-        behind = ChatTemplate(directory, "2026-01-01").render(asked, add_generation_prompt=True).partition(_SAID)[2]
+        asked = [
+            ASKED,
+            {"role": "assistant", "content": _SAID},
+            {"role": "user", "content": _ASKED_NEXT},
+        ]
+        behind = (
+            ChatTemplate(directory, "2026-01-01")
+            .render(asked, add_generation_prompt=True)
+            .partition(_SAID)[2]
+        )
         end = next(iter(_MARK.findall(behind.partition(_ASKED_NEXT)[0])), "</s>")
         write_model(directory, text, [end])
         tokenizer = Tokenizer(directory, "2026-01-01")
@@ -73,7 +104,9 @@ def test_turns_of_most_families_grow_to_the_tokens_of_the_whole_conversation() -
 
 @settings(max_examples=600, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(TOKENIZERS), name=st.sampled_from([*TEMPLATES] or [""]))
-def test_any_conversation_keeps_what_was_drawn_or_branches(data: st.DataObject, kind: str, name: str) -> None:
+def test_any_conversation_keeps_what_was_drawn_or_branches(
+    data: st.DataObject, kind: str, name: str
+) -> None:
     tokenizer, end = model_of(kind, name)
     turns = turns_of(tokenizer)
     tools = TOOLS if data.draw(st.booleans()) else None
@@ -84,7 +117,9 @@ def test_any_conversation_keeps_what_was_drawn_or_branches(data: st.DataObject, 
     for _ in range(data.draw(st.integers(1, 3))):
         drawn = turn_of_any(data, tokenizer, conversation, [end])
         turn = turns.said(conversation, drawn)
-        new = new_messages(data, [call for call in turn.calls if isinstance(call, ToolCall)], takes_tools=True)
+        new = new_messages(
+            data, [call for call in turn.calls if isinstance(call, ToolCall)], takes_tools=True
+        )
         try:
             found = turns.go_on(conversation, drawn, new)
         except AlignerError as error:

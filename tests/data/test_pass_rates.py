@@ -25,7 +25,9 @@ NAN = float("nan")
 def stream(*sizes, seed=1, weights=None, **curriculum) -> PromptStream:
     """Prompts whose texts are their numbers over all sources."""
     numbers = iter(range(sum(sizes)))
-    sources = [[Prompt(0, str(next(numbers)), torch.tensor([5])) for _ in range(size)] for size in sizes]
+    sources = [
+        [Prompt(0, str(next(numbers)), torch.tensor([5])) for _ in range(size)] for size in sizes
+    ]
     made = PromptStream(sources, weights, seed=seed, shuffle=True)
     made.rule = DrawRule(CurriculumConfig(**curriculum), seed)
     return made
@@ -48,12 +50,18 @@ def test_what_came_of_a_prompt_is_told_by_its_samples_that_have_a_score():
         Draw(8, 0, 1, 3, 2.0),
     ]
     graded = draws(ids, scores, places.__getitem__, None)
-    assert [(one.samples, one.passed) for one in graded] == [(3, pytest.approx(1.4)), (0, 0.0), (3, 1.5)]
+    assert [(one.samples, one.passed) for one in graded] == [
+        (3, pytest.approx(1.4)),
+        (0, 0.0),
+        (3, 1.5),
+    ]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]))
-def test_a_pass_rate_is_the_share_of_the_runs_samples_that_passed_earlier_ones_by_what_memory_leaves(seed, memory):
+def test_a_pass_rate_is_the_share_of_the_runs_samples_that_passed_earlier_ones_by_what_memory_leaves(
+    seed, memory
+):
     draw = random.Random(seed)
     rates, told = PassRates.none(3), [[] for _ in range(3)]
     for step in range(6):
@@ -65,12 +73,16 @@ def test_a_pass_rate_is_the_share_of_the_runs_samples_that_passed_earlier_ones_b
             told[example].append((step, samples, passed))
         before = rates.drawn.clone()
         after = rates.after(drawn, memory)
-        assert torch.equal(rates.drawn, before), "what a batch that is drawn ahead has been given stays"
+        assert torch.equal(rates.drawn, before), (
+            "what a batch that is drawn ahead has been given stays"
+        )
         rates = after
     for example, history in enumerate(told):
         scored = [(samples, passed) for _, samples, passed in history if samples]
         weights = [memory ** (len(scored) - 1 - place) for place in range(len(scored))]
-        samples = sum(weight * samples for weight, (samples, _) in zip(weights, scored, strict=True))
+        samples = sum(
+            weight * samples for weight, (samples, _) in zip(weights, scored, strict=True)
+        )
         passed = sum(weight * passed for weight, (_, passed) in zip(weights, scored, strict=True))
         expected = passed / samples if scored else NAN
         assert float(rates.rates()[example]) == pytest.approx(expected, rel=1e-12, nan_ok=True)
@@ -82,20 +94,36 @@ def test_a_prompt_outside_rests_for_so_many_passes_and_is_tried_again():
     prompts = stream(6, between=[0.1, 0.9], rest_passes=2)
     rates = of_rates([0.5, 0.0, 1.0, 0.1, 0.9, NAN])
     taken, end = prompts.draw(6, 20, rates)
-    assert [prompt.id for prompt in taken] == sorted({prompt.id for prompt in taken}) and end == taken[-1].id + 1
-    passes = [Counter(int(prompt.text) for prompt in taken if prompt.id // 6 == number) for number in (1, 2, 3, 4)]
-    assert passes[0] == passes[1] == Counter([0, 3, 4, 5]), "those that always or never pass rest in the second and third"
+    assert [prompt.id for prompt in taken] == sorted(
+        {prompt.id for prompt in taken}
+    ) and end == taken[-1].id + 1
+    passes = [
+        Counter(int(prompt.text) for prompt in taken if prompt.id // 6 == number)
+        for number in (1, 2, 3, 4)
+    ]
+    assert passes[0] == passes[1] == Counter([0, 3, 4, 5]), (
+        "those that always or never pass rest in the second and third"
+    )
     assert passes[2] == passes[3] == Counter(range(6))
-    assert all(prompt.text == prompts.take(prompt.id, 1)[0].text for prompt in taken), "a prompt's place says which it is"
+    assert all(prompt.text == prompts.take(prompt.id, 1)[0].text for prompt in taken), (
+        "a prompt's place says which it is"
+    )
 
 
 def test_a_prompt_is_left_out_for_good_and_too_few_are_told():
     prompts = stream(5, between=[0.1, 0.9], rest_passes=0)
     rates = of_rates([0.5, 0.0, 1.0, 0.5, 0.0])
-    taken, _ = prompts.draw(5, 200, of_rates([NAN, 0.0, 1.0, 0.5, 0.0])) if False else prompts.draw(500, 2, rates)
+    taken, _ = (
+        prompts.draw(5, 200, of_rates([NAN, 0.0, 1.0, 0.5, 0.0]))
+        if False
+        else prompts.draw(500, 2, rates)
+    )
     assert {prompt.text for prompt in taken} <= {"0", "3"}
     with pytest.raises(
-        AlignerError, match=r"between=\[0.1, 0.9\]: of 5 prompts 2 have a pass rate there, or none yet, and 3 are"
+        AlignerError,
+        match=(
+            r"between=\[0.1, 0.9\]: of 5 prompts 2 have a pass rate there, or none yet, and 3 are"
+        ),
     ):
         prompts.draw(500, 3, rates)
 
@@ -105,7 +133,9 @@ def test_the_nearer_to_the_target_the_more_often_a_prompt_is_drawn():
     taken, end = prompts.draw(5, 4000, of_rates([0.0, 0.1, 0.5, 0.8, NAN]))
     counts, passes = Counter(int(prompt.text) for prompt in taken), (end - 5) / 5
     for example, chance in enumerate([0.05, 4 * 0.1 * 0.9, 1.0, 4 * 0.8 * 0.2, 1.0]):
-        assert counts[example] / passes == pytest.approx(chance, abs=3.5 / passes**0.5 * 0.5 + 1 / passes)
+        assert counts[example] / passes == pytest.approx(
+            chance, abs=3.5 / passes**0.5 * 0.5 + 1 / passes
+        )
     assert [len(prompts.draw(5, count, of_rates([0.0] * 5))[0]) for count in (0, 1, 3)] == [0, 1, 3]
 
 
@@ -113,9 +143,13 @@ def test_the_nearer_to_the_target_the_more_often_a_prompt_is_drawn():
 def test_the_chance_is_greatest_at_the_target_and_falls_on_either_side(target):
     rule = DrawRule(CurriculumConfig(target=target, least_chance=1e-9), 1)
     chances = [rule.chance(number / 100) for number in range(101)]
-    assert max(range(101), key=chances.__getitem__) == round(100 * target) and max(chances) == pytest.approx(1)
+    assert max(range(101), key=chances.__getitem__) == round(100 * target) and max(
+        chances
+    ) == pytest.approx(1)
     top = round(100 * target)
-    assert chances[: top + 1] == sorted(chances[: top + 1]) and chances[top:] == sorted(chances[top:], reverse=True)
+    assert chances[: top + 1] == sorted(chances[: top + 1]) and chances[top:] == sorted(
+        chances[top:], reverse=True
+    )
     assert DrawRule(CurriculumConfig(), 1).chance(0.0) == 1
 
 
@@ -124,25 +158,40 @@ def test_the_chance_is_greatest_at_the_target_and_falls_on_either_side(target):
 def test_which_prompts_are_drawn_depends_on_the_place_and_the_pass_rates_alone(data):
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     weights = [data.draw(st.sampled_from([0.3, 1.0, 2.0])) for _ in sizes]
-    rates = of_rates([data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, NAN])) for _ in range(sum(sizes))])
-    given_all = {"weights": weights, "between": [0.1, 0.9], "target": 0.4, "seed": data.draw(st.integers(0, 9))}
+    rates = of_rates(
+        [data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, NAN])) for _ in range(sum(sizes))]
+    )
+    given_all = {
+        "weights": weights,
+        "between": [0.1, 0.9],
+        "target": 0.4,
+        "seed": data.draw(st.integers(0, 9)),
+    }
     start, count = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, 12))
     taken, end = stream(*sizes, **given_all).draw(start, count, rates)
     cut = data.draw(st.integers(0, count))
     other = stream(*sizes, **given_all)
     first, middle = other.draw(start, cut, rates)
     second, last = other.draw(middle, count - cut, rates)
-    assert [prompt.id for prompt in first + second] == [prompt.id for prompt in taken] and last == end
+    assert [prompt.id for prompt in first + second] == [
+        prompt.id for prompt in taken
+    ] and last == end
 
 
 def test_pass_rates_come_back_exactly_and_are_none_of_other_prompts(tmp_path):
     rates = PassRates.none(3, 7)
-    for drawn, memory in (([Draw(0, 1, 4, 3, 0.1 + 0.2), Draw(1, 2, 0, 1, 1.0)], 1.0), ([Draw(2, 1, 5, 3, 1e-9)], 0.3)):
+    for drawn, memory in (
+        ([Draw(0, 1, 4, 3, 0.1 + 0.2), Draw(1, 2, 0, 1, 1.0)], 1.0),
+        ([Draw(2, 1, 5, 3, 1e-9)], 0.3),
+    ):
         rates = rates.after(drawn, memory)
     rates.save(tmp_path / "pass_rates")
     found = PassRates.none(3, 7).load(tmp_path / "pass_rates")
     assert found is not None and found.checksum == 7
-    assert all(torch.equal(getattr(found, name), getattr(rates, name)) for name in ("drawn", "last_pass", "samples", "passed"))
+    assert all(
+        torch.equal(getattr(found, name), getattr(rates, name))
+        for name in ("drawn", "last_pass", "samples", "passed")
+    )
     assert PassRates.none(4, 7).load(tmp_path / "pass_rates") is None
     assert PassRates.none(3, 8).load(tmp_path / "pass_rates") is None
     (tmp_path / "pass_rates" / "pass_rates.safetensors").write_bytes(b"no")
@@ -166,7 +215,10 @@ def texts(data, tokenizer):
     return [prompt.text for prompt in opened.examples()], opened.notices
 
 
-RATED = [{"prompt": text, "solved": rate} for text, rate in {"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.9}.items()]
+RATED = [
+    {"prompt": text, "solved": rate}
+    for text, rate in {"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.9}.items()
+]
 
 
 def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer, tmp_path):
@@ -175,18 +227,30 @@ def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer,
     kept, (notice,) = texts(data, tokenizer)
     assert kept == ["a", "d"]
     assert notice.endswith(
-        f"skipped 2 of 4 records; the first: {path}:2: the pass_rate 0 is outside data.pass_rate=[0.1, 0.9]"
+        f"skipped 2 of 4 records; the first: {path}:2: the pass_rate 0 is outside"
+        " data.pass_rate=[0.1, 0.9]"
     )
     easy_first = DataConfig(path=path, sort_by="-solved", shuffle=False)
     assert texts(easy_first, tokenizer)[0] == ["c", "d", "a", "b"]
-    assert [prompt.text for prompt in open_prompts(easy_first, tokenizer, 1).take(3, 3)] == ["b", "c", "d"], "pass by pass"
-    assert texts(DataConfig(path=path, sort_by="solved", shuffle=False), tokenizer)[0] == ["b", "a", "d", "c"]
+    assert [prompt.text for prompt in open_prompts(easy_first, tokenizer, 1).take(3, 3)] == [
+        "b",
+        "c",
+        "d",
+    ], "pass by pass"
+    assert texts(DataConfig(path=path, sort_by="solved", shuffle=False), tokenizer)[0] == [
+        "b",
+        "a",
+        "d",
+        "c",
+    ]
 
 
 def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(tokenizer, tmp_path):
     path = written(tmp_path / "plain.jsonl", [{"prompt": text, "answer": "1"} for text in "abc"])
     scored = [("a", 1), ("a", 0), ("b", 1), ("b", 1), ("c", 0.5), ("c", 0)]
-    samples = written(tmp_path / "samples.jsonl", [{"prompt": text, "score": score} for text, score in scored])
+    samples = written(
+        tmp_path / "samples.jsonl", [{"prompt": text, "score": score} for text, score in scored]
+    )
     data = DataConfig(path=path, pass_rate_samples=samples, pass_rate=[0.1, 0.9])
     assert texts(data, tokenizer)[0] == ["a"]
     data.pass_threshold = None
@@ -196,7 +260,9 @@ def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(to
     (prompt,) = open_prompts(data, tokenizer, 1).take(2, 1)
     assert prompt.metadata == {"answer": "1", "pass_rate": 0.25}
     written(tmp_path / "plain.jsonl", [{"prompt": "a"}, {"prompt": "new"}])
-    with pytest.raises(ConfigError, match=r"plain.jsonl:2: data.pass_rate_samples=.* has no sample of its prompt"):
+    with pytest.raises(
+        ConfigError, match=r"plain.jsonl:2: data.pass_rate_samples=.* has no sample of its prompt"
+    ):
         texts(data, tokenizer)
     written(tmp_path / "samples.jsonl", [{"prompt": "a", "response": "1"}])
     with pytest.raises(ConfigError, match=r"samples.jsonl:1: needs a `score` key with a number"):
@@ -226,7 +292,10 @@ def test_a_record_without_a_pass_rate_is_bad(tokenizer, tmp_path, record, messag
         ("data.curriculum.target=1", "data.curriculum.target"),
         ("data.sort_by=hardness", "data.sort_by=hardness: data.shuffle=true mixes"),
         ("data.pass_rate_samples=none.jsonl", "data.pass_rate_samples=none.jsonl: no such file"),
-        ("data.pass_rate_samples=none.jsonl", "nothing goes by pass rates; give data.pass_rate=[LOW, HIGH]"),
+        (
+            "data.pass_rate_samples=none.jsonl",
+            "nothing goes by pass rates; give data.pass_rate=[LOW, HIGH]",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused_by_name(given, message):

@@ -23,7 +23,9 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def stream(tokenizer, *, seed=1, shuffle=True, limit=16, texts=TEXTS) -> PromptStream:
-    return open_prompts(DataConfig(prompts=texts, shuffle=shuffle, max_prompt_tokens=limit), tokenizer, seed)
+    return open_prompts(
+        DataConfig(prompts=texts, shuffle=shuffle, max_prompt_tokens=limit), tokenizer, seed
+    )
 
 
 def texts(prompts):
@@ -34,9 +36,15 @@ def read_texts(path):
     return [record.text("prompt") for record in read_prompts(path, "data.path=")]
 
 
-def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(tokenizer, tmp_path):
+def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(
+    tokenizer, tmp_path
+):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text, "index": index}) + "\n" for index, text in enumerate(TEXTS)))
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": text, "index": index}) + "\n" for index, text in enumerate(TEXTS)
+        )
+    )
     prompts = open_prompts(DataConfig(path=str(path)), tokenizer, seed=1).take(6, 3)
     assert [prompt.id for prompt in prompts] == [6, 7, 8]
     for prompt in prompts:
@@ -52,7 +60,9 @@ def test_what_is_taken_depends_on_nothing_taken_before(tokenizer):
 
 def test_another_cut_of_the_stream_gives_the_same_prompts(tokenizer):
     prompts = stream(tokenizer)
-    assert texts(prompts.take(0, 12)) == [text for start in range(0, 12, 3) for text in texts(prompts.take(start, 3))]
+    assert texts(prompts.take(0, 12)) == [
+        text for start in range(0, 12, 3) for text in texts(prompts.take(start, 3))
+    ]
 
 
 def test_every_pass_has_all_prompts_in_an_order_of_its_own(tokenizer):
@@ -62,7 +72,9 @@ def test_every_pass_has_all_prompts_in_an_order_of_its_own(tokenizer):
 
 
 def test_the_seed_decides_the_order(tokenizer):
-    assert texts(stream(tokenizer, seed=1).take(0, 20)) != texts(stream(tokenizer, seed=2).take(0, 20))
+    assert texts(stream(tokenizer, seed=1).take(0, 20)) != texts(
+        stream(tokenizer, seed=2).take(0, 20)
+    )
 
 
 def test_without_shuffling_every_pass_keeps_the_order(tokenizer):
@@ -70,7 +82,9 @@ def test_without_shuffling_every_pass_keeps_the_order(tokenizer):
 
 
 def test_a_prompt_over_the_limit_is_named_with_the_limit(tokenizer):
-    with pytest.raises(ConfigError, match=r"data\.prompts\[2\].* 5 tokens.*max_prompt_tokens=4: 'three'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.prompts\[2\].* 5 tokens.*max_prompt_tokens=4: 'three'"
+    ):
         stream(tokenizer, limit=4)
 
 
@@ -113,7 +127,11 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', r"p\.jsonl:2: the prompt is empty"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl:2: not a JSON object"),
         ("p.jsonl", "[1]\n", r"p\.jsonl:1: not a JSON object but list"),
-        ("p.jsonl", '{"question": "a"}\n', r"p\.jsonl:1: needs a `prompt` key with a text; it has question"),
+        (
+            "p.jsonl",
+            '{"question": "a"}\n',
+            r"p\.jsonl:1: needs a `prompt` key with a text; it has question",
+        ),
         ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: needs a `prompt` key with a text"),
         (
             "p.jsonl",
@@ -132,7 +150,9 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
 
 
 def test_a_function_gives_records(tokenizer):
-    (prompt,) = open_prompts(DataConfig(path=f"function:{FUNCTIONS}:good"), tokenizer, seed=1).take(0, 1)
+    (prompt,) = open_prompts(DataConfig(path=f"function:{FUNCTIONS}:good"), tokenizer, seed=1).take(
+        0, 1
+    )
     assert (prompt.text, prompt.metadata) == ("a", {"answer": 1})
 
 
@@ -144,7 +164,13 @@ def test_a_function_gives_records(tokenizer):
         ("failing", r":failing: it failed with KeyError: 'answers\.csv'"),
         ("leaving", r":leaving: it failed with SystemExit: 3"),
         ("bare", r":bare\[0\]: expected a mapping of a record's fields, got str"),
-        ("binary", r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON serializable"),
+        (
+            "binary",
+            (
+                r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON"
+                r" serializable"
+            ),
+        ),
     ],
 )
 def test_a_function_that_gives_none_is_named(tokenizer, function, message):
@@ -152,10 +178,15 @@ def test_a_function_that_gives_none_is_named(tokenizer, function, message):
         open_prompts(DataConfig(path=f"function:{FUNCTIONS}:{function}"), tokenizer, seed=1)
 
 
-def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(tokenizer, tmp_path, monkeypatch):
+def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(
+    tokenizer, tmp_path, monkeypatch
+):
     (tmp_path / "broken_data.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give"):
+    with pytest.raises(
+        ConfigError,
+        match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give",
+    ):
         open_prompts(DataConfig(path="function:broken_data:f"), tokenizer, seed=1)
 
 
@@ -183,7 +214,9 @@ def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
     assert cut(text, prompt_after=".") == " two three. four"
     assert cut(text, prompt_before=".") == "one. two three"
     assert cut(text, prompt_after=".", prompt_before=".") == " two three"
-    with pytest.raises(ConfigError, match=r"data.prompts\[0\]: the prompt lacks data.prompt_after='!'"):
+    with pytest.raises(
+        ConfigError, match=r"data.prompts\[0\]: the prompt lacks data.prompt_after='!'"
+    ):
         cut(text, prompt_after="!")
     with pytest.raises(ConfigError, match=r"lacks data.prompt_before='.' behind where it begins"):
         cut("one. two", prompt_after=".", prompt_before=".")
@@ -192,17 +225,27 @@ def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
 
 
 def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer, tmp_path):
-    for name, content in (("prompts.txt", "abc\nde\n"), ("prompts.jsonl", '{"prompt": "abc"}\n{"prompt": "de"}\n')):
+    for name, content in (
+        ("prompts.txt", "abc\nde\n"),
+        ("prompts.jsonl", '{"prompt": "abc"}\n{"prompt": "de"}\n'),
+    ):
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
-        prompts = open_prompts(DataConfig(path=str(tmp_path / name), shuffle=False), tokenizer, seed=1).take(0, 2)
+        prompts = open_prompts(
+            DataConfig(path=str(tmp_path / name), shuffle=False), tokenizer, seed=1
+        ).take(0, 2)
         assert [prompt.text for prompt in prompts] == ["abc", "de"]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("hangs", "it gave no answer within 0.5 s, and was ended"), ("is_killed", "it was killed by SIGKILL: its process")],
+    [
+        ("hangs", "it gave no answer within 0.5 s, and was ended"),
+        ("is_killed", "it was killed by SIGKILL: its process"),
+    ],
 )
-def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(tokenizer, function, message):
+def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(
+    tokenizer, function, message
+):
     given = DataConfig(path=f"function:{FUNCTIONS}:{function}", function_timeout_s=0.5)
     with pytest.raises(ConfigError, match=f"data.path=function:{FUNCTIONS}:{function}: {message}"):
         open_prompts(given, tokenizer, seed=1)

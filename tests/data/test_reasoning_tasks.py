@@ -26,14 +26,23 @@ from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig
 from aligner.schema.data_sources import data_sources
 from aligner.schema.evaluation_suites import Suite
 
-IMPURE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Those that the library makes differently with another global random state, or another hash of texts."""
+IMPURE = (
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
+"""Those that the library makes differently with another global random state, or another hash of
+texts."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     run = tmp_path_factory.mktemp("run")
-    return Tokenizer(prepare_model(compose_config(["experiment=reasoning_gym_sft", f"run.dir={run}"])))
+    return Tokenizer(
+        prepare_model(compose_config(["experiment=reasoning_gym_sft", f"run.dir={run}"]))
+    )
 
 
 def data_of(*tasks: Any, **settings: Any) -> DataConfig:
@@ -43,12 +52,20 @@ def data_of(*tasks: Any, **settings: Any) -> DataConfig:
 def records(*tasks: str) -> dict[str, list[dict[str, Any]]]:
     """Three of each."""
     given = data_of(*({"name": task, "questions": 3} for task in tasks))
-    return dict(zip(tasks, read_examples(given, lambda record: dict(record.values))[0], strict=True))
+    return dict(
+        zip(tasks, read_examples(given, lambda record: dict(record.values))[0], strict=True)
+    )
 
 
 def problems(data: DataConfig, **evaluation: Any) -> str:
-    config = Config(data=data, algorithm=AlgorithmConfig(trainer="online"), evaluation=EvaluationConfig(**evaluation))
-    return "\n".join([*data_checks.problems(config, None, {}), *evaluation_checks.problems(config, None, {})])
+    config = Config(
+        data=data,
+        algorithm=AlgorithmConfig(trainer="online"),
+        evaluation=EvaluationConfig(**evaluation),
+    )
+    return "\n".join(
+        [*data_checks.problems(config, None, {}), *evaluation_checks.problems(config, None, {})]
+    )
 
 
 def scores(*pairs: tuple[str, Any]) -> list[float]:
@@ -57,10 +74,19 @@ def scores(*pairs: tuple[str, Any]) -> list[float]:
 
 
 def test_tasks_are_mixed_by_weight_and_scored_by_themselves(tokenizer: Tokenizer) -> None:
-    data = data_of("chain_sum", {"name": "spell_backward", "weight": 2, "questions": 50}, task_prompt="Q: {question}\nA: ")
+    data = data_of(
+        "chain_sum",
+        {"name": "spell_backward", "weight": 2, "questions": 50},
+        task_prompt="Q: {question}\nA: ",
+    )
     prompts = open_prompts(data, tokenizer, 1).take(0, 30)
-    assert Counter(prompt.metadata["task"] for prompt in prompts) == {"spell_backward": 20, "chain_sum": 10}
-    assert all(prompt.text.startswith("Q: ") and prompt.text.endswith("\nA: ") for prompt in prompts)
+    assert Counter(prompt.metadata["task"] for prompt in prompts) == {
+        "spell_backward": 20,
+        "chain_sum": 10,
+    }
+    assert all(
+        prompt.text.startswith("Q: ") and prompt.text.endswith("\nA: ") for prompt in prompts
+    )
     sums = [prompt for prompt in prompts if prompt.metadata["task"] == "chain_sum"]
     answers = [prompt.metadata["answer"] for prompt in sums]
     assert scores(*zip(answers, sums, strict=True)) == [1.0] * 10
@@ -89,8 +115,12 @@ def test_a_question_is_the_same_whatever_came_before_and_in_any_process() -> Non
     for task in IMPURE:
         texts = [record["prompt"] for record in one[task]]
         assert texts == [record["prompt"] for record in other[task]] and len(set(texts)) == 3
-    requests = [ScoringRequest("", record["answer"], record) for task in IMPURE for record in one[task]]
-    assert checked_scores("reasoning_gym", resolve_scorer("reasoning_gym"), requests) == [1.0] * len(requests)
+    requests = [
+        ScoringRequest("", record["answer"], record) for task in IMPURE for record in one[task]
+    ]
+    assert checked_scores("reasoning_gym", resolve_scorer("reasoning_gym"), requests) == [
+        1.0
+    ] * len(requests)
 
 
 def test_an_answer_that_its_task_cannot_read_is_worth_nothing_and_said() -> None:
@@ -100,12 +130,20 @@ def test_an_answer_that_its_task_cannot_read_is_worth_nothing_and_said() -> None
         "from aligner.rewards.scorers import ScoringRequest\n"
         f"print(scores([ScoringRequest('', 'two and two', json.loads({record!r}))]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "[0.0]\n"
     assert "'two and two' is worth 0: ValueError" in done.stderr
 
 
-def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_errors(tokenizer: Tokenizer) -> None:
+def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_errors(
+    tokenizer: Tokenizer,
+) -> None:
     (prompt,) = open_prompts(data_of("gcd"), tokenizer, 1).take(0, 1)
     question = prompt.metadata["question"]
     scorer = resolve_scorer("reasoning_gym")
@@ -119,7 +157,10 @@ def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_e
 
 def test_difficulty_rises_from_the_first_question_to_the_last(tokenizer: Tokenizer) -> None:
     task = {"name": "chain_sum", "difficulty": [0, 3], "questions": 100}
-    levels = [json.loads(p.metadata["question"]["made_of"])[2] for p in open_prompts(data_of(task), tokenizer, 1).take(0, 100)]
+    levels = [
+        json.loads(p.metadata["question"]["made_of"])[2]
+        for p in open_prompts(data_of(task), tokenizer, 1).take(0, 100)
+    ]
     assert levels == [level for level in range(4) for _ in range(25)]
 
 
@@ -134,15 +175,24 @@ def test_answers_are_demonstrations_and_questions_messages(tokenizer: Tokenizer)
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (["chain_sums"], r"data\.tasks\[0\]=chain_sums: reasoning_gym has no such task; did you mean chain_sum"),
+        (
+            ["chain_sums"],
+            r"data\.tasks\[0\]=chain_sums: reasoning_gym has no such task; did you mean chain_sum",
+        ),
         (["gcd", {"weight": 1}], r"data\.tasks\[1\]\.name: missing"),
-        ([{"name": "gcd", "wieght": 1}], r"data\.tasks\[0\]\.wieght: unknown key; did you mean data\.tasks\[0\]\.weight\?"),
+        (
+            [{"name": "gcd", "wieght": 1}],
+            r"data\.tasks\[0\]\.wieght: unknown key; did you mean data\.tasks\[0\]\.weight\?",
+        ),
         ([{"name": "gcd", "max_value": 9}], r"max_value: unknown key; .*a task's own: config"),
         ([{"name": "gcd", "weight": 0}], r"weight=0: must be a finite number above 0"),
         ([{"name": "gcd", "questions": 0}], r"questions=0: must be a whole number, 1 to"),
         ([{"name": "gcd", "seed": -1}], r"seed=-1: must be a whole number, 0 to"),
         ([{"name": "gcd", "difficulty": [1]}], r"difficulty=\[1\]: must be a level"),
-        ([{"name": "gcd", "config": {"max_valu": 9}}], r"config\.max_valu: gcd has no such setting; did you mean max_value\?"),
+        (
+            [{"name": "gcd", "config": {"max_valu": 9}}],
+            r"config\.max_valu: gcd has no such setting; did you mean max_value\?",
+        ),
         ([{"name": "acre", "difficulty": 1}], r"acre has no levels of difficulty"),
         ([3], r"data\.tasks\[0\]=3: expected a task's name"),
     ],
@@ -154,7 +204,9 @@ def test_what_is_no_task_is_told_before_anything_runs(tasks: list[Any], message:
 def test_tasks_are_not_given_beside_other_data() -> None:
     assert "data.tasks: data.path is given as well" in problems(data_of("gcd", path="p.jsonl"))
     assert "has no {question}" in problems(data_of("gcd", task_prompt="answer!"))
-    assert "evaluation.path or evaluation.prompts is given as well" in problems(data_of("gcd"), questions=4, prompts=["a"])
+    assert "evaluation.path or evaluation.prompts is given as well" in problems(
+        data_of("gcd"), questions=4, prompts=["a"]
+    )
     assert problems(data_of("gcd"), questions=4, every=1) == ""
 
 

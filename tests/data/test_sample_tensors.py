@@ -1,4 +1,5 @@
-"""What engines tell of every token goes with the samples: between ranks, over the wire, into checkpoints and batches."""
+"""What engines tell of every token goes with the samples: between ranks, over the wire, into
+checkpoints and batches."""
 
 from dataclasses import fields, replace
 
@@ -16,7 +17,15 @@ EXPERTS = 3, 2
 """Layers, and experts a token."""
 
 
-def a_sample(prompt: int, index: int, length: int, kept: list[list[int]] | None, *, routed: bool, seed: int = 0) -> Sample:
+def a_sample(
+    prompt: int,
+    index: int,
+    length: int,
+    kept: list[list[int]] | None,
+    *,
+    routed: bool,
+    seed: int = 0,
+) -> Sample:
     """A prompt of `prompt` tokens with a response of `length`, unfinished where that is 0."""
     draw = torch.Generator().manual_seed(seed + 10 * prompt + index)
     tokens = torch.randint(50, (prompt + length,), generator=draw)
@@ -30,10 +39,18 @@ def a_sample(prompt: int, index: int, length: int, kept: list[list[int]] | None,
         engine_logprobs=torch.randn(length, generator=draw),
         weight_versions=torch.randint(9, (length,), generator=draw),
         finish_reason="length" if length else "unfinished",
-        kept=None
-        if counts is None
-        else KeptTokens.in_order(counts, torch.tensor([token for ids in kept or [] for token in ids]).int()),
-        routes=torch.randint(8, (prompt + length - 1, *EXPERTS), generator=draw).byte() if routed and length else None,
+        kept=(
+            None
+            if counts is None
+            else KeptTokens.in_order(
+                counts, torch.tensor([token for ids in kept or [] for token in ids]).int()
+            )
+        ),
+        routes=(
+            torch.randint(8, (prompt + length - 1, *EXPERTS), generator=draw).byte()
+            if routed and length
+            else None
+        ),
     )
 
 
@@ -70,11 +87,16 @@ def assert_same(got: Sample, expected: Sample) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("routed", [False, True])
-def test_samples_come_back_from_their_tensors_and_from_the_wire_as_they_were(kept: bool, routed: bool) -> None:
+def test_samples_come_back_from_their_tensors_and_from_the_wire_as_they_were(
+    kept: bool, routed: bool
+) -> None:
     given = samples(kept=kept, routed=routed)
     for got, expected in zip(samples_from_tensors(samples_to_tensors(given)), given, strict=True):
         assert_same(got, expected)
-    wired = {name: torch.from_numpy(tensor.numpy().copy()) for name, tensor in response_tensors(given).items()}
+    wired = {
+        name: torch.from_numpy(tensor.numpy().copy())
+        for name, tensor in response_tensors(given).items()
+    }
     for got, expected in zip(with_responses(given, wired), given, strict=True):
         assert_same(got, expected)
 
@@ -84,7 +106,9 @@ def test_no_samples_are_no_tensors_of_anything() -> None:
 
 
 def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
-    given = [sample for sample in samples(kept=True, routed=True) if sample.finish_reason != "unfinished"]
+    given = [
+        sample for sample in samples(kept=True, routed=True) if sample.finish_reason != "unfinished"
+    ]
     batch = collate(given, pad_token_id=0)
     chosen = torch.tensor([2, 0])
     rows = batch.select(chosen, width=5)
@@ -100,7 +124,9 @@ def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
     moved = rows.to(torch.device("cpu")).kept
     assert moved is not None
     assert sets(moved) == sets(rows.kept)
-    assert len(moved.ids) == int(rows.kept.counts.sum()) < len(rows.kept.ids), "other rows' ids stay where they are"
+    assert len(moved.ids) == int(rows.kept.counts.sum()) < len(rows.kept.ids), (
+        "other rows' ids stay where they are"
+    )
 
 
 def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
@@ -118,7 +144,9 @@ def test_what_does_not_fit_the_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_makes_none_up(order: int) -> None:
+def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_makes_none_up(
+    order: int,
+) -> None:
     some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
     assert collate(some, pad_token_id=0).routes is None
     assert all(sample.routes is None for sample in with_responses(some, response_tensors(some)))
@@ -127,7 +155,10 @@ def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_make
 def an_episode() -> Sample:
     """Two turns of two and one tokens, with two given between them."""
     sample = a_sample(3, 0, 5, None, routed=False)
-    drawn, rewards = torch.tensor([True, True, False, False, True]), torch.tensor([0.0, 0.5, 0.0, 0.0, -1.0])
+    drawn, rewards = (
+        torch.tensor([True, True, False, False, True]),
+        torch.tensor([0.0, 0.5, 0.0, 0.0, -1.0]),
+    )
     return replace(sample, drawn=drawn, rewards=rewards)
 
 
@@ -143,11 +174,16 @@ def test_which_tokens_were_drawn_and_what_environments_gave_goes_with_the_sample
 def test_what_was_given_is_neither_learned_from_nor_counted():
     episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
     batch = collate([episode, plain], pad_token_id=0)
-    assert batch.mask.tolist() == [[False] * 2 + [True] * 2 + [False] * 2 + [True], [False] + [True] * 4 + [False] * 2]
+    assert batch.mask.tolist() == [
+        [False] * 2 + [True] * 2 + [False] * 2 + [True],
+        [False] + [True] * 4 + [False] * 2,
+    ]
     assert batch.turn_rewards.tolist() == [[0.0] * 3 + [0.5, 0.0, 0.0, -1.0], [0.0] * 7]
     assert torch.equal(batch.engine_logprobs[0, 2:], episode.engine_logprobs)
     assert (episode.drawn_count, plain.drawn_count) == (3, 4)
-    assert [turn.tolist() for turn in episode.turns()] == [part.tolist() for part in episode.response.split([2, 2, 1])]
+    assert [turn.tolist() for turn in episode.turns()] == [
+        part.tolist() for part in episode.response.split([2, 2, 1])
+    ]
     assert torch.equal(torch.cat(episode.cut(3, "length").turns()), episode.response[:3])
 
 
@@ -172,22 +208,37 @@ def test_branches_travel_with_their_samples():
     found = samples_from_tensors(samples_to_tensors(branched))
     assert [len(sample.branches) for sample in found] == [0, 2, 0]
     for got, expected in zip(found[1].branches, branched[1].branches, strict=True):
-        assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.engine_logprobs, expected.engine_logprobs)
+        assert torch.equal(got.tokens, expected.tokens) and torch.equal(
+            got.engine_logprobs, expected.engine_logprobs
+        )
     assert torch.equal(found[1].branches[0].drawn, branch.drawn)
     assert "branches" not in samples_to_tensors(plain)
 
 
 def test_the_rows_of_an_episode_are_found_again_whatever_is_selected():
-    first, second, third = (replace(a_sample(4, index, 3, None, routed=False)) for index in range(3))
+    first, second, third = (
+        replace(a_sample(4, index, 3, None, routed=False)) for index in range(3)
+    )
     others = tuple(a_sample(7, index, 2, None, routed=False) for index in range(3))
-    batch = collate_episodes([first, replace(second, branches=others[:2]), replace(third, branches=others[2:])], 0)
-    assert batch.places.tolist() == [0, 1, 2, 1, 1, 2] and batch.is_branch.tolist() == [False] * 3 + [True] * 3
+    batch = collate_episodes(
+        [first, replace(second, branches=others[:2]), replace(third, branches=others[2:])], 0
+    )
+    assert (
+        batch.places.tolist() == [0, 1, 2, 1, 1, 2]
+        and batch.is_branch.tolist() == [False] * 3 + [True] * 3
+    )
     assert batch.samples_per_prompt == 3 and batch.groups.tolist() == [0] * 6
     assert batch.prompt_lengths.tolist() == [4, 4, 4, 7, 7, 7]
     chosen = batch.with_branches(torch.tensor([2, 1]))
     assert chosen.tolist() == [2, 1, 3, 4, 5]
     selected = batch.select(chosen)
-    assert selected.places.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [False, False, True, True, True]
+    assert selected.places.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert selected.with_branches(torch.tensor([0])).tolist() == [0, 4]
     without = collate_episodes([first, second, third], 0)
     assert without.episodes is None and without.with_branches(torch.tensor([1])).tolist() == [1]

@@ -30,7 +30,11 @@ def dataset(tmp_path_factory):
     import datasets
 
     path = tmp_path_factory.mktemp("saved")
-    records = {"question": ["1+1=", "2+2=", "3+3="], "answer": ["2", "4", "6"], "hint": [None, "even", None]}
+    records = {
+        "question": ["1+1=", "2+2=", "3+3="],
+        "answer": ["2", "4", "6"],
+        "hint": [None, "even", None],
+    }
     split = datasets.Dataset.from_dict(records)
     split.save_to_disk(str(path / "one"))
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(path / "splits"))
@@ -43,7 +47,11 @@ def jsonl(path, *records):
 
 
 def problems(data: DataConfig, trainer: str = "online") -> str:
-    return "\n".join(data_checks.problems(Config(data=data, algorithm=AlgorithmConfig(trainer=trainer)), None, {}))
+    return "\n".join(
+        data_checks.problems(
+            Config(data=data, algorithm=AlgorithmConfig(trainer=trainer)), None, {}
+        )
+    )
 
 
 def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer, dataset):
@@ -59,17 +67,25 @@ def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer
 
 def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
     data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
-    with pytest.raises(ConfigError, match=r"one\[0\]: needs a `hint` key for `response` \(fields\); it has question, answer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one\[0\]: needs a `hint` key for `response` \(fields\); it has question, answer",
+    ):
         open_demonstrations(data, tokenizer, 1)
     data.skip_bad_records = True
     stream = open_demonstrations(data, tokenizer, 1)
     assert len(stream) == 1 and "skipped 2 of 3 records" in stream.notices[0]
 
 
-def test_several_splits_and_other_directories_are_refused_before_and_when_read(tokenizer, dataset, tmp_path):
+def test_several_splits_and_other_directories_are_refused_before_and_when_read(
+    tokenizer, dataset, tmp_path
+):
     splits = DataConfig(path=str(dataset / "splits"))
     train, test = dataset / "splits" / "train", dataset / "splits" / "test"
-    assert f"data.path={splits.path}: several splits; give one of them: {test}, {train}" in problems(splits)
+    assert (
+        f"data.path={splits.path}: several splits; give one of them: {test}, {train}"
+        in problems(splits)
+    )
     assert problems(DataConfig(path=str(train))) == ""
     assert "not one that Hugging Face datasets saved" in problems(DataConfig(path=str(tmp_path)))
     for path in (splits.path, str(tmp_path)):
@@ -87,12 +103,17 @@ def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset,
     assert problems(data) == ""
     texts = [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 24)]
     assert sum(text in "ab" for text in texts) == 6
-    assert all(texts.count(text) == count for text, count in {"1+1=": 6, "2+2=": 6, "3+3=": 6, "a": 3, "b": 3}.items())
+    assert all(
+        texts.count(text) == count
+        for text, count in {"1+1=": 6, "2+2=": 6, "3+3=": 6, "a": 3, "b": 3}.items()
+    )
 
 
 def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_path):
     file = jsonl(tmp_path / "p.jsonl", {"prompt": "wrong", "query": "right", "answer": "x"})
-    (prompt,) = open_prompts(DataConfig(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1).take(0, 1)
+    (prompt,) = open_prompts(
+        DataConfig(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1
+    ).take(0, 1)
     assert (prompt.text, prompt.metadata) == ("right", {"label": "x"})
 
 
@@ -109,10 +130,19 @@ def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
     [
         ({"a": "p.jsonl"}, r"data\.sources\.a=p\.jsonl: expected a mapping with path"),
         ({"a": {"weight": 1}}, r"data\.sources\.a\.path: missing"),
-        ({"a": {"path": "p", "wieght": 1}}, r"data\.sources\.a\.wieght: unknown key; did you mean data\.sources\.a\.weight\?"),
+        (
+            {"a": {"path": "p", "wieght": 1}},
+            r"data\.sources\.a\.wieght: unknown key; did you mean data\.sources\.a\.weight\?",
+        ),
         ({"a": {"path": 3}}, r"data\.sources\.a\.path=3: expected text, got int"),
-        ({"a": {"path": "p", "weight": 0}}, r"data\.sources\.a\.weight=0: must be a finite number above 0"),
-        ({"a": {"path": "p", "weight": float("nan")}}, r"weight=nan: must be a finite number above 0"),
+        (
+            {"a": {"path": "p", "weight": 0}},
+            r"data\.sources\.a\.weight=0: must be a finite number above 0",
+        ),
+        (
+            {"a": {"path": "p", "weight": float("nan")}},
+            r"weight=nan: must be a finite number above 0",
+        ),
         ({"a": {"path": "p", "weight": True}}, r"weight=True: must be a finite number"),
         (
             {"a": {"path": "p", "fields": {"prompt": 3}}},
@@ -134,7 +164,9 @@ def test_a_path_beside_sources_is_refused():
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
     (tmp_path / "p.txt").write_text("a\n")
-    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(DataConfig(prompts=["a"]), trainer)
+    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(
+        DataConfig(prompts=["a"]), trainer
+    )
     assert "allowed are .jsonl files" in problems(DataConfig(path=str(tmp_path / "p.txt")), trainer)
     assert problems(DataConfig(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
 
@@ -142,5 +174,9 @@ def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
 def test_every_wrong_source_is_told_at_once(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     paths = {"a": str(tmp_path / "empty.jsonl"), "b": "absent.jsonl", "c": "p.csv"}
-    found = problems(DataConfig(sources={name: {"path": path} for name, path in paths.items()})).splitlines()
-    assert [line.partition("=")[0] for line in found] == [f"data.sources.{name}.path" for name in paths]
+    found = problems(
+        DataConfig(sources={name: {"path": path} for name, path in paths.items()})
+    ).splitlines()
+    assert [line.partition("=")[0] for line in found] == [
+        f"data.sources.{name}.path" for name in paths
+    ]

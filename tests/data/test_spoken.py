@@ -31,7 +31,9 @@ def test_an_episodes_messages_have_its_tool_calls_and_what_the_policy_was_given(
     tokens, zeros = torch.cat([asked, *turns]), torch.zeros(len(drawn))
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
     prompt = Prompt(0, "why?", asked, {"messages": messages})
-    sample = Sample(0, 0, tokens, len(asked), zeros, zeros.long(), "length", prompt.metadata, drawn=drawn)
+    sample = Sample(
+        0, 0, tokens, len(asked), zeros, zeros.long(), "length", prompt.metadata, drawn=drawn
+    )
     said = spoken_messages(sample, prompt, format_of(tokenizer), tokenizer)
     assert said[:2] == messages
     called, given, last = said[2:]

@@ -44,7 +44,9 @@ def test_where_an_example_comes_from_is_told_by_its_place():
 @given(SHARES)
 def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):
     taken = Counter[int]()
-    for position, (source, _) in enumerate(stream(*[7] * len(weights), weights=weights).take(0, 300), start=1):
+    for position, (source, _) in enumerate(
+        stream(*[7] * len(weights), weights=weights).take(0, 300), start=1
+    ):
         taken[source] += 1
         for index, weight in enumerate(weights):
             assert abs(taken[index] - position * weight / sum(weights)) < len(weights)
@@ -52,7 +54,9 @@ def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):
 
 def test_shares_are_exact_where_they_come_out_even():
     for start in (0, 1000, 10**12):
-        taken = Counter(source for source, _ in stream(3, 5, 2, weights=[0.7, 0.2, 0.1]).take(start, 1000))
+        taken = Counter(
+            source for source, _ in stream(3, 5, 2, weights=[0.7, 0.2, 0.1]).take(start, 1000)
+        )
         assert taken == {0: 700, 1: 200, 2: 100}
 
 

@@ -9,16 +9,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.data.tool_calls import AssistantTurn, MalformedCall, ToolCall, ToolFormat, format_of, parse_turn, tool_schema
+from aligner.data.tool_calls import (
+    AssistantTurn,
+    MalformedCall,
+    ToolCall,
+    ToolFormat,
+    format_of,
+    parse_turn,
+    tool_schema,
+)
 from aligner.errors import ConfigError
 from tests.data.chat_models import chat_model
 
 FORMS: tuple[ToolFormat, ...] = ("hermes", "llama3", "mistral")
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "; ", "]", "}", '"', "\\", "</s>", "\n", "é"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "; ",
+    "]",
+    "}",
+    '"',
+    "\\",
+    "</s>",
+    "\n",
+    "é",
+]
 
 
 def calls(text: str, form: ToolFormat) -> list[tuple[str, dict[str, Any]]]:
-    return [(call.name, call.arguments) for call in parse_turn(text, form).calls if isinstance(call, ToolCall)]
+    return [
+        (call.name, call.arguments)
+        for call in parse_turn(text, form).calls
+        if isinstance(call, ToolCall)
+    ]
 
 
 def problem(text: str, form: ToolFormat) -> str:
@@ -41,20 +66,45 @@ def problem(text: str, form: ToolFormat) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", ["bytes", "prepending"])
-def test_the_format_of_calls_is_what_the_template_writes(kind: str, template: str, form: ToolFormat | None) -> None:
+def test_the_format_of_calls_is_what_the_template_writes(
+    kind: str, template: str, form: ToolFormat | None
+) -> None:
     assert format_of(chat_model(kind, template)) == form
 
 
 def test_calls_are_told_from_what_is_said_around_them() -> None:
     one, two = '{"name": "a", "arguments": {"x": [1, null]}}', '{"arguments":{},"name":"b"}'
-    turn = parse_turn(f"\nFirst.\n<tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call> Then.", "hermes", turn=7)
-    assert turn.calls == (ToolCall("000070000", "a", {"x": [1, None]}), ToolCall("000070001", "b", {}))
+    turn = parse_turn(
+        f"\nFirst.\n<tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call> Then.",
+        "hermes",
+        turn=7,
+    )
+    assert turn.calls == (
+        ToolCall("000070000", "a", {"x": [1, None]}),
+        ToolCall("000070001", "b", {}),
+    )
     assert turn.content == "First.\nThen." and turn.messages[0]["content"] == turn.content
-    turn = parse_turn('Yes.[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "abcdefghi"}, {"name": "b"}]', "mistral")
-    assert turn.calls == (ToolCall("abcdefghi", "a", {}), ToolCall("000000001", "b", {})) and turn.content == "Yes."
-    assert turn.calls[0].answered("4") == {"role": "tool", "name": "a", "tool_call_id": "abcdefghi", "content": "4"}
-    assert calls('<|python_tag|>{"name": "a", "parameters": {"x": 1}}', "llama3") == [("a", {"x": 1})]
-    assert calls(' {"type": "function", "name": "a", "parameters": {}} ; {"name": "b", "arguments": {}};', "llama3") == [
+    turn = parse_turn(
+        'Yes.[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "abcdefghi"}, {"name": "b"}]',
+        "mistral",
+    )
+    assert (
+        turn.calls == (ToolCall("abcdefghi", "a", {}), ToolCall("000000001", "b", {}))
+        and turn.content == "Yes."
+    )
+    assert turn.calls[0].answered("4") == {
+        "role": "tool",
+        "name": "a",
+        "tool_call_id": "abcdefghi",
+        "content": "4",
+    }
+    assert calls('<|python_tag|>{"name": "a", "parameters": {"x": 1}}', "llama3") == [
+        ("a", {"x": 1})
+    ]
+    assert calls(
+        ' {"type": "function", "name": "a", "parameters": {}} ; {"name": "b", "arguments": {}};',
+        "llama3",
+    ) == [
         ("a", {}),
         ("b", {}),
     ]
@@ -72,54 +122,125 @@ def test_what_is_only_thought_of_is_not_called() -> None:
     assert not parse_turn(f"<think>I could {call}", "hermes").calls
     turn = parse_turn(f"<think>\nI could {call}\n</think>\n\nWell.\n{call}", "hermes")
     assert len(turn.calls) == 1 and turn.content == f"<think>\nI could {call}\n</think>\n\nWell."
-    assert turn.messages[2]["reasoning_content"] == f"I could {call}" and turn.messages[2]["content"] == "Well."
+    assert (
+        turn.messages[2]["reasoning_content"] == f"I could {call}"
+        and turn.messages[2]["content"] == "Well."
+    )
     begun = parse_turn("hm\n</think>\n\nWell.", "hermes").messages
-    assert [message.get("reasoning_content") for message in begun] == [None, "hm"] and begun[1]["content"] == "Well."
+    assert [message.get("reasoning_content") for message in begun] == [None, "hm"] and begun[1][
+        "content"
+    ] == "Well."
 
 
 @pytest.mark.parametrize(
     ("form", "text", "message"),
     [
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": }}</tool_call>', "not valid JSON: Expecting value"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {}}', "</tool_call> must follow the JSON object"),
-        ("hermes", '<tool_call>{"name": "a"}{"name": "b"}</tool_call>', "</tool_call> must follow the JSON object"),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"x": }}</tool_call>',
+            "not valid JSON: Expecting value",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {}}',
+            "</tool_call> must follow the JSON object",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a"}{"name": "b"}</tool_call>',
+            "</tool_call> must follow the JSON object",
+        ),
         ("hermes", "<tool_call>[1]</tool_call>", "must be a JSON object with the `name` of a tool"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "must be a JSON object with the `name` of a tool"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": "x"}</tool_call>', "the arguments must be a JSON object"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>', "not valid JSON"),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {}}</tool_call>',
+            "must be a JSON object with the `name` of a tool",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": "x"}</tool_call>',
+            "the arguments must be a JSON object",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+            "not valid JSON",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>',
+            "not valid JSON",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>',
+            "not valid JSON",
+        ),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
-        ("llama3", '{"name": "a", "parameters": {}} and more', "there is text behind the JSON object"),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>",
+            "not valid JSON",
+        ),
+        (
+            "llama3",
+            '{"name": "a", "parameters": {}} and more',
+            "there is text behind the JSON object",
+        ),
         ("llama3", '<|python_tag|>search.call(query="x")', "not valid JSON"),
         ("llama3", '{"name": "a", "parameters": 3}', "the arguments must be a JSON object"),
-        ("mistral", '[TOOL_CALLS]{"name": "a"}', "must be followed by a list of calls, and nothing else"),
-        ("mistral", '[TOOL_CALLS][{"name": "a"}] and more', "must be followed by a list of calls, and nothing else"),
+        (
+            "mistral",
+            '[TOOL_CALLS]{"name": "a"}',
+            "must be followed by a list of calls, and nothing else",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "a"}] and more',
+            "must be followed by a list of calls, and nothing else",
+        ),
         ("mistral", "[TOOL_CALLS]", "not valid JSON"),
     ],
 )
-def test_a_malformed_call_says_what_is_wrong_and_how_a_call_is_written(form: ToolFormat, text: str, message: str) -> None:
+def test_a_malformed_call_says_what_is_wrong_and_how_a_call_is_written(
+    form: ToolFormat, text: str, message: str
+) -> None:
     told = problem(text, form)
-    forms = {"hermes": '<tool_call>{"name": "TOOL"', "llama3": '{"name": "TOOL", "parameters"', "mistral": "[TOOL_CALLS][{"}
+    forms = {
+        "hermes": '<tool_call>{"name": "TOOL"',
+        "llama3": '{"name": "TOOL", "parameters"',
+        "mistral": "[TOOL_CALLS][{",
+    }
     assert message in told and f"Write a call as {forms[form]}" in told and len(told) < 500
     assert parse_turn(text, form).messages == [{"role": "assistant", "content": text}]
 
 
 def test_a_malformed_call_leaves_the_others_to_be_carried_out() -> None:
-    good, bad = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "<tool_call>{a}</tool_call>"
+    good, bad = (
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call>',
+        "<tool_call>{a}</tool_call>",
+    )
     turn = parse_turn(good + bad + good, "hermes")
     assert [type(call) for call in turn.calls] == [ToolCall, MalformedCall, ToolCall]
     assert turn.messages == [{"role": "assistant", "content": turn.text}]
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(MARKS),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*MARKS, "x"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(MARKS),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*MARKS, "x"]), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 CALLS = st.lists(
-    st.tuples(st.sampled_from(["a", "look_up"]), st.dictionaries(st.text(max_size=3), JSON, max_size=3)),
+    st.tuples(
+        st.sampled_from(["a", "look_up"]), st.dictionaries(st.text(max_size=3), JSON, max_size=3)
+    ),
     min_size=1,
     max_size=3,
 )
@@ -127,25 +248,41 @@ CALLS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(wanted=CALLS, form=st.sampled_from(FORMS), spaced=st.booleans())
-def test_any_calls_are_read_as_they_were_meant(wanted: list[Any], form: ToolFormat, spaced: bool) -> None:
+def test_any_calls_are_read_as_they_were_meant(
+    wanted: list[Any], form: ToolFormat, spaced: bool
+) -> None:
     key = "parameters" if form == "llama3" else "arguments"
-    written = [json.dumps({"name": name, key: arguments}, indent=2 if spaced else None) for name, arguments in wanted]
+    written = [
+        json.dumps({"name": name, key: arguments}, indent=2 if spaced else None)
+        for name, arguments in wanted
+    ]
     text = {
         "hermes": "".join(f"<tool_call>{each}</tool_call>" for each in written),
         "llama3": ";".join(written),
         "mistral": f"[TOOL_CALLS][{','.join(written)}]",
     }[form]
     assert calls(text, form) == wanted
-    assert len({call.id for call in parse_turn(text, form).calls if isinstance(call, ToolCall)}) == len(wanted)
+    assert len(
+        {call.id for call in parse_turn(text, form).calls if isinstance(call, ToolCall)}
+    ) == len(wanted)
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces=st.lists(st.sampled_from([*MARKS, '{"name": ', '"a"', '"arguments": ', "{", "[", "<think>", "</think>", "x"])))
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [*MARKS, '{"name": ', '"a"', '"arguments": ', "{", "[", "<think>", "</think>", "x"]
+        )
+    )
+)
 def test_no_text_is_an_error_and_none_of_it_is_lost(pieces: list[str]) -> None:
     text = "".join(pieces)
     for form in FORMS:
         turn = parse_turn(text, form)
-        assert turn.text == text and turn.messages[0 if len(turn.messages) == 1 else -1]["role"] == "assistant"
+        assert (
+            turn.text == text
+            and turn.messages[0 if len(turn.messages) == 1 else -1]["role"] == "assistant"
+        )
         assert turn.calls or turn.content == text
 
 
@@ -223,5 +360,7 @@ def test_a_function_that_cannot_be_described_is_named_with_what_it_lacks() -> No
         (silent, "no docstring"),
         (short, "no description for the argument 'value'"),
     ]:
-        with pytest.raises(ConfigError, match=rf"{function.__name__} cannot be a tool: (?s:.)*{lacking}"):
+        with pytest.raises(
+            ConfigError, match=rf"{function.__name__} cannot be a tool: (?s:.)*{lacking}"
+        ):
             tool_schema(function)

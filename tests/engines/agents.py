@@ -15,7 +15,10 @@ from openai import AsyncOpenAI, OpenAI
 TOOLS: list[Any] = [
     {
         "type": "function",
-        "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
     }
 ]
 
@@ -41,12 +44,26 @@ async def looks(task: dict[str, Any], base_url: str, api_key: str) -> None:
     own = client(base_url, api_key)
     messages: list[Any] = [{"role": "user", "content": task["asked"]}]
     for turn in range(3):
-        found = await own.chat.completions.create(model="any", messages=messages, tools=TOOLS, logprobs=True, temperature=0.3)
+        found = await own.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS, logprobs=True, temperature=0.3
+        )
         choice = found.choices[0]
-        log(task, {"text": choice.message.content, "logprobs": [each.logprob for each in choice.logprobs.content]})
+        log(
+            task,
+            {
+                "text": choice.message.content,
+                "logprobs": [each.logprob for each in choice.logprobs.content],
+            },
+        )
         messages.append(choice.message.model_dump(exclude_none=True))
         for call in choice.message.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"saw {call.function.arguments}"})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": f"saw {call.function.arguments}",
+                }
+            )
         if not choice.message.tool_calls:
             messages.append({"role": "user", "content": f"and {turn}?"})
     await reward(base_url, api_key, 0.5)
@@ -66,7 +83,9 @@ async def branches(task: dict[str, Any], base_url: str, api_key: str) -> None:
     asked = [[*behind, {"role": "user", "content": f"so {at}?"}] for at in range(3)]
     found = await asyncio.gather(*(one(at, asked[at], n=1 + (at == 1)) for at in range(3)))
     last = found[2].choices[0].message.content
-    await one(0, [*asked[2], {"role": "assistant", "content": last}, {"role": "user", "content": "end"}])
+    await one(
+        0, [*asked[2], {"role": "assistant", "content": last}, {"role": "user", "content": "end"}]
+    )
 
 
 def steps(task: dict[str, Any], base_url: str, api_key: str) -> None:
@@ -105,7 +124,13 @@ async def misbehaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
         for _ in range(3):
             asked += [{"role": "user", "content": "x" * 500}]
             found = await own.chat.completions.create(model="any", messages=asked)
-            log(task, {"text": found.choices[0].message.content, "finish": found.choices[0].finish_reason})
+            log(
+                task,
+                {
+                    "text": found.choices[0].message.content,
+                    "finish": found.choices[0].finish_reason,
+                },
+            )
 
 
 async def rewrites(task: dict[str, Any], base_url: str, api_key: str) -> None:
@@ -142,10 +167,20 @@ def main() -> None:
     task, own = json.load(sys.stdin), OpenAI(max_retries=0)
     messages: list[Any] = [{"role": "user", "content": task["asked"]}]
     for _ in range(2):
-        message = own.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
+        message = (
+            own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            .choices[0]
+            .message
+        )
         messages.append(message.model_dump())
         for call in message.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"saw {call.function.arguments}"})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": f"saw {call.function.arguments}",
+                }
+            )
         if not message.tool_calls:
             messages.append({"role": "user", "content": "and?"})
 

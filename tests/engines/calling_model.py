@@ -22,7 +22,8 @@ def saved(
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
 ) -> Path:
-    """A tiny model of chats; with the template of tools it has learned to call one, or what conversations are given."""
+    """A tiny model of chats; with the template of tools it has learned to call one, or what
+    conversations are given."""
     file = tokenizer_file("bytes")
     (directory / "tokenizer.json").write_text(file)
     write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
@@ -47,7 +48,8 @@ def saved(
     tokens = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in parts], batch_first=True)
     labels = tokens.masked_fill(tokens == 0, -100)
     for row, each in zip(labels, parts, strict=True):
-        row[: len(each[0]) if conversations else 0] = -100  # tools and a question are many tokens, and not for it to say
+        # tools and a question are many tokens, and not for it to say
+        row[: len(each[0]) if conversations else 0] = -100
     for _ in range(0 if template != "qwen" else 80 if conversations else 130):
         model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
@@ -59,7 +61,12 @@ def saved(
 def conversation(at: int) -> list[dict[str, Any]]:
     """What the model learns from: a question, a call, its answer, and what is said to that."""
     return [
-        *called(f"why {at}?", ToolCall("000010000", "look", {"at": "here"}), 'saw {"at": "here"}', "yes."),
+        *called(
+            f"why {at}?",
+            ToolCall("000010000", "look", {"at": "here"}),
+            'saw {"at": "here"}',
+            "yes.",
+        ),
         {"role": "user", "content": f"so {at}?"},
         {"role": "assistant", "content": "yes yes."},
     ]
@@ -71,7 +78,9 @@ def called(asked: str, call: ToolCall, told: str, said: str) -> list[dict[str, A
     return [{"role": "user", "content": asked}, *turns, {"role": "assistant", "content": said}]
 
 
-def written(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+def written(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[torch.Tensor]:
     """A conversation's tokens, in parts that begin where the policy speaks."""
     text = tokenizer.chat_template.render(messages, tools, add_generation_prompt=False)
     # A turn is not tokenized with what is before it, when it is drawn.

@@ -1,4 +1,5 @@
-"""Engines of every kind behind one function, a tiny model for them, and publishing without a trainer."""
+"""Engines of every kind behind one function, a tiny model for them, and publishing without a
+trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from torch import Tensor
 from aligner.data.types import Prompt, Sample
 from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import (
+    GenerationEngine,
+    GenerationRequest,
+    SamplingOptions,
+    advance,
+)
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
@@ -39,7 +45,14 @@ SETTINGS = EngineConfig(
 KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
 
 
-def save_tiny(directory: Path, seed: int, kv_heads: int = 2, tied: bool = False, layers: int = 2, head_dim: int = 8) -> Path:
+def save_tiny(
+    directory: Path,
+    seed: int,
+    kv_heads: int = 2,
+    tied: bool = False,
+    layers: int = 2,
+    head_dim: int = 8,
+) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -82,7 +95,9 @@ def reference_model(directory: Path) -> Any:
 
 
 @contextmanager
-def engine_of(kind: str, directory: Path, seed: int = 7, **settings: Any) -> Iterator[GenerationEngine]:
+def engine_of(
+    kind: str, directory: Path, seed: int = 7, **settings: Any
+) -> Iterator[GenerationEngine]:
     """An engine without weights."""
     if kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
@@ -115,11 +130,16 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def write(engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = "") -> None:
-    """Load this rank's slices of a directory's tensors, in groups as small as the engine wants them."""
+def write(
+    engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = ""
+) -> None:
+    """Load this rank's slices of a directory's tensors, in groups as small as the engine wants
+    them."""
     to, table = engine.weight_format, weight_table(shape_of(directory))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    slices = dict(read_slices(directory, table, engine_slices(table, to.layout, rank, to.vocabulary_multiple)))
+    slices = dict(
+        read_slices(directory, table, engine_slices(table, to.layout, rank, to.vocabulary_multiple))
+    )
     slices.pop(leave_out, None)
     groups: list[list[str]] = [[]]
     for name, piece in slices.items():
@@ -135,14 +155,18 @@ def write(engine: GenerationEngine, update: WeightUpdate, directory: Path, leave
         update.load(group)
 
 
-def publish(engine: GenerationEngine, directory: Path, version: int, in_flight: str = "finish") -> None:
+def publish(
+    engine: GenerationEngine, directory: Path, version: int, in_flight: str = "finish"
+) -> None:
     engine._settings = dataclasses.replace(engine._settings, in_flight=in_flight)
     update = engine.begin_update(version)
     write(engine, update, directory)
     update.commit()
 
 
-def generate(engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
+def generate(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
+) -> list[Sample]:
     """One sample per request, in order."""
     generation = engine.start(requests, options)
     try:
@@ -155,7 +179,11 @@ def generate(engine: GenerationEngine, requests: Sequence[GenerationRequest], op
 def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:
     """Publish this rank's slices of a Hugging Face directory of safetensors."""
     table = weight_table(engine._shape)
-    pieces = read_slices(directory, table, engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place))
+    pieces = read_slices(
+        directory,
+        table,
+        engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place),
+    )
     update = engine.begin_update(version)
     for name, tensor in pieces:
         update.views([name])[name].copy_(tensor)
@@ -166,11 +194,16 @@ def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) ->
 def prompts(count: int = 4) -> list[Prompt]:
     generator = torch.Generator().manual_seed(3)
     lengths = (3, 7, 1, 7, 5, 2)[:count]
-    return [Prompt(at, "", torch.randint(0, VOCABULARY, (n,), generator=generator)) for at, n in enumerate(lengths)]
+    return [
+        Prompt(at, "", torch.randint(0, VOCABULARY, (n,), generator=generator))
+        for at, n in enumerate(lengths)
+    ]
 
 
 def requests(samples: int = 1, count: int = 4) -> list[GenerationRequest]:
-    return [GenerationRequest(prompt, index) for prompt in prompts(count) for index in range(samples)]
+    return [
+        GenerationRequest(prompt, index) for prompt in prompts(count) for index in range(samples)
+    ]
 
 
 def response(sample: Sample) -> list[int]:
@@ -181,7 +214,12 @@ def whole_logprobs(model: Any, sample: Sample, temperature: float) -> Tensor:
     """[R]: of the response's tokens, by a full forward pass."""
     with torch.no_grad():
         logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+    return (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(1, sample.tokens[sample.prompt_length :, None])
+        .squeeze(1)
+    )
 
 
 def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
@@ -189,5 +227,11 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
     if not count:
         return []
     everything = torch.ones_like(tokens)[None]  # token 0 may be part of a prompt
-    generated = model.generate(tokens[None], attention_mask=everything, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    generated = model.generate(
+        tokens[None],
+        attention_mask=everything,
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
     return generated[0, len(tokens) :].tolist()

@@ -20,7 +20,9 @@ def asked(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
     """The status and the JSON that a request gets; a GET without a body."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, body, headers), timeout=30
+        ) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -34,7 +36,9 @@ def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
         "no object": b"[1]",
         "no messages": {"messages": []},
         "no role": {"messages": [{"content": "why?"}]},
-        "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "image": {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+        },
         "bad call": {"messages": [user, {"role": "assistant", "tool_calls": [{}]}, user]},
         "none": {"messages": [user], "n": 0},
         "format": {"messages": [user], "response_format": {"type": "json_object"}},
@@ -49,10 +53,14 @@ def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
         told[name] = asked(f"{base_url}/chat/completions", api_key, content)
     right = json.dumps({"messages": [user]}).encode()
     told["another's key"] = asked(f"{base_url}/chat/completions", "sk-other", right)
-    told["another's address"] = asked(f"{base_url.replace('/0-0-0/', '/0-0-9/')}/chat/completions", api_key, right)
+    told["another's address"] = asked(
+        f"{base_url.replace('/0-0-0/', '/0-0-9/')}/chat/completions", api_key, right
+    )
     told["no such path"] = asked(f"{base_url}/embeddings", api_key, right)
     told["no such method"] = asked(f"{base_url}/chat/completions", api_key, None)
-    told["no token"] = asked(f"{base_url}/completions", api_key, json.dumps({"prompt": [10**6]}).encode())
+    told["no token"] = asked(
+        f"{base_url}/completions", api_key, json.dumps({"prompt": [10**6]}).encode()
+    )
     told["no reward"] = asked(f"{base_url}/reward", api_key, b'{"reward": "NaN"}')
     told["models"] = asked(f"{base_url}/models", api_key, None)
     told["right"] = asked(f"{base_url}/chat/completions", api_key, right)
@@ -65,17 +73,27 @@ def streams(task: dict[str, Any], base_url: str, api_key: str) -> None:
     messages: list[Any] = [{"role": "user", "content": "why 0?"}]
     chunks = list(
         own.chat.completions.create(
-            model="any", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            model="any",
+            messages=messages,
+            tools=TOOLS,
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     choices = [choice for chunk in chunks for choice in chunk.choices]
     calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-    text = own.completions.create(model="any", prompt="<|user|>", logprobs=0, max_tokens=4).choices[0]
+    text = own.completions.create(model="any", prompt="<|user|>", logprobs=0, max_tokens=4).choices[
+        0
+    ]
     streamed = own.completions.create(model="any", prompt="yes", stream=True, max_tokens=4)
-    stopped = own.chat.completions.create(model="any", messages=messages, tools=TOOLS, stop=["look"], n=2).choices
+    stopped = own.chat.completions.create(
+        model="any", messages=messages, tools=TOOLS, stop=["look"], n=2
+    ).choices
     content = {
         "finish": choices[-1].finish_reason,
-        "called": [[call.function.name, call.function.arguments] for call in calls if call.function],
+        "called": [
+            [call.function.name, call.function.arguments] for call in calls if call.function
+        ],
         "usage": [chunk.usage.completion_tokens for chunk in chunks if chunk.usage],
         "text": [text.text, text.finish_reason, text.logprobs.tokens if text.logprobs else None],
         "streamed": "".join(choice.text for chunk in streamed for choice in chunk.choices),
@@ -111,7 +129,9 @@ def after_the_end(task: dict[str, Any], base_url: str, api_key: str) -> None:
         if not file.exists() or not file.read_text():
             continue
         try:
-            OpenAI(base_url=json.loads(file.read_text())[0], api_key=json.loads(file.read_text())[1]).models.list()
+            OpenAI(
+                base_url=json.loads(file.read_text())[0], api_key=json.loads(file.read_text())[1]
+            ).models.list()
         except APIStatusError as error:
             file.with_suffix(".told").write_text(str(error.status_code))
             return

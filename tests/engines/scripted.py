@@ -14,7 +14,8 @@ from aligner.engines.partial_response import PartialResponse
 
 
 class Scripted:
-    """An engine that draws what `says` makes of a turn's number in its episode, and of all that it has read there."""
+    """An engine that draws what `says` makes of a turn's number in its episode, and of all that it
+    has read there."""
 
     def __init__(self, says: Callable[[int, Tensor], list[int]]) -> None:
         self._says, self._said = says, Counter[tuple[int, int]]()
@@ -49,7 +50,10 @@ class Scripted:
         for place in complete:
             response = self._responses[place]
             episode = response.request.prompt.id, response.request.sample_index
-            drawn = self._says(self._said[episode], torch.tensor([*response.request.prompt.tokens.tolist(), *response.tokens]))
+            drawn = self._says(
+                self._said[episode],
+                torch.tensor([*response.request.prompt.tokens.tolist(), *response.tokens]),
+            )
             self._said[episode] += 1
             response.tokens += drawn
             response.logprobs += [0.0] * len(drawn)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def served(model: Path) -> Iterator[str]:
-    """Its address, as OpenAI clients have it; the command is told to end, must end well, and tells of nothing but notes."""
+    """Its address, as OpenAI clients have it; the command is told to end, must end well, and tells
+    of nothing but notes."""
     command = [sys.executable, "-m", "aligner", "serve-model", str(model), "--precision", "fp32"]
     with (
         tempfile.TemporaryFile("w+") as error,
@@ -28,4 +29,6 @@ def served(model: Path) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
             ended = process.wait(30)
         error.seek(0)
-        assert ended == 0 and [line for line in error if not line.startswith("aligner: note: ")] == []
+        assert (
+            ended == 0 and [line for line in error if not line.startswith("aligner: note: ")] == []
+        )

@@ -37,10 +37,15 @@ def episodes(draw: st.DrawFn) -> list[AgentTurn]:
 
 
 def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
-    """What was read before each turn, and its tokens and log-probs; turns that follow each other at once are told apart."""
-    marks = torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+    """What was read before each turn, and its tokens and log-probs; turns that follow each other at
+    once are told apart."""
+    marks = (
+        torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+    )
     found: list[tuple[list[int], list[int], list[float]]] = []
-    for at, (token, logprob) in enumerate(zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True)):
+    for at, (token, logprob) in enumerate(
+        zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True)
+    ):
         if not marks[at]:
             continue
         read = sample.tokens[: sample.prompt_length + at].tolist()
@@ -52,12 +57,17 @@ def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 @given(episodes(), st.randoms())
-def test_each_turn_is_drawn_in_one_sample_behind_what_it_read_and_their_order_is_nothing(turns, shuffled):
+def test_each_turn_is_drawn_in_one_sample_behind_what_it_read_and_their_order_is_nothing(
+    turns, shuffled
+):
     sample = episode_sample(REQUEST, turns, 0.5, is_cut=False)
     assert sample is not None and sample.rewards is not None and float(sample.rewards.sum()) == 0.5
     assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
     parts = sorted(part for each in (sample, *sample.branches) for part in stretches(each))
-    expected = [(each.read.tolist(), each.drawn.tolist(), each.response.engine_logprobs.tolist()) for each in turns]
+    expected = [
+        (each.read.tolist(), each.drawn.tolist(), each.response.engine_logprobs.tolist())
+        for each in turns
+    ]
     assert parts == sorted(expected)
     shuffled.shuffle(turns)
     other = episode_sample(REQUEST, turns, 0.5, is_cut=False)
@@ -70,9 +80,18 @@ def test_the_main_sequence_has_the_most_turns_and_of_these_it_is_the_longest() -
     loop = [turn([1], [2]), turn([1, 2, 0], [2]), turn([1, 2, 0, 2, 0], [2], "length")]
     aside = [turn([1, 2, 1, 1, 1, 1, 1, 1, 1], [0]), turn([0], [1])]
     sample = episode_sample(REQUEST, [*aside, *loop], 0.0, is_cut=False)
-    assert sample is not None and sample.tokens.tolist() == [1, 2, 0, 2, 0, 2] and sample.prompt_length == 1
-    assert [each.tokens.tolist() for each in sample.branches] == [[1, 2, 1, 1, 1, 1, 1, 1, 1, 0], [0, 1]]
-    assert sample.finish_reason == "length" and {each.finish_reason for each in sample.branches} == {"stop"}
+    assert (
+        sample is not None
+        and sample.tokens.tolist() == [1, 2, 0, 2, 0, 2]
+        and sample.prompt_length == 1
+    )
+    assert [each.tokens.tolist() for each in sample.branches] == [
+        [1, 2, 1, 1, 1, 1, 1, 1, 1, 0],
+        [0, 1],
+    ]
+    assert sample.finish_reason == "length" and {
+        each.finish_reason for each in sample.branches
+    } == {"stop"}
     cut = episode_sample(REQUEST, aside, 0.0, is_cut=True)
     assert cut is not None and cut.finish_reason == "length"
     assert episode_sample(REQUEST, [], 0.0, is_cut=False) is None

@@ -1,4 +1,5 @@
-"""Agents through the endpoint: what they ask for is drawn once, and learned from as it was drawn."""
+"""Agents through the endpoint: what they ask for is drawn once, and learned from as it was
+drawn."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.agents import AgentEngine
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import BeginsGenerations, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import (
+    BeginsGenerations,
+    GenerationRequest,
+    SamplingOptions,
+    advance,
+)
 from aligner.engines.led_engine import LedEngine
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import ConfigError
@@ -33,7 +39,9 @@ CONTEXT = 800
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: saved(tmp_path_factory.mktemp(name), name) for name in ("qwen", "chatml", "reasons")}
+    return {
+        name: saved(tmp_path_factory.mktemp(name), name) for name in ("qwen", "chatml", "reasons")
+    }
 
 
 def episodes(
@@ -44,7 +52,8 @@ def episodes(
     first: int = 0,
     **options: Any,
 ) -> tuple[list[Sample], Tokenizer]:
-    """A sample of each task, by all ranks of the world; with a journal that forgets those before the `first`."""
+    """A sample of each task, by all ranks of the world; with a journal that forgets those before
+    the `first`."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.group.WORLD if size > 1 else None
@@ -54,7 +63,9 @@ def episodes(
     )
     engine = EmbeddedEngine(directory_shape(model, "model.path"), chosen_engine, rank, 2, group)
     load_directory(engine, model)
-    chosen = EnvironmentConfig(**{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings)
+    chosen = EnvironmentConfig(
+        **{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings
+    )
     prompt = tokenizer.encode("task")
     requests = [
         GenerationRequest(Prompt(at, "task", prompt, {"at": at, "asked": f"why {at}?", **task}), 0)
@@ -64,12 +75,18 @@ def episodes(
     means = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT, kept) if rank == 0 else None
     draws: BeginsGenerations | None = means
     if group is not None:
-        draws = LedEngine(engine, group, None if means is None else lambda told: replace(means, engine=told))
+        draws = LedEngine(
+            engine, group, None if means is None else lambda told: replace(means, engine=told)
+        )
     assert draws is not None
     try:
         if means is not None:
             means.forget(first)
-        found = advance(draws.start(requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)))
+        found = advance(
+            draws.start(
+                requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)
+            )
+        )
     finally:
         if means is not None:
             means.close()
@@ -86,10 +103,16 @@ def agent(name: str, module: str = "agents") -> dict[str, Any]:
 
 def drawn_parts(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Where each stretch of drawn tokens begins, its tokens and their log-probs."""
-    marks = torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+    marks = (
+        torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+    )
     borders = [0, *((marks[1:] != marks[:-1]).nonzero()[:, 0] + 1).tolist(), len(marks)]
     return [
-        (sample.prompt_length + start, sample.response[start:end], sample.engine_logprobs[start:end])
+        (
+            sample.prompt_length + start,
+            sample.response[start:end],
+            sample.engine_logprobs[start:end],
+        )
         for start, end in pairwise(borders)
         if marks[start]
     ]
@@ -105,7 +128,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", ["qwen", "reasons"])
-def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(models, template, tmp_path):
+def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(
+    models, template, tmp_path
+):
     log = tmp_path / "log"
     samples, tokenizer = episodes(models[template], [{"log": str(log)}] * 4, agent("looks"))
     whole = calls = 0
@@ -118,7 +143,9 @@ def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(mode
             if entry["text"] is not None:
                 assert texts[entry["text"]].tolist() == pytest.approx(entry["logprobs"], abs=1e-6)
             calls += entry["text"] is None
-        assert float(sample.rewards.sum()) == 0.5 and all(branch.rewards is None for branch in sample.branches)
+        assert float(sample.rewards.sum()) == 0.5 and all(
+            branch.rewards is None for branch in sample.branches
+        )
         whole += not sample.branches
     if template == "qwen":
         assert whole >= 2 and calls >= 2
@@ -132,7 +159,9 @@ def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
         with torch.no_grad():
             logprobs = reference(sample.tokens[None]).logits[0].log_softmax(-1)
         for start, tokens, told in drawn_parts(sample):
-            expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[:, 0]
+            expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[
+                :, 0
+            ]
             assert torch.allclose(expected, told, atol=1e-4)
 
 
@@ -144,7 +173,8 @@ def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
         for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
             assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
             assert torch.equal(mine.engine_logprobs, its.engine_logprobs)
-        # The first turn, three answers and one more behind the third, and the end; each is learned from once.
+        # The first turn, three answers and one more behind the third, and the end; each is learned
+        # from once.
         parts = [part for each in (one, *one.branches) for part in drawn_parts(each)]
         assert len(parts) == 6
     assert not torch.equal(forwards[0].tokens, forwards[1].tokens)
@@ -153,19 +183,33 @@ def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tasks"),
-    [("looks", [{}] * 3), ("branches", [{}, {"forwards": False}]), ("misbehaves", [{"how": "endless"}, {"how": "silent"}])],
+    [
+        ("looks", [{}] * 3),
+        ("branches", [{}, {"forwards": False}]),
+        ("misbehaves", [{"how": "endless"}, {"how": "silent"}]),
+    ],
 )
 def test_the_ranks_of_a_replica_draw_for_agents_what_one_rank_draws(pool, models, name, tasks):
     alone, _ = episodes(models["qwen"], tasks, agent(name))
     first, second = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
     for one, *others in zip(alone, first, second, strict=True):
         for other in others:
-            assert len(one.branches) == len(other.branches) and one.finish_reason == other.finish_reason
+            assert (
+                len(one.branches) == len(other.branches)
+                and one.finish_reason == other.finish_reason
+            )
             assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
             for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
-                assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
-                torch.testing.assert_close(mine.engine_logprobs, its.engine_logprobs, atol=1e-5, rtol=0)
-    assert all(torch.equal(one.engine_logprobs, two.engine_logprobs) for one, two in zip(first, second, strict=True))
+                assert (
+                    torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
+                )
+                torch.testing.assert_close(
+                    mine.engine_logprobs, its.engine_logprobs, atol=1e-5, rtol=0
+                )
+    assert all(
+        torch.equal(one.engine_logprobs, two.engine_logprobs)
+        for one, two in zip(first, second, strict=True)
+    )
 
 
 def test_an_agent_in_a_process_of_its_own_is_trained_as_it_is(models):
@@ -178,10 +222,15 @@ def test_requests_go_on_from_the_tokens_that_the_same_messages_had(models):
     system = {"role": "system", "content": "be brief"}
     settings = {**agent("steps"), "max_turn_tokens": 3}
     one, two = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
-    samples, tokenizer = episodes(models["qwen"], [{"requests": [[system, one], [system, two]]}], settings)
+    samples, tokenizer = episodes(
+        models["qwen"], [{"requests": [[system, one], [system, two]]}], settings
+    )
     first, other = samples[0], samples[0].branches[0]
     assert len(samples[0].branches) == 1 and first.drawn is None and other.drawn is None
-    texts = {tokenizer.decode(each.tokens[: each.prompt_length]).split("\n")[3] for each in (first, other)}
+    texts = {
+        tokenizer.decode(each.tokens[: each.prompt_length]).split("\n")[3]
+        for each in (first, other)
+    }
     assert texts == {"one", "two"}
 
 
@@ -195,12 +244,19 @@ def test_a_text_goes_on_from_the_tokens_that_it_had(models):
     said = tokenizer.decode(alone.response, skip_special_tokens=False)
     sample, _ = draw(["yes yes", f"yes yes{said} and?"])
     assert not sample.branches and sample.drawn is not None
-    assert torch.equal(sample.turns()[0], alone.response) and tokenizer.decode(sample.turns()[1]) == " and?"
+    assert (
+        torch.equal(sample.turns()[0], alone.response)
+        and tokenizer.decode(sample.turns()[1]) == " and?"
+    )
 
 
 @pytest.mark.slow
 def test_an_episode_that_was_over_is_told_again_and_its_agent_is_not_begun(models, tmp_path):
-    log, journal, settings = tmp_path / "log", tmp_path / "journal", {**agent("looks"), "retries": 0}
+    log, journal, settings = (
+        tmp_path / "log",
+        tmp_path / "journal",
+        {**agent("looks"), "retries": 0},
+    )
     tasks = [{"log": str(log)}, {"log": str(log)}, {"asked": 1}]  # the last one fails
 
     def draw(**options: Any) -> tuple[list[Sample], int]:
@@ -211,7 +267,10 @@ def test_an_episode_that_was_over_is_told_again_and_its_agent_is_not_begun(model
     again, told = draw()
     assert told == begun == 6
     for one, other in zip(first, again, strict=True):
-        assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0)) and one.metadata == other.metadata
+        assert (
+            torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
+            and one.metadata == other.metadata
+        )
         assert one.finish_reason == other.finish_reason and len(one.branches) == len(other.branches)
         for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
             assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
@@ -224,12 +283,26 @@ def test_an_episode_that_was_over_is_told_again_and_its_agent_is_not_begun(model
 
 
 @pytest.mark.slow
-def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_scored_0(models, tmp_path):
+def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_scored_0(
+    models, tmp_path
+):
     hows = ["silent", "raises", "dies", "hangs", "recovers"]
     tasks = [{"how": how, "mark": str(tmp_path / "mark")} for how in hows]
-    settings = {**agent("misbehaves"), "deadline_s": 4.0, "retries": 1, "workers": 2, "episodes_per_worker": 1}
+    settings = {
+        **agent("misbehaves"),
+        "deadline_s": 4.0,
+        "retries": 1,
+        "workers": 2,
+        "episodes_per_worker": 1,
+    }
     samples, _ = episodes(models["qwen"], tasks, settings)
-    assert [bool(sample.rewards.isnan().any()) for sample in samples] == [True, True, True, True, False]
+    assert [bool(sample.rewards.isnan().any()) for sample in samples] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_an_agent_that_asks_for_ever_and_one_whose_context_overflows_are_cut(models, tmp_path):
@@ -247,36 +320,63 @@ def test_what_cannot_be_answered_is_refused_in_openais_form_and_changes_nothing(
     samples, _ = episodes(models["qwen"], [{"log": str(log)}], agent("pokes", "poking_agents"))
     told = json.loads(log.read_text())
     expected = dict.fromkeys(("another's key", "another's address"), 401)
-    expected |= {"no such path": 404, "no such method": 405, "megabytes": 413, "models": 200, "right": 200}
-    assert {name: status for name, (status, _) in told.items()} == {name: expected.get(name, 400) for name in told}
+    expected |= {
+        "no such path": 404,
+        "no such method": 405,
+        "megabytes": 413,
+        "models": 200,
+        "right": 200,
+    }
+    assert {name: status for name, (status, _) in told.items()} == {
+        name: expected.get(name, 400) for name in told
+    }
     errors = {name: content["error"] for name, (status, content) in told.items() if status != 200}
-    assert all(error["message"] and error["type"] and {"param", "code"} <= {*error} for error in errors.values())
-    assert errors["too long"]["code"] == "context_length_exceeded" and "messages.0.role" in errors["no role"]["message"]
+    assert all(
+        error["message"] and error["type"] and {"param", "code"} <= {*error}
+        for error in errors.values()
+    )
+    assert (
+        errors["too long"]["code"] == "context_length_exceeded"
+        and "messages.0.role" in errors["no role"]["message"]
+    )
     assert not samples[0].branches and samples[0].drawn is None
 
 
 def test_answers_come_whole_or_as_events_with_calls_log_probs_and_stops(models, tmp_path):
     log = tmp_path / "log"
-    samples, tokenizer = episodes(models["qwen"], [{"log": str(log)}], agent("streams", "poking_agents"))
+    samples, tokenizer = episodes(
+        models["qwen"], [{"log": str(log)}], agent("streams", "poking_agents")
+    )
     told = json.loads(log.read_text())
     assert told["called"] == [["look", '{"at": "here"}']] and told["finish"] == "tool_calls"
-    parts = [tokens for each in (samples[0], *samples[0].branches) for _, tokens, _ in drawn_parts(each)]
+    parts = [
+        tokens for each in (samples[0], *samples[0].branches) for _, tokens, _ in drawn_parts(each)
+    ]
     assert len(parts) == 5 and len(told["usage"]) == 1 and told["usage"][0] in map(len, parts)
     assert {told["text"][0], told["streamed"]} <= {said(tokenizer, tokens) for tokens in parts}
-    assert told["text"][1] in ("stop", "length") and "".join(told["text"][2]).startswith(told["text"][0])
+    assert told["text"][1] in ("stop", "length") and "".join(told["text"][2]).startswith(
+        told["text"][0]
+    )
     for text, finish in told["stopped"]:
         assert finish == "stop" and "look" not in text
 
 
 def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog):
     others = ("top_k", "min_p", "repetition_penalty")
-    wanted = {"temperature": 0.3, "reasoning_effort": "low", "extra_body": dict.fromkeys(others, 0.5)}
+    wanted = {
+        "temperature": 0.3,
+        "reasoning_effort": "low",
+        "extra_body": dict.fromkeys(others, 0.5),
+    }
     samples, _ = episodes(
-        models["chatml"], [{"requests": [[{"role": "user", "content": "why?"}]], "with": wanted}], agent("steps")
+        models["chatml"],
+        [{"requests": [[{"role": "user", "content": "why?"}]], "with": wanted}],
+        agent("steps"),
     )
     assert samples[0].drawn_count
     assert all(
-        f"agents ask for {name}=…, which is ignored" in caplog.text for name in ("temperature", "reasoning_effort", *others)
+        f"agents ask for {name}=…, which is ignored" in caplog.text
+        for name in ("temperature", "reasoning_effort", *others)
     )
 
 
@@ -288,7 +388,11 @@ def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(mode
 
 
 def test_nobody_is_answered_after_the_end_of_an_episode(models, tmp_path):
-    episodes(models["chatml"], [{"log": str(tmp_path / "log")}] * 2, agent("after_the_end", "poking_agents"))
+    episodes(
+        models["chatml"],
+        [{"log": str(tmp_path / "log")}] * 2,
+        agent("after_the_end", "poking_agents"),
+    )
     assert (tmp_path / "log.told").read_text() == "401"
 
 
@@ -308,7 +412,13 @@ def test_what_tokens_were_drawn_among_is_told_in_every_branch(models):
     samples, _ = episodes(models["chatml"], [{}], agent("branches"), top_p=0.8, renormalize=True)
     assert samples[0].branches
     for sample in (samples[0], *samples[0].branches):
-        marks = torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+        marks = (
+            torch.ones(len(sample.response), dtype=torch.bool)
+            if sample.drawn is None
+            else sample.drawn
+        )
         assert sample.kept is not None and (sample.kept.counts > 0).tolist() == marks.tolist()
-        for token, ids in zip(sample.response[marks].tolist(), sample.kept.at(marks).each(), strict=True):
+        for token, ids in zip(
+            sample.response[marks].tolist(), sample.kept.at(marks).each(), strict=True
+        ):
             assert token in ids.tolist()

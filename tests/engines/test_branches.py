@@ -1,4 +1,5 @@
-"""Episodes whose messages cannot be appended go on in branches: each token is one that was drawn, or the template's."""
+"""Episodes whose messages cannot be appended go on in branches: each token is one that was drawn,
+or the template's."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ from tests.engines.test_agents import drawn_parts
 from tests.engines.test_episodes import assert_equal, episodes
 from tests.megatron.reference import save_llama
 
-CONVERSANT = EnvironmentConfig(target="tests.engines.teller:Conversant", tools=["tests.environments.tool_samples:multiply"])
+CONVERSANT = EnvironmentConfig(
+    target="tests.engines.teller:Conversant", tools=["tests.environments.tool_samples:multiply"]
+)
 """It has tools, so that it is told of special tokens."""
 
 
@@ -71,17 +74,34 @@ def environments(journal: EpisodeJournal) -> Iterator[EnvironmentPool]:
 
 
 class Conversing:
-    """One episode with a model's tokenizer, whose turns are drawn at random and whose every word is looked at."""
+    """One episode with a model's tokenizer, whose turns are drawn at random and whose every word is
+    looked at."""
 
-    def __init__(self, data: st.DataObject, tokenizer: Tokenizer, template: str, environments: EnvironmentPool) -> None:
-        self.data, self.tokenizer, self.template, self.environments = data, tokenizer, template, environments
+    def __init__(
+        self,
+        data: st.DataObject,
+        tokenizer: Tokenizer,
+        template: str,
+        environments: EnvironmentPool,
+    ) -> None:
+        self.data, self.tokenizer, self.template, self.environments = (
+            data,
+            tokenizer,
+            template,
+            environments,
+        )
         self.turns, self.read, self.drawn = turns_of(tokenizer), list[Tensor](), list[Tensor]()
         self.branches, self.refused = 0, False
         tools = TOOLS if template not in WITHOUT_TOOLS and data.draw(st.booleans()) else None
         self.conversation = self.turns.begin([{"role": "user", "content": data.draw(PLAIN)}], tools)
         roles = ["user"] if template in WITHOUT_TOOLS else ["user", "tool"]
         script = data.draw(st.lists(st.tuples(st.sampled_from(roles), PLAIN), max_size=3))
-        asked = {"messages": [*self.conversation.messages], "tools": tools, "form": format_of(tokenizer), "script": script}
+        asked = {
+            "messages": [*self.conversation.messages],
+            "tools": tools,
+            "form": format_of(tokenizer),
+            "script": script,
+        }
         self.prompt = Prompt(0, "", self.conversation.tokens, asked)
 
     def says(self, journal: EpisodeJournal, turn: int, read: Tensor) -> list[int]:
@@ -94,7 +114,8 @@ class Conversing:
         return self.drawn[-1].tolist()
 
     def hear(self, journal: EpisodeJournal, turn: int) -> None:
-        """What the environment has said is appended as the template words it, or all is worded anew."""
+        """What the environment has said is appended as the template words it, or all is worded
+        anew."""
         before, drawn = self.conversation, self.drawn[-1]
         new = journal.answers("0/0")[turn].observation
         assert isinstance(new, list)
@@ -104,14 +125,19 @@ class Conversing:
             self.conversation = found
             return
         self.branches, self.conversation = self.branches + 1, found.anew
-        assert found.anew.tokens.tolist() == self.tokenizer.encode(rendered(self.tokenizer, found.anew)).tolist()
+        assert (
+            found.anew.tokens.tolist()
+            == self.tokenizer.encode(rendered(self.tokenizer, found.anew)).tolist()
+        )
 
     def episode(self, journal: EpisodeJournal) -> Sample:
         journal.forget(["0/0"])
         policy = Scripted(lambda turn, read: self.says(journal, turn, read))
         engine = EpisodeEngine(policy, self.environments, self.tokenizer, CONVERSANT, seed=1)  # type: ignore[arg-type]
         ends = self.tokenizer.eos_token_ids
-        generation = engine.start([GenerationRequest(self.prompt, 0)], SamplingOptions(20_000, stop_token_ids=ends))
+        generation = engine.start(
+            [GenerationRequest(self.prompt, 0)], SamplingOptions(20_000, stop_token_ids=ends)
+        )
         try:
             return advance(generation)[0]
         finally:
@@ -141,22 +167,32 @@ class Conversing:
         assert at == len(now.tokens) and next(sequences, None) is None
         given = 0.25 * (len(self.drawn) - 1) + (1.0 if sample.finish_reason == "stop" else 0.25)
         scores = environment_scores([sample], 1)
-        assert scores is not None and float(scores) == given and sample.turn_count == len(self.drawn)
+        assert (
+            scores is not None and float(scores) == given and sample.turn_count == len(self.drawn)
+        )
         rows = collate_episodes([sample], 0)
-        assert int(rows.mask.sum()) == sum(map(len, self.drawn)), "each token that was drawn is learned from once"
+        assert int(rows.mask.sum()) == sum(map(len, self.drawn)), (
+            "each token that was drawn is learned from once"
+        )
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(TOKENIZERS), template=st.sampled_from([*TEMPLATES]))
 def test_any_episode_has_the_tokens_that_were_drawn_behind_the_templates_words(
-    environments: EnvironmentPool, journal: EpisodeJournal, data: st.DataObject, kind: str, template: str
+    environments: EnvironmentPool,
+    journal: EpisodeJournal,
+    data: st.DataObject,
+    kind: str,
+    template: str,
 ) -> None:
     talk = Conversing(data, chat_model(kind, template), template, environments)
     sample = talk.episode(journal)
     talk.check(sample, journal)
     if sample.finish_reason == "stop":
         answers = [outcome.observation for outcome in journal.answers("0/0")]
-        said = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)["messages"]
+        said = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)[
+            "messages"
+        ]
         if any(answers):
             assert [each["role"] for each in said].count("assistant") == len(talk.drawn)
 
@@ -172,8 +208,8 @@ def test_any_episode_of_smollm2s_has_the_tokens_that_were_drawn_behind_its_templ
 
 
 FORGETFUL = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:KEPT] if m.role == 'assistant' else m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:KEPT] if m.role == 'assistant' else"
+    " m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 """Of what the model has said it keeps some characters."""
 CALLER = "tests.engines.teller:Caller"
@@ -186,7 +222,8 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forgetful_model(directory: Path, kept: int = 3) -> Path:
-    """A model that likes to end its turns, with a template that is not append-only: it keeps so many characters of each."""
+    """A model that likes to end its turns, with a template that is not append-only: it keeps so
+    many characters of each."""
     save_llama(directory, tied=False)
     shape = read_shape(directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
@@ -197,9 +234,13 @@ def forgetful_model(directory: Path, kept: int = 3) -> Path:
     return directory
 
 
-def drawn(model: Path, parts: tuple[int, ...] = (), tokens: int = 100, **given: Any) -> tuple[list[Sample], Tokenizer]:
+def drawn(
+    model: Path, parts: tuple[int, ...] = (), tokens: int = 100, **given: Any
+) -> tuple[list[Sample], Tokenizer]:
     options = {"stop_token_ids": Tokenizer(model).eos_token_ids, "max_new_tokens": tokens}
-    return episodes(model, SETTINGS | given, 8, options, target=CALLER, parts=parts, by_steps=bool(parts))
+    return episodes(
+        model, SETTINGS | given, 8, options, target=CALLER, parts=parts, by_steps=bool(parts)
+    )
 
 
 def assert_same_episode(one: Sample, other: Sample) -> None:
@@ -209,7 +250,9 @@ def assert_same_episode(one: Sample, other: Sample) -> None:
         assert mine.prompt_length == its.prompt_length
 
 
-def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_once(forgetful: Path, caplog) -> None:
+def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_once(
+    forgetful: Path, caplog
+) -> None:
     caplog.set_level("INFO")
     samples, tokenizer = drawn(forgetful)
     assert {len(sample.branches) for sample in samples} >= {1, 2}
@@ -220,26 +263,45 @@ def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_on
     assert len(whole) > 4
     for sample in whole:
         assert sample.turn_count == 3 and float(sample.environment_reward or 0) == 1.5
-        texts = [tokenizer.decode(each.tokens, skip_special_tokens=False) for each in sample.sequences]
+        texts = [
+            tokenizer.decode(each.tokens, skip_special_tokens=False) for each in sample.sequences
+        ]
         for before, after in pairwise(texts):  # what was said before is three characters of it now
             said = re.sub("(?<=a:)([^<]{0,3})[^<]*", r"\1", before)
-            assert before.endswith("<eos>") and after.startswith(f"{said}u:n") and not after.startswith(before)
+            assert (
+                before.endswith("<eos>")
+                and after.startswith(f"{said}u:n")
+                and not after.startswith(before)
+            )
 
 
-def test_no_two_branches_draw_by_the_same_numbers_and_the_log_probs_are_the_models(forgetful: Path) -> None:
+def test_no_two_branches_draw_by_the_same_numbers_and_the_log_probs_are_the_models(
+    forgetful: Path,
+) -> None:
     samples, _ = drawn(forgetful)
     reference = LlamaForCausalLM.from_pretrained(forgetful).eval()
-    turns = [tokens.tolist() for sample in samples for each in sample.sequences for _, tokens, _ in drawn_parts(each)]
-    assert len({tuple(turn) for turn in turns if len(turn) > 3}) == sum(len(turn) > 3 for turn in turns)
+    turns = [
+        tokens.tolist()
+        for sample in samples
+        for each in sample.sequences
+        for _, tokens, _ in drawn_parts(each)
+    ]
+    assert len({tuple(turn) for turn in turns if len(turn) > 3}) == sum(
+        len(turn) > 3 for turn in turns
+    )
     for sequence in (each for sample in samples for each in sample.sequences):
         with torch.no_grad():
             logprobs = reference(sequence.tokens[None]).logits[0].log_softmax(-1)
         for start, tokens, told in drawn_parts(sequence):
-            expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[:, 0]
+            expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[
+                :, 0
+            ]
             assert torch.allclose(expected, told, atol=1e-4)
 
 
-def test_no_bit_of_a_branch_hangs_on_how_long_environments_take_and_on_which_rows_are_kept(forgetful: Path) -> None:
+def test_no_bit_of_a_branch_hangs_on_how_long_environments_take_and_on_which_rows_are_kept(
+    forgetful: Path,
+) -> None:
     expected, _ = drawn(forgetful)
     for otherwise in ({"workers": 2}, {"episodes_per_worker": 2}):
         for one, other in zip(expected, drawn(forgetful, **otherwise)[0], strict=True):
@@ -247,19 +309,26 @@ def test_no_bit_of_a_branch_hangs_on_how_long_environments_take_and_on_which_row
 
 
 @pytest.mark.parametrize("parts", [(1,), (7, 11), (12, 1, 1, 1, 9)], ids=str)
-def test_an_episode_that_is_handed_over_in_a_branch_goes_on_as_if_it_had_stayed(forgetful: Path, parts) -> None:
+def test_an_episode_that_is_handed_over_in_a_branch_goes_on_as_if_it_had_stayed(
+    forgetful: Path, parts
+) -> None:
     stayed, _ = drawn(forgetful)
     for one, other in zip(stayed, drawn(forgetful, parts)[0], strict=True):
         assert_same_episode(one, other)
 
 
-def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(forgetful: Path, caplog) -> None:
+def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(
+    forgetful: Path, caplog
+) -> None:
     caplog.set_level("INFO")
     samples, _ = drawn(forgetful, tokens=22)
     assert any("worded anew, which leave no room within" in message for message in caplog.messages)
     assert any(sample.finish_reason == "length" for sample in samples)
     for sample in samples:
-        assert all(len(each.tokens) <= len(sample.asked) + 22 and len(each.response) <= 22 for each in sample.sequences)
+        assert all(
+            len(each.tokens) <= len(sample.asked) + 22 and len(each.response) <= 22
+            for each in sample.sequences
+        )
 
 
 def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_or_as_one_conversation(
@@ -267,7 +336,9 @@ def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_
 ) -> None:
     (tmp_path / "model").mkdir()
     model = forgetful_model(tmp_path / "model", kept=1)
-    asked = [Record({"messages": [{"role": "user", "content": f"{at}?"}]}, "here") for at in range(4)]
+    asked = [
+        Record({"messages": [{"role": "user", "content": f"{at}?"}]}, "here") for at in range(4)
+    ]
     lines: dict[bool, list[dict[str, Any]]] = {}
     for as_messages in (False, True):
         job = plan_job(
@@ -280,16 +351,30 @@ def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_
             environment=EnvironmentConfig(target=CALLER, **SETTINGS),
         )
         output = tmp_path / f"{as_messages}.jsonl"
-        generate(job, EngineConfig(exact=True), output, min_score=1.5, as_messages=as_messages, progress=lambda done: None)
+        generate(
+            job,
+            EngineConfig(exact=True),
+            output,
+            min_score=1.5,
+            as_messages=as_messages,
+            progress=lambda done: None,
+        )
         lines[as_messages] = [json.loads(line) for line in output.read_text().splitlines()]
     episodes_of = [(line["prompt_index"], line["sample_index"]) for line in lines[True]]
     assert len(lines[False]) > len(episodes_of) > 2
-    assert [*dict.fromkeys((line["prompt_index"], line["sample_index"]) for line in lines[False])] == episodes_of
+    assert [
+        *dict.fromkeys((line["prompt_index"], line["sample_index"]) for line in lines[False])
+    ] == episodes_of
     assert all(line["score"] == 1.5 for line in lines[False])
     for said in lines[True]:
         assert [each["role"] for each in said["messages"]] == ["user", "assistant"] * 3
         assert [each["content"] for each in said["messages"]][2::2] == ["n1", "n2"]
-    data = DataConfig(path=str(tmp_path / "False.jsonl"), max_prompt_tokens=110, max_response_tokens=110, shuffle=False)
+    data = DataConfig(
+        path=str(tmp_path / "False.jsonl"),
+        max_prompt_tokens=110,
+        max_response_tokens=110,
+        shuffle=False,
+    )
     learned = open_demonstrations(data, Tokenizer(model), 1).take(0, len(lines[False]))
     for example, line in zip(learned, lines[False], strict=True):
         assert example.tokens.tolist() == line["prompt_tokens"] + line["tokens"]

@@ -72,7 +72,8 @@ def save_model(path: Path, family: str, save_options: dict | None = None, **sett
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | settings))
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide what is left out or exchanged
+        # ones and zeros would hide what is left out or exchanged
+        if "norm" in name or "bias" in name:
             parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(path, **save_options or {})
     return path
@@ -86,7 +87,9 @@ def settings_of(tensor: int = 1, **settings) -> EngineConfig:
     return EngineConfig(parallel=EngineParallelConfig(tensor=tensor, data=1), **settings)
 
 
-def make_engine(directory: Path, tensor: int = 1, rank: int = 0, group=None, seed: int = 7, **settings) -> EmbeddedEngine:
+def make_engine(
+    directory: Path, tensor: int = 1, rank: int = 0, group=None, seed: int = 7, **settings
+) -> EmbeddedEngine:
     engine = EmbeddedEngine(shape_of(directory), settings_of(tensor, **settings), rank, seed, group)
     load_directory(engine, directory)
     return engine
@@ -94,11 +97,16 @@ def make_engine(directory: Path, tensor: int = 1, rank: int = 0, group=None, see
 
 def make_prompts() -> list[Prompt]:
     generator = torch.Generator().manual_seed(3)
-    return [Prompt(index, "", torch.randint(0, 200, (length,), generator=generator)) for index, length in enumerate(LENGTHS)]
+    return [
+        Prompt(index, "", torch.randint(0, 200, (length,), generator=generator))
+        for index, length in enumerate(LENGTHS)
+    ]
 
 
 def make_requests(samples: int = 1) -> list[GenerationRequest]:
-    return [GenerationRequest(prompt, index) for prompt in make_prompts() for index in range(samples)]
+    return [
+        GenerationRequest(prompt, index) for prompt in make_prompts() for index in range(samples)
+    ]
 
 
 def response(sample: Sample) -> list[int]:
@@ -113,9 +121,13 @@ def load_transformers(directory: Path):
 
 def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_directory):
     model = load_transformers(any_directory)
-    samples = generate(make_engine(any_directory), make_requests(), SamplingOptions(12, greedy=True))
+    samples = generate(
+        make_engine(any_directory), make_requests(), SamplingOptions(12, greedy=True)
+    )
     for prompt, sample in zip(make_prompts(), samples, strict=True):
-        wanted = model.generate(prompt.tokens[None], max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        wanted = model.generate(
+            prompt.tokens[None], max_new_tokens=12, do_sample=False, pad_token_id=0
+        )[0]
         assert sample.tokens.tolist() == wanted.tolist()
         assert sample.prompt_length == len(prompt.tokens)
         assert sample.finish_reason == "length"
@@ -124,10 +136,17 @@ def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_di
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature):
     model = load_transformers(any_directory)
-    for sample in generate(make_engine(any_directory), make_requests(3), SamplingOptions(10, temperature)):
+    for sample in generate(
+        make_engine(any_directory), make_requests(3), SamplingOptions(10, temperature)
+    ):
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-        wanted = (logits / temperature).log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        wanted = (
+            (logits / temperature)
+            .log_softmax(-1)
+            .gather(1, sample.tokens[sample.prompt_length :, None])
+            .squeeze(1)
+        )
         torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
 
 
@@ -152,7 +171,9 @@ def test_another_seed_or_longer_limit(tied_directory):
     assert [response(sample) for sample in short] != [response(sample) for sample in other]
 
 
-def generate_on_rank(directory: Path, samples: int, options: SamplingOptions) -> list[tuple[list[int], list[float]]]:
+def generate_on_rank(
+    directory: Path, samples: int, options: SamplingOptions
+) -> list[tuple[list[int], list[float]]]:
     import torch.distributed as dist
 
     engine = make_engine(directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD)
@@ -166,7 +187,9 @@ def test_two_tensor_parallel_ranks_return_the_samples_of_one(pool, directory, gr
     options = SamplingOptions(12, greedy=greedy, stop_token_ids=tuple(range(0, 200, 9)))
     first, second = pool.run(generate_on_rank, 2, directory, 2, options)
     assert first == second
-    for (tokens, logprobs), alone in zip(first, generate(make_engine(directory), make_requests(2), options), strict=True):
+    for (tokens, logprobs), alone in zip(
+        first, generate(make_engine(directory), make_requests(2), options), strict=True
+    ):
         assert tokens == response(alone)
         torch.testing.assert_close(torch.tensor(logprobs), alone.engine_logprobs, atol=1e-4, rtol=0)
 
@@ -184,7 +207,9 @@ def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_direct
         wanted = tokens[: ends[0] + 1] if ends else tokens
         assert response(sample) == wanted
         assert sample.finish_reason == ("stop" if ends else "length")
-        torch.testing.assert_close(sample.engine_logprobs, unlimited.engine_logprobs[: len(wanted)], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            sample.engine_logprobs, unlimited.engine_logprobs[: len(wanted)], atol=1e-5, rtol=0
+        )
 
 
 def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tied_directory):
@@ -193,8 +218,12 @@ def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tie
     before = generate(engine, make_requests(), options)
     update = engine.begin_update(5)
     for name, view in update.views(list(engine._weights.views)).items():
-        view.copy_(engine._weights.views[name] * 0.5 if view.dim() == 2 else engine._weights.views[name])
-    update.views(["model.embed_tokens.weight"])["model.embed_tokens.weight"].copy_(torch.randn(200, 32))
+        view.copy_(
+            engine._weights.views[name] * 0.5 if view.dim() == 2 else engine._weights.views[name]
+        )
+    update.views(["model.embed_tokens.weight"])["model.embed_tokens.weight"].copy_(
+        torch.randn(200, 32)
+    )
     update.load(list(engine._weights.views))
     update.commit()
     after = generate(engine, make_requests(), options)
@@ -219,7 +248,9 @@ def test_a_sharded_directory_loads_like_a_single_file(tied_directory, tmp_path):
     sharded = save_llama(tmp_path, tied=True, max_shard_size="30KB")
     assert (sharded / "model.safetensors.index.json").is_file()
     options = SamplingOptions(6, greedy=True)
-    one, other = (generate(make_engine(path), make_requests(), options) for path in (tied_directory, sharded))
+    one, other = (
+        generate(make_engine(path), make_requests(), options) for path in (tied_directory, sharded)
+    )
     assert [response(sample) for sample in one] == [response(sample) for sample in other]
 
 
@@ -233,14 +264,24 @@ def test_samples_can_be_used_in_a_differentiated_expression(tied_directory):
 def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tied_directory):
     engine = make_engine(tied_directory)
     long = GenerationRequest(Prompt(41, "", torch.zeros(60, dtype=torch.int64)), 0)
-    with pytest.raises(AlignerError, match=r"prompt 41 has 60 tokens; with max_new_tokens=5 .* 64 positions"):
+    with pytest.raises(
+        AlignerError, match=r"prompt 41 has 60 tokens; with max_new_tokens=5 .* 64 positions"
+    ):
         generate(engine, [*make_requests(), long], SamplingOptions(5))
     (sample,) = generate(engine, [long], SamplingOptions(4))
     assert len(sample.tokens) == 64
     with pytest.raises(AlignerError, match="prompt 42 is empty"):
-        generate(engine, [GenerationRequest(Prompt(42, "", torch.zeros(0, dtype=torch.int64)), 0)], SamplingOptions(4))
+        generate(
+            engine,
+            [GenerationRequest(Prompt(42, "", torch.zeros(0, dtype=torch.int64)), 0)],
+            SamplingOptions(4),
+        )
     with pytest.raises(AlignerError, match="prompt 43 has token ids from 5 to 200"):
-        generate(engine, [GenerationRequest(Prompt(43, "", torch.tensor([5, 200])), 0)], SamplingOptions(4))
+        generate(
+            engine,
+            [GenerationRequest(Prompt(43, "", torch.tensor([5, 200])), 0)],
+            SamplingOptions(4),
+        )
     with pytest.raises(AlignerError, match="max_new_tokens=0"):
         generate(engine, make_requests(), SamplingOptions(0))
 
@@ -252,7 +293,10 @@ def test_an_engine_without_weights_does_not_generate(tied_directory):
 
 
 def test_a_model_that_does_not_divide_is_refused(tied_directory):
-    with pytest.raises(ConfigError, match=r"engine.parallel.tensor=4: the model's 2 key-value heads do not divide by 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.parallel.tensor=4: the model's 2 key-value heads do not divide by 4",
+    ):
         EmbeddedEngine(shape_of(tied_directory), settings_of(tensor=4), 0, 1)
 
 

@@ -1,4 +1,5 @@
-"""What every engine does, and refuses: one suite for all of them. TensorRT-LLM itself is a strict stand-in here."""
+"""What every engine does, and refuses: one suite for all of them. TensorRT-LLM itself is a strict
+stand-in here."""
 
 from __future__ import annotations
 
@@ -15,12 +16,22 @@ from aligner.data.types import Prompt, unbegun
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines import engines
-from tests.engines.engines import generate, greedy, prompts, publish, requests, response, whole_logprobs, write
+from tests.engines.engines import (
+    generate,
+    greedy,
+    prompts,
+    publish,
+    requests,
+    response,
+    whole_logprobs,
+    write,
+)
 from tests.engines.vllm.shared_clients import NEEDED
 
 STOPS = tuple(range(0, engines.VOCABULARY, 6))
 TRIES = 5
-"""vLLM is a program of its own, which goes on while a test looks at what it has drawn, and may be through."""
+"""vLLM is a program of its own, which goes on while a test looks at what it has drawn, and may be
+through."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +40,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path
 
     @functools.cache
     def save(seed: int, layers: int, head_dim: int) -> Path:
-        return engines.save_tiny(tmp_path_factory.mktemp("model"), seed, layers=layers, head_dim=head_dim)
+        return engines.save_tiny(
+            tmp_path_factory.mktemp("model"), seed, layers=layers, head_dim=head_dim
+        )
 
-    # vLLM has no kernels for smaller heads on CPUs; and deeper, since it goes on while a test looks at what it has drawn.
+    # vLLM has no kernels for smaller heads on CPUs; and deeper, since it goes on while a test looks
+    # at what it has drawn.
     return lambda seed, kind: save(seed, *((64, 32) if kind == "vllm" else (2, 8)))
 
 
@@ -94,7 +108,10 @@ def test_greedy_text_equals_transformers(engine, model):
 def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine, model, options):
     for sample in generate(engine, requests(2), options):
         torch.testing.assert_close(
-            sample.engine_logprobs, whole_logprobs(model, sample, options.temperature), atol=1e-4, rtol=0
+            sample.engine_logprobs,
+            whole_logprobs(model, sample, options.temperature),
+            atol=1e-4,
+            rtol=0,
         )
 
 
@@ -112,8 +129,13 @@ def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, k
     for sample in generate(engine, requests(2), options):
         assert sample.kept is not None
         with torch.no_grad():
-            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1] / options.temperature
-        for row, token, logprob, ids in zip(logits, sample.response, sample.engine_logprobs, sample.kept.each(), strict=True):
+            logits = (
+                model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+                / options.temperature
+            )
+        for row, token, logprob, ids in zip(
+            logits, sample.response, sample.engine_logprobs, sample.kept.each(), strict=True
+        ):
             assert token in ids
             among = row[ids].log_softmax(-1)[ids == token]
             torch.testing.assert_close(logprob[None], among, atol=1e-4, rtol=0)
@@ -138,8 +160,14 @@ def test_a_sample_depends_on_its_prompt_and_index_alone(kind, directory, engine)
 
 
 def test_a_narrowed_distribution_gives_the_likeliest_token(engine):
-    wanted = [response(sample) for sample in generate(engine, requests(), SamplingOptions(6, greedy=True))]
-    for options in (SamplingOptions(6, top_k=1), SamplingOptions(6, top_p=1e-6), SamplingOptions(6, temperature=1e-3)):
+    wanted = [
+        response(sample) for sample in generate(engine, requests(), SamplingOptions(6, greedy=True))
+    ]
+    for options in (
+        SamplingOptions(6, top_k=1),
+        SamplingOptions(6, top_p=1e-6),
+        SamplingOptions(6, temperature=1e-3),
+    ):
         assert [response(sample) for sample in generate(engine, requests(), options)] == wanted
 
 
@@ -156,13 +184,18 @@ def test_a_response_ends_with_its_first_stop_token(engine):
 
 
 def test_no_stop_token_comes_before_the_least_length(engine):
-    samples = generate(engine, requests(4), SamplingOptions(12, min_new_tokens=5, stop_token_ids=STOPS))
+    samples = generate(
+        engine, requests(4), SamplingOptions(12, min_new_tokens=5, stop_token_ids=STOPS)
+    )
     assert all(token not in STOPS for sample in samples for token in response(sample)[:5])
     assert any(len(response(sample)) == 6 and sample.finish_reason == "stop" for sample in samples)
 
 
 def test_requests_have_limits_of_their_own(engine, model):
-    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), (3, None, 9, 1), strict=True)]
+    wanted = [
+        dataclasses.replace(one, max_new_tokens=limit)
+        for one, limit in zip(requests(), (3, None, 9, 1), strict=True)
+    ]
     samples = generate(engine, wanted, SamplingOptions(6, greedy=True))
     assert [len(response(sample)) for sample in samples] == [3, 6, 6, 1]
     for request, sample in zip(wanted, samples, strict=True):
@@ -170,7 +203,10 @@ def test_requests_have_limits_of_their_own(engine, model):
 
 
 def test_steps_give_every_response_once_with_its_place(engine, kind):
-    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)]
+    wanted = [
+        dataclasses.replace(one, max_new_tokens=limit)
+        for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)
+    ]
     generation = engine.start(wanted, SamplingOptions(9))
     found: dict[int, Any] = {}
     while not generation.done:
@@ -178,7 +214,8 @@ def test_steps_give_every_response_once_with_its_place(engine, kind):
             assert place not in found
             found[place] = sample
     assert generation.step() == []
-    assert next(iter(found)) == 1 or kind == "vllm"  # of which several may be complete between two looks
+    # of which several may be complete between two looks
+    assert next(iter(found)) == 1 or kind == "vllm"
     assert [len(response(found[place])) for place in range(4)] == [9, 1, 4, 2]
     assert generate(engine, [], SamplingOptions(3)) == []
 
@@ -189,7 +226,9 @@ def test_new_weights_stamp_and_change_what_is_drawn(engine, directory, other_dir
     publish(engine, other_directory, 5)
     assert engine.version == 5
     changed = engines.reference_model(other_directory)
-    for prompt, old, new in zip(prompts(), before, generate(engine, requests(), options), strict=True):
+    for prompt, old, new in zip(
+        prompts(), before, generate(engine, requests(), options), strict=True
+    ):
         assert new.weight_versions.tolist() == [5] * 5
         assert response(new) == greedy(changed, prompt.tokens, 5) != response(old)
 
@@ -197,7 +236,10 @@ def test_new_weights_stamp_and_change_what_is_drawn(engine, directory, other_dir
 def _half_way(engine: GenerationEngine) -> Any:
     """A generation with one response complete and the others under way, and what was given out."""
     limits = (2, 30, 30, 30)
-    wanted = [dataclasses.replace(one, max_new_tokens=limit) for one, limit in zip(requests(), limits, strict=True)]
+    wanted = [
+        dataclasses.replace(one, max_new_tokens=limit)
+        for one, limit in zip(requests(), limits, strict=True)
+    ]
     generation = engine.start(wanted, SamplingOptions(30, greedy=True))
     found: dict[int, Any] = {}
     while not found:
@@ -220,7 +262,10 @@ def test_responses_under_way_are_handed_over_and_taken(engine, kind, model):
         pytest.fail("no response was under way")
     if kind.startswith("embedded"):
         assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
-    going_on = [dataclasses.replace(one, begun=sample) for one, sample in zip(requests(), begun, strict=True)]
+    going_on = [
+        dataclasses.replace(one, begun=sample)
+        for one, sample in zip(requests(), begun, strict=True)
+    ]
     for prompt, sample in zip(prompts(), generate(engine, going_on, options), strict=True):
         assert response(sample) == greedy(model, prompt.tokens, 30)
 
@@ -236,7 +281,9 @@ def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, ot
     assert generate(engine, requests(), SamplingOptions(2))[0].weight_versions.tolist() == [1, 1]
 
 
-def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(engine, model, directory, other_directory):
+def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(
+    engine, model, directory, other_directory
+):
     for version in range(0, 2 * TRIES, 2):
         were_under_way = _interrupted(engine, version, model, other_directory)
         if were_under_way:
@@ -246,7 +293,8 @@ def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(eng
 
 
 def _interrupted(engine: GenerationEngine, version: int, model: Any, other_directory: Path) -> bool:
-    """Whether an update from a version to the next came while all but the first response were under way."""
+    """Whether an update from a version to the next came while all but the first response were under
+    way."""
     generation, found = _half_way(engine)
     publish(engine, other_directory, version + 1, "interrupt")
     while not generation.done:
@@ -262,7 +310,9 @@ def _interrupted(engine: GenerationEngine, version: int, model: Any, other_direc
         context = torch.cat((prompt.tokens, torch.tensor(tokens[:kept])))
         assert tokens[kept:] == greedy(changed, context, 30 - kept)
         old, new = (whole_logprobs(one, sample, 1.0) for one in (model, changed))
-        torch.testing.assert_close(sample.engine_logprobs, torch.cat((old[:kept], new[kept:])), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            sample.engine_logprobs, torch.cat((old[:kept], new[kept:])), atol=1e-4, rtol=0
+        )
         each.append(kept)
     return all(0 < kept < 30 for kept in each)
 
@@ -275,7 +325,10 @@ def test_requests_that_can_not_be_served_are_all_named(engine):
     with pytest.raises(AlignerError) as caught:
         generate(engine, [*requests(), long, empty, foreign], SamplingOptions(3))
     message = str(caught.value)
-    assert "prompt 41 has 46 tokens; with max_new_tokens=3 that exceeds the model's 48 positions" in message
+    assert (
+        "prompt 41 has 46 tokens; with max_new_tokens=3 that exceeds the model's 48 positions"
+        in message
+    )
     assert "prompt 42 is empty" in message
     assert "prompt 43 has token ids from 5 to 120; the vocabulary is [0, 120)" in message
     assert len(generate(engine, [long], SamplingOptions(2))[0].tokens) == 48
@@ -358,13 +411,20 @@ def test_weights_that_a_sleep_dropped_are_published_again(engine, directory, kin
 
 def test_one_update_at_a_time(engine, directory):
     update = engine.begin_update(4)
-    with pytest.raises(AlignerError, match="an update to version 5 can not begin: the one to version 4 is still open"):
+    with pytest.raises(
+        AlignerError,
+        match="an update to version 5 can not begin: the one to version 4 is still open",
+    ):
         engine.begin_update(5)
     with pytest.raises(AlignerError, match="the update to version 4 is open"):
         engine.sleep()
     write(engine, update, directory)
     update.commit()
-    for late in (update.commit, lambda: update.views(["model.norm.weight"]), lambda: update.load(["model.norm.weight"])):
+    for late in (
+        update.commit,
+        lambda: update.views(["model.norm.weight"]),
+        lambda: update.load(["model.norm.weight"]),
+    ):
         with pytest.raises(AlignerError):
             late()
     update.abort()
@@ -373,7 +433,9 @@ def test_one_update_at_a_time(engine, directory):
 
 def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, directory):
     update = engine.begin_update(1)
-    assert list(update.views(["model.norm.weight", "model.layers.99.mlp.up_proj.weight"])) == ["model.norm.weight"]
+    assert list(update.views(["model.norm.weight", "model.layers.99.mlp.up_proj.weight"])) == [
+        "model.norm.weight"
+    ]
     write(engine, update, directory, leave_out="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(AlignerError, match=r"lacks .*model\.layers\.1\.mlp\.up_proj\.weight"):
         update.commit()
@@ -394,13 +456,17 @@ def test_what_an_aborted_update_leaves(kind, engine, directory, other_directory)
         assert engine.version == 0
     else:
         assert engine.version is None
-        with pytest.raises(AlignerError, match=r"no weights: the update to version 6 .*failed.*publish again"):
+        with pytest.raises(
+            AlignerError, match=r"no weights: the update to version 6 .*failed.*publish again"
+        ):
             generate(engine, requests(), options)
         publish(engine, directory, 7)
     assert [response(sample) for sample in generate(engine, requests(), options)] == before
 
 
-def test_interrupted_responses_go_on_after_a_failed_update_once_there_are_weights(engine, model, directory):
+def test_interrupted_responses_go_on_after_a_failed_update_once_there_are_weights(
+    engine, model, directory
+):
     generation, found = _half_way(engine)
     engine._settings = dataclasses.replace(engine._settings, in_flight="interrupt")
     update = engine.begin_update(6)

@@ -56,22 +56,28 @@ def episodes(
     parts: tuple[int, ...] = (),
     by_steps: bool = False,
 ) -> tuple[list[Sample], Tokenizer]:
-    """Two samples each of some prompts; after so many steps each they are handed over to another engine, and another pool."""
+    """Two samples each of some prompts; after so many steps each they are handed over to another
+    engine, and another pool."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer(model)
-    chosen = EnvironmentConfig(target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings)
+    chosen = EnvironmentConfig(
+        target=target, **{"max_turn_tokens": 6, "turn_end": TURN_END, "deadline_s": 20.0} | settings
+    )
     is_chat = (model / "chat_template.jinja").exists()
     requests = [
         GenerationRequest(asked(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
         for at in range(prompts)
         for index in range(2)
     ]
-    ends = (*tokenizer.eos_token_ids, *range(20, 60))  # a model with random weights seldom writes any one token
+    # a model with random weights seldom writes any one token
+    ends = (*tokenizer.eos_token_ids, *range(20, 60))
     sampling = SamplingOptions(**{"max_new_tokens": 48, "stop_token_ids": ends} | (options or {}))
     found: dict[int, Sample] = {}
     for steps in (*parts, None):
         places = [place for place in range(len(requests)) if place not in found]
-        engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2)
+        engine = EmbeddedEngine(
+            directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2
+        )
         load_directory(engine, model)
         pool = EnvironmentPool.of(chosen)
         try:
@@ -95,16 +101,25 @@ def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):
         turns = [tokenizer.decode(turn) for turn in sample.turns()]
         assert turns[1::2] == ["s", "n1;", "n2;"] and len(turns) == 7 and turns[0] == ""
         ends = sample.drawn.nonzero()[:, 0][sample.rewards[sample.drawn] != 0]
-        assert sample.rewards[ends].tolist() == [1.0, 2.0, 3.0] and float(sample.rewards.sum()) == 6.0
+        assert (
+            sample.rewards[ends].tolist() == [1.0, 2.0, 3.0] and float(sample.rewards.sum()) == 6.0
+        )
         assert not bool(sample.drawn[ends[0] + 1]) and int(ends[-1]) == len(sample.response) - 1
         assert sample.finish_reason == "stop" and (sample.weight_versions[sample.drawn] == 0).all()
 
 
-@pytest.mark.parametrize("settings", [{"arguments": {"delay_s": 0.05, "spread": 3}, "workers": 2}, {"episodes_per_worker": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"arguments": {"delay_s": 0.05, "spread": 3}, "workers": 2}, {"episodes_per_worker": 2}],
+)
 def test_no_bit_of_it_hangs_on_how_long_environments_take(model, settings):
     expected, _ = episodes(model, {"max_turn_tokens": 40})
-    for one, other in zip(expected, episodes(model, {"max_turn_tokens": 40} | settings)[0], strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+    for one, other in zip(
+        expected, episodes(model, {"max_turn_tokens": 40} | settings)[0], strict=True
+    ):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(
+            one.engine_logprobs, other.engine_logprobs
+        )
 
 
 @bounds_seconds
@@ -122,36 +137,66 @@ def test_environments_take_their_time_together(model):
 @bounds_seconds
 def test_64_episodes_take_little_longer_than_the_slowest_one_or_than_without_delays(model):
     seconds = {}
-    for name, delay_s, spread, prompts in (("with", 0.4, 5, 32), ("without", 0.0, 1, 32), ("slowest", 2.0, 1, 1)):
+    for name, delay_s, spread, prompts in (
+        ("with", 0.4, 5, 32),
+        ("without", 0.0, 1, 32),
+        ("slowest", 2.0, 1, 1),
+    ):
         begin = time.perf_counter()
-        episodes(model, {"arguments": {"delay_s": delay_s, "spread": spread}, "max_turn_tokens": 40}, prompts=prompts)
+        episodes(
+            model,
+            {"arguments": {"delay_s": delay_s, "spread": spread}, "max_turn_tokens": 40},
+            prompts=prompts,
+        )
         seconds[name] = time.perf_counter() - begin
     assert seconds["slowest"] > 3 * 2.0
     assert seconds["with"] < 1.1 * max(seconds["without"], seconds["slowest"]) + 0.5, seconds
 
 
 def test_what_reaches_a_limit_is_cut(model):
-    by_turns, _ = episodes(model, {"arguments": {"turns": 9}, "max_turns": 2, "max_turn_tokens": 40})
-    assert all(sample.finish_reason == "length" and float(sample.rewards.sum()) == 3.0 for sample in by_turns)
-    by_tokens, _ = episodes(
-        model, {"arguments": {"turns": 99}, "max_turns": 99, "max_turn_tokens": 40}, options={"max_new_tokens": 20}
+    by_turns, _ = episodes(
+        model, {"arguments": {"turns": 9}, "max_turns": 2, "max_turn_tokens": 40}
     )
-    assert all(sample.finish_reason == "length" and len(sample.response) <= 20 for sample in by_tokens)
+    assert all(
+        sample.finish_reason == "length" and float(sample.rewards.sum()) == 3.0
+        for sample in by_turns
+    )
+    by_tokens, _ = episodes(
+        model,
+        {"arguments": {"turns": 99}, "max_turns": 99, "max_turn_tokens": 40},
+        options={"max_new_tokens": 20},
+    )
+    assert all(
+        sample.finish_reason == "length" and len(sample.response) <= 20 for sample in by_tokens
+    )
     by_turn, _ = episodes(model, {"max_turn_tokens": 3}, options={"stop_token_ids": ()})
     assert {(sample.finish_reason, sample.drawn_count) for sample in by_turn} == {("length", 3)}
 
 
 def test_what_tokens_were_drawn_among_is_told_behind_what_came_first(model):
-    samples, _ = episodes(model, {"max_turn_tokens": 40}, options={"top_p": 0.9, "renormalize": True})
+    samples, _ = episodes(
+        model, {"max_turn_tokens": 40}, options={"top_p": 0.9, "renormalize": True}
+    )
     for sample in samples:
         assert sample.kept is not None and sample.drawn is not None
-        assert (sample.kept.counts[~sample.drawn] == 0).all() and (sample.kept.counts[sample.drawn] > 0).all()
+        assert (sample.kept.counts[~sample.drawn] == 0).all() and (
+            sample.kept.counts[sample.drawn] > 0
+        ).all()
 
 
 def test_an_episode_whose_environment_fails_has_no_score_and_neither_has_its_prompt(model):
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
     scores = environment_scores(samples, 2)
-    assert scores is not None and scores.isnan().tolist() == [False, False, True, True, False, False, False, False]
+    assert scores is not None and scores.isnan().tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +206,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = read_shape(directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
     template = (
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if"
+        " add_generation_prompt %}a:{% endif %}"
     )
     (directory / "chat_template.jinja").write_text(template)
     weights = load_file(directory / "model.safetensors")
@@ -173,12 +219,16 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_messages_are_worded_behind_the_turn_that_was_drawn(chat_model):
     settings = {"turn_end": None, "max_turn_tokens": 20}
     options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
-    samples, tokenizer = episodes(chat_model, settings, 8, options, target="tests.engines.teller:Caller")
+    samples, tokenizer = episodes(
+        chat_model, settings, 8, options, target="tests.engines.teller:Caller"
+    )
     whole = [sample for sample in samples if sample.finish_reason == "stop"]
     assert len(whole) > 4
     for sample in whole:
         turns = [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
-        assert turns[1::2] == ["u:n1<eos>a:", "u:n2<eos>a:"] and all(turn.endswith("<eos>") for turn in turns[::2])
+        assert turns[1::2] == ["u:n1<eos>a:", "u:n2<eos>a:"] and all(
+            turn.endswith("<eos>") for turn in turns[::2]
+        )
         assert float(sample.rewards.sum()) == 1.5
 
 
@@ -191,7 +241,9 @@ def assert_equal(one: Sample, other: Sample) -> None:
 
 @pytest.mark.parametrize("parts", [(1,), (4,), (9,), (2, 3, 2, 30)], ids=str)
 @pytest.mark.parametrize(("target", "turn_tokens"), [("Teller", 5), ("Quiet", 3)])
-def test_an_episode_that_is_handed_over_goes_on_as_if_it_had_stayed(model, target, turn_tokens, parts):
+def test_an_episode_that_is_handed_over_goes_on_as_if_it_had_stayed(
+    model, target, turn_tokens, parts
+):
     settings, target = {"max_turn_tokens": turn_tokens}, f"tests.engines.teller:{target}"
     stayed, _ = episodes(model, settings, target=target)
     assert {sample.finish_reason for sample in stayed} == {"stop", "length"}
@@ -206,33 +258,55 @@ def test_a_conversation_that_is_handed_over_goes_on_as_if_it_had_stayed(chat_mod
     options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
     target = "tests.engines.teller:Caller"
     stayed, _ = episodes(chat_model, settings, 4, options, target=target)
-    for one, other in zip(stayed, episodes(chat_model, settings, 4, options, target=target, parts=(7, 11))[0], strict=True):
+    for one, other in zip(
+        stayed,
+        episodes(chat_model, settings, 4, options, target=target, parts=(7, 11))[0],
+        strict=True,
+    ):
         assert_equal(one, other)
 
 
-def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_lost_and_the_others_go_on(model, caplog):
+def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_lost_and_the_others_go_on(
+    model, caplog
+):
     target = "tests.engines.teller:Fickle"
     samples, _ = episodes(model, {"max_turn_tokens": 40}, target=target, parts=(12,), by_steps=True)
     lost = [sample for sample in samples if bool(sample.rewards.isnan().any())]
-    assert lost and len(lost) == sum("other than the first time" in message for message in caplog.messages)
+    assert lost and len(lost) == sum(
+        "other than the first time" in message for message in caplog.messages
+    )
     assert all(len(sample.response) == 1 for sample in lost)
 
 
-def test_which_episodes_are_complete_after_how_many_steps_does_not_hang_on_time_where_that_is_asked_for(model):
+def test_which_episodes_are_complete_after_how_many_steps_does_not_hang_on_time_where_that_is_asked_for(
+    model,
+):
     def ends(settings: dict[str, Any]) -> list[list[int]]:
         torch.set_num_threads(1)
         tokenizer, chosen = (
             Tokenizer(model),
             EnvironmentConfig(target="tests.engines.teller:Teller", max_turn_tokens=40, **settings),
         )
-        engine = EmbeddedEngine(directory_shape(model, "model.path"), EngineConfig(exact=True), 0, seed=2)
+        engine = EmbeddedEngine(
+            directory_shape(model, "model.path"), EngineConfig(exact=True), 0, seed=2
+        )
         load_directory(engine, model)
         pool = EnvironmentPool.of(chosen)
         try:
             pool.start()
-            requests = [GenerationRequest(asked(tokenizer, at, is_chat=False, fails=False), 0) for at in range(6)]
-            sampling = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *range(20, 60)))
-            generation, steps = EpisodeEngine(engine, pool, tokenizer, chosen, 3, by_steps=True).start(requests, sampling), []
+            requests = [
+                GenerationRequest(asked(tokenizer, at, is_chat=False, fails=False), 0)
+                for at in range(6)
+            ]
+            sampling = SamplingOptions(
+                48, stop_token_ids=(*tokenizer.eos_token_ids, *range(20, 60))
+            )
+            generation, steps = (
+                EpisodeEngine(engine, pool, tokenizer, chosen, 3, by_steps=True).start(
+                    requests, sampling
+                ),
+                [],
+            )
             while not generation.done:
                 steps.append(sorted(place for place, _ in generation.step()))
             return steps

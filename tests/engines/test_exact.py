@@ -1,4 +1,5 @@
-"""With `engine.exact` the engine's log-probs are the trainer's bit for bit, whatever else is in a batch of either."""
+"""With `engine.exact` the engine's log-probs are the trainer's bit for bit, whatever else is in a
+batch of either."""
 
 from __future__ import annotations
 
@@ -23,22 +24,41 @@ from tests.rounds import typical
 DENSE = [family for family in families.CONFIGS if family not in families.MIXTURES]
 LENGTHS = (3, 9, 1, 20)
 NEW_TOKENS = (14, 9, 34, 5, 11, 14, 2, 30)
-OPTIONS = {"all": {"temperature": 1.0}, "warm": {"temperature": 0.7}, "top-p": {"temperature": 1.3, "top_p": 0.9}}
-LAYOUTS: dict[str, dict[str, Any]] = {"single": {}, "dp2": {"data": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}}
+OPTIONS = {
+    "all": {"temperature": 1.0},
+    "warm": {"temperature": 0.7},
+    "top-p": {"temperature": 1.3, "top_p": 0.9},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "dp2": {"data": 2},
+    "pp2": {"pipeline": 2},
+    "cp2": {"context": 2},
+}
 
 
-def drawn(directory: str, sampling: dict[str, float], *, exact: bool = True, rows: int = 3) -> list[Sample]:
+def drawn(
+    directory: str, sampling: dict[str, float], *, exact: bool = True, rows: int = 3
+) -> list[Sample]:
     """Responses of which some join while others are half-way."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
-    prompts = [Prompt(at, "", torch.randint(2, 72, (length,), generator=generator)) for at, length in enumerate(LENGTHS)]
+    prompts = [
+        Prompt(at, "", torch.randint(2, 72, (length,), generator=generator))
+        for at, length in enumerate(LENGTHS)
+    ]
     engine = EmbeddedEngine(shape, EngineConfig(exact=exact, batch_size=rows), 0, seed=2)
     load_directory(engine, Path(directory))
-    requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
+    requests = [
+        GenerationRequest(prompts[index // 2], index % 2, limit)
+        for index, limit in enumerate(NEW_TOKENS)
+    ]
     return generate(engine, requests, SamplingOptions(max(NEW_TOKENS), **sampling))
 
 
-def differing(directory: str, layout: dict[str, Any], budget: int, *, exact: bool = True) -> dict[str, float]:
+def differing(
+    directory: str, layout: dict[str, Any], budget: int, *, exact: bool = True
+) -> dict[str, float]:
     """The share of response tokens whose log-probs are other bits in the trainer, by options."""
     torch.set_num_threads(1)
     actor = jobs.policy(directory, layout, {"micro_batch_tokens": budget}, exact=exact)
@@ -78,15 +98,21 @@ def test_what_else_the_engine_is_at_changes_no_bit_of_a_sample(pool, tmp_path):
     directory = str(families.save("qwen3", tmp_path))
     whole, alone = (pool.run(samples_by_rows, 1, directory, rows)[0] for rows in (8, 1))
     for one, other in zip(whole, alone, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(
+            one.engine_logprobs, other.engine_logprobs
+        )
 
 
 def attended(length: int, queries: slice, heads: int = 4, groups: int = 2) -> torch.Tensor:
     """The attention of some queries of a sequence over what they see."""
     draw = torch.Generator().manual_seed(7)
-    query, key, value = (torch.randn(1, count, 64, 16, generator=draw) for count in (heads, groups, groups))
+    query, key, value = (
+        torch.randn(1, count, 64, 16, generator=draw) for count in (heads, groups, groups)
+    )
     seen = torch.ones(64, 64, dtype=torch.bool).tril()[queries, :length]
-    return batch_invariant.attend(query[:, :, queries], key[:, :, :length], value[:, :, :length], seen)
+    return batch_invariant.attend(
+        query[:, :, queries], key[:, :, :length], value[:, :, :length], seen
+    )
 
 
 def test_attention_is_that_of_the_fused_kernel_and_no_query_hangs_on_the_others():
@@ -96,10 +122,14 @@ def test_attention_is_that_of_the_fused_kernel_and_no_query_hangs_on_the_others(
         draw = torch.Generator().manual_seed(7)
         query, key, value = (torch.randn(1, count, 64, 16, generator=draw) for count in (4, 2, 2))
         whole = attended(64, slice(0, 64))
-        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
         for place in (0, 1, 15, 16, 17, 40, 63):
-            assert torch.equal(attended(place + 1, slice(place, place + 1))[:, :, 0], whole[:, :, place])
+            assert torch.equal(
+                attended(place + 1, slice(place, place + 1))[:, :, 0], whole[:, :, place]
+            )
     finally:
         torch.set_num_threads(threads)
 
@@ -110,10 +140,14 @@ def test_no_query_of_a_long_sequence_hangs_on_the_columns_behind_it():
     try:
         draw = torch.Generator().manual_seed(7)
         query, key, value = (torch.randn(1, count, 900, 16, generator=draw) for count in (4, 2, 2))
-        whole = batch_invariant.attend(query, key, value, torch.ones(900, 900, dtype=torch.bool).tril())
+        whole = batch_invariant.attend(
+            query, key, value, torch.ones(900, 900, dtype=torch.bool).tril()
+        )
         for length in (256, 257, 385, 400, 513, 768, 800, 899):
             seen = torch.ones(1, length, dtype=torch.bool)
-            alone = batch_invariant.attend(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], seen)
+            alone = batch_invariant.attend(
+                query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], seen
+            )
             assert torch.equal(alone[:, :, 0], whole[:, :, length - 1])
     finally:
         torch.set_num_threads(threads)

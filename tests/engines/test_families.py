@@ -1,4 +1,5 @@
-"""The embedded engine's log-probs are Megatron's, for every family that Megatron trains here, at one and two ranks."""
+"""The embedded engine's log-probs are Megatron's, for every family that Megatron trains here, at
+one and two ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
 
 
 def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
-    """Samples of an engine over the world's ranks, and the largest difference of a log-prob to Megatron's."""
+    """Samples of an engine over the world's ranks, and the largest difference of a log-prob to
+    Megatron's."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
     prompts = [
@@ -33,8 +35,13 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     settings = EngineConfig(parallel=EngineParallelConfig(tensor=tensor), batch_size=3)
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     load_directory(engine, Path(directory))
-    requests = [GenerationRequest(prompts[index // 2], index % 2, limit) for index, limit in enumerate(NEW_TOKENS)]
-    options = SamplingOptions(max(NEW_TOKENS), temperature=jobs.TEMPERATURE, routes=bool(shape.num_experts))
+    requests = [
+        GenerationRequest(prompts[index // 2], index % 2, limit)
+        for index, limit in enumerate(NEW_TOKENS)
+    ]
+    options = SamplingOptions(
+        max(NEW_TOKENS), temperature=jobs.TEMPERATURE, routes=bool(shape.num_experts)
+    )
     samples = generate(engine, requests, options)
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
@@ -52,8 +59,12 @@ def test_logprobs_are_megatrons(pool, tmp_path, family):
     assert error < 1e-4
     for samples, error in pool.run(sample_and_score, 2, directory, 2):
         assert error < 1e-4
-        assert [sample.tokens.tolist() for sample in samples] == [sample.tokens.tolist() for sample in alone]
+        assert [sample.tokens.tolist() for sample in samples] == [
+            sample.tokens.tolist() for sample in alone
+        ]
         assert [routes_of(sample) for sample in samples] == [routes_of(sample) for sample in alone]
     assert [len(sample.engine_logprobs) for sample in alone] == list(NEW_TOKENS)
     assert len({tuple(sample.tokens.tolist()) for sample in alone}) == len(alone)
-    assert [sample.routes is not None for sample in alone] == [family in families.MIXTURES] * len(alone)
+    assert [sample.routes is not None for sample in alone] == [family in families.MIXTURES] * len(
+        alone
+    )

@@ -1,4 +1,5 @@
-"""`aligner generate`, as typed: against transformers, against itself, and with what it must refuse."""
+"""`aligner generate`, as typed: against transformers, against itself, and with what it must
+refuse."""
 
 from __future__ import annotations
 
@@ -30,19 +31,30 @@ from aligner.schema import Config, DataConfig, EngineConfig, RunConfig
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from tests.megatron import checkpoint_jobs, families
 
-PROMPTS = [{"prompt": "hello", "answer": 42}, {"prompt": "a b"}, {"prompt": "2+2=", "answer": "4", "tags": ["sum"]}]
+PROMPTS = [
+    {"prompt": "hello", "answer": 42},
+    {"prompt": "a b"},
+    {"prompt": "2+2=", "answer": "4", "tags": ["sum"]},
+]
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A family's directory with a tokenizer, made once; `bare` ones lack the trunk's name in front of their tensors'."""
+    """A family's directory with a tokenizer, made once; `bare` ones lack the trunk's name in front
+    of their tensors'."""
 
     def make(family: str) -> Path:
         directory = families.save(family.removesuffix("-bare"), tmp_path_factory.mktemp(family))
         character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
         if family.endswith("-bare"):
             file = directory / "model.safetensors"
-            save_file({name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}, file)
+            save_file(
+                {
+                    name.removeprefix("transformer."): tensor
+                    for name, tensor in load_file(file).items()
+                },
+                file,
+            )
         return directory
 
     return functools.cache(make)
@@ -57,7 +69,8 @@ def prompts(tmp_path) -> Path:
 
 @pytest.fixture
 def aligner_generate(tmp_path, capsys):
-    """Runs the command in this process; its exit code, and what it wrote to standard output and error."""
+    """Runs the command in this process; its exit code, and what it wrote to standard output and
+    error."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: Any) -> tuple[int, str, str]:
@@ -75,7 +88,9 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def greedily(directory: Path, text: str, count: int, stop: int | None = None) -> tuple[list[int], list[float]]:
+def greedily(
+    directory: Path, text: str, count: int, stop: int | None = None
+) -> tuple[list[int], list[float]]:
     """transformers' most probable tokens and their log-probs, by whole forward passes."""
     from transformers import AutoModelForCausalLM
 
@@ -97,9 +112,20 @@ def assert_transformers_wrote(found: list[dict[str, Any]], directory: Path, coun
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2-bare", "pythia"])
-def test_a_directorys_model_says_greedily_what_transformers_says(model, prompts, tmp_path, aligner_generate, family):
+def test_a_directorys_model_says_greedily_what_transformers_says(
+    model, prompts, tmp_path, aligner_generate, family
+):
     output = tmp_path / "out.jsonl"
-    arguments = ("--prompts", prompts, "--output", output, "--max-new-tokens", 9, "--greedy", "--no-stop-at-eos")
+    arguments = (
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--max-new-tokens",
+        9,
+        "--greedy",
+        "--no-stop-at-eos",
+    )
     code, out, error = aligner_generate(model(family), *arguments)
     assert (code, out) == (0, f"{output}\n")
     assert error.startswith("3 samples, 27 tokens at ")
@@ -109,14 +135,34 @@ def test_a_directorys_model_says_greedily_what_transformers_says(model, prompts,
     for place, (record, prompt) in enumerate(zip(found, PROMPTS, strict=True)):
         assert record["prompt"] == prompt["prompt"]
         assert record["response"] == Tokenizer(directory).decode(record["tokens"])
-        assert (record["prompt_index"], record["sample_index"], record["finish_reason"]) == (place, 0, "length")
+        assert (record["prompt_index"], record["sample_index"], record["finish_reason"]) == (
+            place,
+            0,
+            "length",
+        )
         assert record["weight_version"] == 0
-        assert record["metadata"] == {key: value for key, value in prompt.items() if key != "prompt"}
+        assert record["metadata"] == {
+            key: value for key, value in prompt.items() if key != "prompt"
+        }
 
 
-@pytest.mark.parametrize(("family", "lora"), [("llama3", {}), ("pythia", {"rank": 4, "alpha": 6.0})])
-def test_a_runs_last_checkpoint_says_what_its_export_says(pool, model, prompts, tmp_path, aligner_generate, family, lora):
-    run, options = tmp_path / "run", ("--prompts", prompts, "--max-new-tokens", 9, "--greedy", "--no-stop-at-eos")
+@pytest.mark.parametrize(
+    ("family", "lora"), [("llama3", {}), ("pythia", {"rank": 4, "alpha": 6.0})]
+)
+def test_a_runs_last_checkpoint_says_what_its_export_says(
+    pool, model, prompts, tmp_path, aligner_generate, family, lora
+):
+    run, options = (
+        tmp_path / "run",
+        (
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            9,
+            "--greedy",
+            "--no-stop-at-eos",
+        ),
+    )
     settings = {"parallel": {"tensor": 2}, "lora": lora, "optimizer": {"learning_rate": 0.02}}
     step = run / "checkpoints" / "step_7"
     pool.run(checkpoint_jobs.save, 2, str(model(family)), settings, str(step / "policy"), 3)
@@ -131,22 +177,36 @@ def test_a_runs_last_checkpoint_says_what_its_export_says(pool, model, prompts, 
     assert_transformers_wrote(found, tmp_path / "export", 9)
     assert len({output.read_bytes() for output in outputs}) == 1
     untrained = [greedily(model(family), prompt["prompt"], 1)[1][0] for prompt in PROMPTS]
-    assert max(abs(record["logprobs"][0] - logprob) for record, logprob in zip(found, untrained, strict=True)) > 0.01
+    assert (
+        max(
+            abs(record["logprobs"][0] - logprob)
+            for record, logprob in zip(found, untrained, strict=True)
+        )
+        > 0.01
+    )
 
 
 def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_from(
     model, prompts, tmp_path, aligner_generate
 ):
     directory, tokenizer = model("llama3"), Tokenizer(model("llama3"))
-    teller = ("environment.target=tests.engines.teller:Teller", "+environment.arguments.turns=2", 'environment.turn_end="]"')
+    teller = (
+        "environment.target=tests.engines.teller:Teller",
+        "+environment.arguments.turns=2",
+        'environment.turn_end="]"',
+    )
     options = ("--prompts", prompts, "--samples", 32, "--max-new-tokens", 40, "--batch-size", 96)
     outputs = [tmp_path / name for name in ("all.jsonl", "good.jsonl", "said.jsonl")]
-    for output, more in zip(outputs, ((), ("--min-score", 3), ("--min-score", 3, "--as-messages")), strict=True):
+    for output, more in zip(
+        outputs, ((), ("--min-score", 3), ("--min-score", 3, "--as-messages")), strict=True
+    ):
         code, _, error = aligner_generate(directory, *options, "--output", output, *more, *teller)
         assert code == 0 and "mean score" in error and "; 0 lost" in error
     every, good, said = map(records, outputs)
     better = [record["tokens"] for record in every if record["score"] >= 3]
-    assert len(every) == 96 and [record["tokens"] for record in good] == better and 0 < len(good) < 96
+    assert (
+        len(every) == 96 and [record["tokens"] for record in good] == better and 0 < len(good) < 96
+    )
     # A turn of an end alone has no text.
     pairs = [pair for pair in zip(good, said, strict=True) if len(pair[0]["turns"]) == 4]
     assert pairs
@@ -154,15 +214,26 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
         assert [who for turn in record["turns"] for who in turn] == ["environment", "policy"] * 2
         texts = [text for turn in record["turns"] for text in turn.values()]
         assert texts[::2] == ["s", "n1;"] and record["response"] == "".join(texts)
-        assert [logprob == 0 for logprob in record["logprobs"]] == [mark == 0 for mark in record["drawn"]]
+        assert [logprob == 0 for logprob in record["logprobs"]] == [
+            mark == 0 for mark in record["drawn"]
+        ]
         assert conversation["messages"] == [
             {"role": role, "content": text}
-            for role, text in zip(("user", "assistant") * 2, (record["prompt"] + "s", *texts[1:]), strict=True)
+            for role, text in zip(
+                ("user", "assistant") * 2, (record["prompt"] + "s", *texts[1:]), strict=True
+            )
         ]
-    data = DataConfig(path=str(outputs[1]), shuffle=False, max_prompt_tokens=40, max_response_tokens=40)
-    for record, found in zip(good, open_demonstrations(data, tokenizer, 1).take(0, len(good)), strict=True):
+    data = DataConfig(
+        path=str(outputs[1]), shuffle=False, max_prompt_tokens=40, max_response_tokens=40
+    )
+    for record, found in zip(
+        good, open_demonstrations(data, tokenizer, 1).take(0, len(good)), strict=True
+    ):
         assert found.tokens.tolist() == record["prompt_tokens"] + record["tokens"]
-        assert found.learned is not None and found.learned[found.prompt_length :].int().tolist() == record["drawn"]
+        assert (
+            found.learned is not None
+            and found.learned[found.prompt_length :].int().tolist() == record["drawn"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +248,9 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
         ),
     ],
 )
-def test_what_no_episodes_can_be_drawn_with_is_told(model, prompts, tmp_path, aligner_generate, arguments, message):
+def test_what_no_episodes_can_be_drawn_with_is_told(
+    model, prompts, tmp_path, aligner_generate, arguments, message
+):
     output = tmp_path / "out.jsonl"
     options = ("--prompts", prompts, "--output", output, "--max-new-tokens", 9)
     code, _, error = aligner_generate(model("llama3"), *options, *arguments)
@@ -196,26 +269,44 @@ def test_the_samples_of_a_prompt_differ_and_come_in_order_the_same_whatever_the_
     assert [(record["prompt_index"], record["sample_index"]) for record in found] == [
         (p, s) for p in range(3) for s in range(4)
     ]
-    assert {len(record["tokens"]) for record in found} > {12}  # some end early, and so overtake others
-    assert all((record["tokens"][-1] == 1) == (record["finish_reason"] == "stop") for record in found)
+    # some end early, and so overtake others
+    assert {len(record["tokens"]) for record in found} > {12}
+    assert all(
+        (record["tokens"][-1] == 1) == (record["finish_reason"] == "stop") for record in found
+    )
     for start in (0, 4, 8):
         assert len({tuple(record["tokens"]) for record in found[start : start + 4]}) == 4
     run("second")
     assert (tmp_path / "second").read_bytes() == (tmp_path / "first").read_bytes()
-    assert [record["tokens"] for record in run("small", "--batch-size", 2)] == [record["tokens"] for record in found]
-    assert [record["tokens"] for record in run("other", "--seed", 2)] != [record["tokens"] for record in found]
+    assert [record["tokens"] for record in run("small", "--batch-size", 2)] == [
+        record["tokens"] for record in found
+    ]
+    assert [record["tokens"] for record in run("other", "--seed", 2)] != [
+        record["tokens"] for record in found
+    ]
 
 
 def test_every_sampling_option_reaches_the_engine(model, prompts, tmp_path, aligner_generate):
     common = ("--prompts", prompts, "--samples", 5, "--max-new-tokens", 12)
-    expected = [greedily(model("llama3"), prompt["prompt"], 12, stop=1)[0] for prompt in PROMPTS for _ in range(5)]
-    for name, option in enumerate((("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1.0), ("--temperature", 1e-3))):
+    expected = [
+        greedily(model("llama3"), prompt["prompt"], 12, stop=1)[0]
+        for prompt in PROMPTS
+        for _ in range(5)
+    ]
+    for name, option in enumerate(
+        (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1.0), ("--temperature", 1e-3))
+    ):
         output = tmp_path / str(name)
         assert aligner_generate(model("llama3"), *common, *option, "--output", output)[0] == 0
         assert [record["tokens"] for record in records(output)] == expected
     output = tmp_path / "long"
-    assert aligner_generate(model("llama3"), *common, "--min-new-tokens", 12, "--output", output)[0] == 0
-    assert all(1 not in record["tokens"][:11] and len(record["tokens"]) == 12 for record in records(output))
+    assert (
+        aligner_generate(model("llama3"), *common, "--min-new-tokens", 12, "--output", output)[0]
+        == 0
+    )
+    assert all(
+        1 not in record["tokens"][:11] and len(record["tokens"]) == 12 for record in records(output)
+    )
 
 
 def test_prompts_come_from_standard_input_and_an_output_is_replaced_when_asked_to(
@@ -223,7 +314,10 @@ def test_prompts_come_from_standard_input_and_an_output_is_replaced_when_asked_t
 ):
     output = tmp_path / "out.jsonl"
     options = ("--prompts", "-", "--output", output, "--max-new-tokens", 2)
-    for more, text in (((), "one\ntwo\r\n"), (("--overwrite", "--prompts-format", "jsonl"), '{"prompt": "three"}')):
+    for more, text in (
+        ((), "one\ntwo\r\n"),
+        (("--overwrite", "--prompts-format", "jsonl"), '{"prompt": "three"}'),
+    ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert aligner_generate(model("llama3"), *options, *more)[0] == 0
     assert [record["prompt"] for record in records(output)] == ["three"]
@@ -234,7 +328,9 @@ def save_critic(source: Path, directory: str) -> None:
     shutil.copytree(source, directory)
     file = Path(directory, "config.json")
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}))
+    file.write_text(
+        json.dumps(config | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1})
+    )
     weights = load_file(Path(directory, "model.safetensors"))
     save_file(weights | {"score.weight": torch.ones(1, 64)}, Path(directory, "model.safetensors"))
 
@@ -251,7 +347,12 @@ def save_critic(source: Path, directory: str) -> None:
         ("model", None, (), "cannot be read: "),
         ("model", "", (), "the file is empty"),
         ("model", "hi\n\nho\n", (), "prompts.txt:2: the prompt is empty"),
-        ("model", "hi\nÿ~€\n", (), "prompts.txt:2: 'ÿ~€' cannot be tokenized: the vocabulary lacks"),
+        (
+            "model",
+            "hi\nÿ~€\n",
+            (),
+            "prompts.txt:2: 'ÿ~€' cannot be tokenized: the vocabulary lacks",
+        ),
         (
             "model",
             f"hi\n{'x' * 57}\n",
@@ -271,18 +372,53 @@ def save_critic(source: Path, directory: str) -> None:
             ("--prompts-format", "jsonl"),
             "prompts.txt:2: 'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
         ),
-        ("model", "hi\n", ("--max-new-tokens", 64), "max_new_tokens=64: the model has 64 positions, prompt included"),
-        ("model", "hi\n", ("--max-new-tokens", 0), "--max-new-tokens: 0: must be a whole number of at least 1"),
-        ("model", "hi\n", ("--samples", "two"), "--samples: two: must be a whole number of at least 1"),
-        ("model", "hi\n", ("--min-new-tokens", 9), "min_new_tokens=9: must be within 0 and max_new_tokens=8"),
+        (
+            "model",
+            "hi\n",
+            ("--max-new-tokens", 64),
+            "max_new_tokens=64: the model has 64 positions, prompt included",
+        ),
+        (
+            "model",
+            "hi\n",
+            ("--max-new-tokens", 0),
+            "--max-new-tokens: 0: must be a whole number of at least 1",
+        ),
+        (
+            "model",
+            "hi\n",
+            ("--samples", "two"),
+            "--samples: two: must be a whole number of at least 1",
+        ),
+        (
+            "model",
+            "hi\n",
+            ("--min-new-tokens", 9),
+            "min_new_tokens=9: must be within 0 and max_new_tokens=8",
+        ),
         ("model", "hi\n", ("--temperature", 0), "temperature=0.0: must be above 0"),
         ("model", "hi\n", ("--top-k", -1), "top_k=-1: must be at least 0"),
         ("model", "hi\n", ("--top-p", 1.5), "top_p=1.5: must be above 0 and at most 1"),
-        ("model", "hi\n", ("--greedy", "--samples", 2), "2 samples a prompt, all greedy, would be the same"),
+        (
+            "model",
+            "hi\n",
+            ("--greedy", "--samples", 2),
+            "2 samples a prompt, all greedy, would be the same",
+        ),
         ("model", "hi\n", ("--output", "taken.jsonl"), "taken.jsonl: exists already"),
         ("model", "hi\n", ("--output", "taken", "--overwrite"), "taken: is a directory"),
-        ("model", "hi\n", ("--output", "absent/out.jsonl"), "out.jsonl: cannot be written: No such file or directory"),
-        ("model", "hi\n", ("--engine", "tensorrt_llm", "--precision", "fp32"), "fp32: TensorRT-LLM computes in bf16"),
+        (
+            "model",
+            "hi\n",
+            ("--output", "absent/out.jsonl"),
+            "out.jsonl: cannot be written: No such file or directory",
+        ),
+        (
+            "model",
+            "hi\n",
+            ("--engine", "tensorrt_llm", "--precision", "fp32"),
+            "fp32: TensorRT-LLM computes in bf16",
+        ),
         ("model", "hi\n", ("--samplse", 2), "unknown option --samplse"),
     ],
 )
@@ -305,7 +441,15 @@ def test_what_can_not_be_generated_exits_2_and_leaves_nothing(
         Path("prompts.txt").write_text(content)
     before = sorted(tmp_path.rglob("*"))
     path = model("llama3") if source == "model" else source
-    arguments = ("--prompts", "prompts.txt", "--output", "out.jsonl", "--max-new-tokens", 8, *options)
+    arguments = (
+        "--prompts",
+        "prompts.txt",
+        "--output",
+        "out.jsonl",
+        "--max-new-tokens",
+        8,
+        *options,
+    )
     code, out, error = aligner_generate(path, *arguments)
     assert (code, out) == (2, "")
     assert told in error and "Traceback" not in error
@@ -317,7 +461,13 @@ def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there
     source, output = find_source(model("llama3")), tmp_path / "out.jsonl"
     output.write_text("kept")
     job = generate.plan_job(
-        source, [Record({"prompt": "hi"}, "here")], samples=3, seed=1, stop_at_eos=False, max_new_tokens=4, temperature=1.0
+        source,
+        [Record({"prompt": "hi"}, "here")],
+        samples=3,
+        seed=1,
+        stop_at_eos=False,
+        max_new_tokens=4,
+        temperature=1.0,
     )
 
     def fail(done: generate.Progress) -> None:
@@ -332,7 +482,9 @@ def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there
 def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
     shutil.copytree(model("llama3"), tmp_path / "model")
     source = find_source(tmp_path / "model")
-    engine = build_engine(read_shape(tmp_path / "model"), EngineConfig(update="in_place"), tmp_path / "model", seed=1)
+    engine = build_engine(
+        read_shape(tmp_path / "model"), EngineConfig(update="in_place"), tmp_path / "model", seed=1
+    )
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     del weights["model.layers.3.mlp.down_proj.weight"]
@@ -343,10 +495,30 @@ def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
     engine.begin_update(version=0).abort()  # the failed one is over
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_command_says_so_and_leaves_nothing(model, tmp_path, number):
-    command = [sys.executable, "-m", "aligner", "generate", str(model("llama3")), "--prompts", "-", "--output", "out.jsonl"]
-    command += ["--samples", "5000", "--max-new-tokens", "60", "--no-stop-at-eos", "--batch-size", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "generate",
+        str(model("llama3")),
+        "--prompts",
+        "-",
+        "--output",
+        "out.jsonl",
+    ]
+    command += [
+        "--samples",
+        "5000",
+        "--max-new-tokens",
+        "60",
+        "--no-stop-at-eos",
+        "--batch-size",
+        "4",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as process:
@@ -354,7 +526,8 @@ def test_an_interrupted_command_says_so_and_leaves_nothing(model, tmp_path, numb
             process.stdin.write("hi")
             process.stdin.close()
             deadline = time.monotonic() + 60
-            while not any(file.stat().st_size for file in tmp_path.iterdir()):  # samples are written as they finish
+            # samples are written as they finish
+            while not any(file.stat().st_size for file in tmp_path.iterdir()):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             process.send_signal(number)

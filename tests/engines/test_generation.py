@@ -1,4 +1,5 @@
-"""Continuous batching: what shares a pass, what changes when, and that no sample ever depends on it."""
+"""Continuous batching: what shares a pass, what changes when, and that no sample ever depends on
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def other_directory(tmp_path_factory) -> Path:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
-    save_file({name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()},
+        path / "model.safetensors",
+    )
     return path
 
 
@@ -80,22 +84,32 @@ def test_samples_are_the_same_whatever_number_of_rows_they_share(directory, rows
     samples = generate(make_engine(directory, batch_size=rows), requests, OPTIONS)
     alone = [generate(make_engine(directory), [request], OPTIONS)[0] for request in requests]
     assert_same(samples, alone)
-    assert [len(response(sample)) for sample in samples] == [request.max_new_tokens for request in requests]
+    assert [len(response(sample)) for sample in samples] == [
+        request.max_new_tokens for request in requests
+    ]
 
 
 def test_samples_are_the_same_in_any_order_and_however_replicas_share_them(directory):
     requests = mixed_requests()
     expected = generate(make_engine(directory), requests, OPTIONS)
     order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = generate(make_engine(directory, batch_size=3), [requests[at] for at in order], OPTIONS)
+    shuffled = generate(
+        make_engine(directory, batch_size=3), [requests[at] for at in order], OPTIONS
+    )
     assert_same(shuffled, [expected[at] for at in order])
-    halves = [generate(make_engine(directory, rank=replica), requests[replica::2], OPTIONS) for replica in (0, 1)]
+    halves = [
+        generate(make_engine(directory, rank=replica), requests[replica::2], OPTIONS)
+        for replica in (0, 1)
+    ]
     assert_same(halves[0], expected[0::2])
     assert_same(halves[1], expected[1::2])
 
 
 def test_a_free_row_is_given_to_the_next_response(directory):
-    requests = [GenerationRequest(prompt, 0, limit) for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)]
+    requests = [
+        GenerationRequest(prompt, 0, limit)
+        for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)
+    ]
     engine = make_engine(directory, batch_size=2)
     steps = observed(engine)
     generate(engine, requests, OPTIONS)
@@ -108,13 +122,21 @@ def test_a_prompt_is_run_once_for_all_its_samples(directory):
     steps = observed(engine)
     prompt = make_prompts()[3]
     # Samples of one prompt join together at first, and later beside siblings that still run.
-    generate(engine, [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))], OPTIONS)
-    assert [len(step.prompts.tokens) for step in steps if step.prompts is not None] == [len(prompt.tokens)]
+    generate(
+        engine,
+        [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))],
+        OPTIONS,
+    )
+    assert [len(step.prompts.tokens) for step in steps if step.prompts is not None] == [
+        len(prompt.tokens)
+    ]
     engine = make_engine(directory)
     steps = observed(engine)
     generate(engine, make_requests(4), OPTIONS)
     distinct = {tuple(prompt.tokens.tolist()) for prompt in make_prompts()}
-    assert sum(len(step.prompts.lengths) for step in steps if step.prompts is not None) == len(distinct)
+    assert sum(len(step.prompts.lengths) for step in steps if step.prompts is not None) == len(
+        distinct
+    )
 
 
 def test_responses_are_given_out_as_they_complete(directory):
@@ -124,7 +146,9 @@ def test_responses_are_given_out_as_they_complete(directory):
     while not generation.done:
         steps.append([(index, len(response(sample))) for index, sample in generation.step()])
     lengths = {index: length for step in steps for index, length in step}
-    assert lengths == {index: request.max_new_tokens for index, request in enumerate(mixed_requests(1))}
+    assert lengths == {
+        index: request.max_new_tokens for index, request in enumerate(mixed_requests(1))
+    }
     assert all(length == number for number, step in enumerate(steps, start=1) for _, length in step)
     assert generation.step() == []
 
@@ -136,19 +160,24 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
     requests = [GenerationRequest(prompt, 0) for prompt in prompts]
     free, short = make_engine(directory), make_engine(directory, kv_cache_mib=1)
     steps = observed(short)
-    assert_same(generate(short, requests, SamplingOptions(4)), generate(free, requests, SamplingOptions(4)))
+    assert_same(
+        generate(short, requests, SamplingOptions(4)), generate(free, requests, SamplingOptions(4))
+    )
     rows = (1 << 20) // (2 * 3 * 2 * 8 * 4 * 703)
     assert max(len(step.tokens) for step in steps) == min(3, rows)
     assert short._machine.cache._storage.nbytes <= 1 << 20
     long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
-    with pytest.raises(AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"):
+    with pytest.raises(
+        AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"
+    ):
         generate(short, [*requests, long], SamplingOptions(4))
     assert len(generate(short, requests, SamplingOptions(4))) == 3
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(64, 1), (64, 5), (3, 7)])
 def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory, rows, steps):
-    """Drawn, not greedy; with three rows some have not been begun, and some are in rows that others had before."""
+    """Drawn, not greedy; with three rows some have not been begun, and some are in rows that others
+    had before."""
     engine, requests = make_engine(directory, batch_size=rows), mixed_requests()
     expected = generate(make_engine(directory), requests, OPTIONS)
     generation = engine.start(requests, OPTIONS)
@@ -161,7 +190,10 @@ def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory,
     wanted = [dataclasses.replace(requests[place], begun=begun[place]) for place in rest]
     samples |= zip(rest, generate(engine, wanted, OPTIONS), strict=True)
     assert_same([samples[place] for place in range(len(requests))], expected)
-    assert all(torch.equal(samples[place].weight_versions, one.weight_versions) for place, one in enumerate(expected))
+    assert all(
+        torch.equal(samples[place].weight_versions, one.weight_versions)
+        for place, one in enumerate(expected)
+    )
 
 
 def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
@@ -170,7 +202,9 @@ def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
     generation.step(), generation.step()
     ((_, begun),) = generation.unfinished()
     generation.cancel()
-    with pytest.raises(AlignerError, match="goes on from 2 tokens, but max_new_tokens=2 allows it no more"):
+    with pytest.raises(
+        AlignerError, match="goes on from 2 tokens, but max_new_tokens=2 allows it no more"
+    ):
         engine.start([dataclasses.replace(request, begun=begun)], SamplingOptions(2))
 
 
@@ -186,10 +220,14 @@ def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="fini
 
 
 @pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
-def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(directory, other_directory, update_kind):
+def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(
+    directory, other_directory, update_kind
+):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
-    before, after = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
+    before, after = (
+        generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
+    )
     generation = engine.start(requests, OPTIONS)
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
@@ -210,16 +248,22 @@ def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(director
     for sample in samples.values():
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        wanted = (
+            logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        )
         new = sample.weight_versions == 1
         torch.testing.assert_close(sample.engine_logprobs[new], wanted[new], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
-def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weights(directory, other_directory, update_kind):
+def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weights(
+    directory, other_directory, update_kind
+):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
-    before, after = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
+    before, after = (
+        generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
+    )
     generation = engine.start(requests, OPTIONS)
     generation.step()
     begin(engine, other_directory, 1, "finish").commit()
@@ -234,7 +278,9 @@ def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weight
 
 def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, other_directory):
     engine, requests = make_engine(directory), make_requests()
-    old, new = (generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory))
+    old, new = (
+        generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
+    )
     for version in (1, 2):
         update = begin(engine, other_directory, version)
         assert_same(generate(engine, requests, OPTIONS), old)
@@ -254,7 +300,10 @@ def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
     with pytest.raises(AlignerError, match="no weights: the update to version 6 is under way"):
         generate(engine, make_requests(), OPTIONS)
     update.abort()
-    with pytest.raises(AlignerError, match="the update to version 6 failed and had begun to overwrite them; publish again"):
+    with pytest.raises(
+        AlignerError,
+        match="the update to version 6 failed and had begun to overwrite them; publish again",
+    ):
         generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 7).commit()
     assert len(generate(engine, make_requests(), OPTIONS)) == 5
@@ -263,12 +312,17 @@ def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
 def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     engine = make_engine(directory)
     update = engine.begin_update(1)
-    with pytest.raises(AlignerError, match="an update to version 2 can not begin: the one to version 1 is still open"):
+    with pytest.raises(
+        AlignerError,
+        match="an update to version 2 can not begin: the one to version 1 is still open",
+    ):
         engine.begin_update(2)
     names = list(engine._weights.views)
     assert list(update.views(["lm_head.weight", names[0], "score.weight"])) == names[:1]
     update.load(names[2:])
-    with pytest.raises(AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"):
+    with pytest.raises(
+        AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"
+    ):
         update.commit()
     update.abort()
     with pytest.raises(AlignerError, match="the update to version 1 has ended already"):
@@ -288,7 +342,10 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     engine.sleep()
     engine.sleep()
     assert engine_bytes(engine) == 0 < held
-    for attempt in (lambda: generate(engine, make_requests(), OPTIONS), lambda: engine.begin_update(2)):
+    for attempt in (
+        lambda: generate(engine, make_requests(), OPTIONS),
+        lambda: engine.begin_update(2),
+    ):
         with pytest.raises(AlignerError, match=r"the engine sleeps .* wake it first"):
             attempt()
     engine.wake()
@@ -314,8 +371,16 @@ def test_no_response_ends_before_its_least_length(directory):
     engine, requests = make_engine(directory), make_requests(4)
     for greedy in (False, True):
         early = generate(engine, requests, SamplingOptions(12, stop_token_ids=stops, greedy=greedy))
-        late = generate(engine, requests, SamplingOptions(12, min_new_tokens=6, stop_token_ids=stops, greedy=greedy))
-        assert min(len(response(sample)) for sample in early) < 6 < max(len(response(sample)) for sample in late)
+        late = generate(
+            engine,
+            requests,
+            SamplingOptions(12, min_new_tokens=6, stop_token_ids=stops, greedy=greedy),
+        )
+        assert (
+            min(len(response(sample)) for sample in early)
+            < 6
+            < max(len(response(sample)) for sample in late)
+        )
         for sample in late:
             assert not set(response(sample)[:6]) & set(stops)
             assert sample.finish_reason == ("stop" if response(sample)[-1] in stops else "length")
@@ -324,7 +389,9 @@ def test_no_response_ends_before_its_least_length(directory):
     for sample in late:
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        wanted = (
+            logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        )
         torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
 
 
@@ -332,7 +399,9 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
     from aligner.engines.embedded.engine_weights import parameters
 
     owner = make_engine(directory)
-    theirs = {name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name}
+    theirs = {
+        name: tensor for name, tensor in owner._weights.tensors.items() if "linear_fc" in name
+    }
     engine = EmbeddedEngine(shape_of(directory), EngineConfig(update="shared"), 0, 7, shared=theirs)
     update = engine.begin_update(0)
     for name, view in update.views(list(owner._weights.views)).items():
@@ -340,8 +409,14 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
             view.copy_(owner._weights.views[name])
     update.load(list(owner._weights.views))
     update.commit()
-    assert_same(generate(engine, make_requests(), OPTIONS), generate(owner, make_requests(), OPTIONS))
-    shared = sum(parameter.numel * 4 for parameter in parameters(shape_of(directory), 1) if parameter.name in theirs)
+    assert_same(
+        generate(engine, make_requests(), OPTIONS), generate(owner, make_requests(), OPTIONS)
+    )
+    shared = sum(
+        parameter.numel * 4
+        for parameter in parameters(shape_of(directory), 1)
+        if parameter.name in theirs
+    )
     assert engine._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
         owner._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr()
     )
@@ -399,9 +474,14 @@ def test_a_step_that_failed_can_be_taken_again(directory):
 def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
     engine = make_engine(save_model(tmp_path, "llama", max_position_embeddings=4096))
     steps = observed(engine)
-    prompts = [Prompt(index, "", torch.arange(length) % 200) for index, length in enumerate([3000, *range(2, 20)])]
+    prompts = [
+        Prompt(index, "", torch.arange(length) % 200)
+        for index, length in enumerate([3000, *range(2, 20)])
+    ]
     generate(engine, [GenerationRequest(prompt, 0) for prompt in prompts], SamplingOptions(2))
-    padded = [len(step.prompts.lengths) * step.prompts.width for step in steps if step.prompts is not None]
+    padded = [
+        len(step.prompts.lengths) * step.prompts.width for step in steps if step.prompts is not None
+    ]
     assert len(padded) > 1
     assert max(padded) <= 8192
 

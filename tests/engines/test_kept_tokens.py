@@ -1,4 +1,5 @@
-"""Among what tokens were drawn: the engine tells, the trainer sums over the same, and the first ratio of a step is 1."""
+"""Among what tokens were drawn: the engine tells, the trainer sums over the same, and the first
+ratio of a step is 1."""
 
 from __future__ import annotations
 
@@ -51,20 +52,38 @@ LAYOUTS = {
 
 
 def options_of(name: str, *, renormalize: bool = True) -> SamplingOptions:
-    return SamplingOptions(12, temperature=jobs.TEMPERATURE, renormalize=renormalize, **OPTIONS[name])
+    return SamplingOptions(
+        12, temperature=jobs.TEMPERATURE, renormalize=renormalize, **OPTIONS[name]
+    )
 
 
 def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[list[Sample]]:
     """Samples of an engine over the world's ranks, two a prompt, for each of the options."""
-    shape, rank, size = directory_shape(Path(directory), "model.path"), dist.get_rank(), dist.get_world_size()
+    shape, rank, size = (
+        directory_shape(Path(directory), "model.path"),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     generator = torch.Generator().manual_seed(5)
-    prompts = [Prompt(at, "", torch.randint(2, 72, (length,), generator=generator)) for at, length in enumerate(LENGTHS)]
+    prompts = [
+        Prompt(at, "", torch.randint(2, 72, (length,), generator=generator))
+        for at, length in enumerate(LENGTHS)
+    ]
     layout = EngineParallelConfig(tensor=tensor, data=size // tensor)
     group = replica_group(layout, rank, timedelta(seconds=60))
     engine = EmbeddedEngine(shape, EngineConfig(parallel=layout, batch_size=3), rank, 2, group)
     load_directory(engine, Path(directory))
     return [
-        run_through(generate_in_parts(engine, layout, rank, unbegun(prompts, 2), 2, options_of(name, renormalize=renormalize)))
+        run_through(
+            generate_in_parts(
+                engine,
+                layout,
+                rank,
+                unbegun(prompts, 2),
+                2,
+                options_of(name, renormalize=renormalize),
+            )
+        )
         for name, renormalize in names
     ]
 
@@ -75,15 +94,22 @@ def error(batch: SampleBatch, scored: Tensor) -> float:
 
 
 def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any]:
-    """The largest errors of policy and reference, by options, and what a step of the trainer says of its first update."""
+    """The largest errors of policy and reference, by options, and what a step of the trainer says
+    of its first update."""
     drawn = draw(directory, tensor, [(name, True) for name in OPTIONS])
     actor = jobs.policy(directory, layout)
     found: dict[str, Any] = {}
     for name, samples in zip(OPTIONS, drawn, strict=True):
         batch = collate(samples, pad_token_id=0)
         assert batch.kept is not None and (batch.kept.counts[batch.mask] > 0).all()
-        both = [scorer(batch.tokens, batch.lengths, kept=batch.kept) for scorer in (actor.logprobs, actor.reference_logprobs)]
-        found[name] = [*(error(batch, scored) for scored in both), error(batch, actor.logprobs(batch.tokens, batch.lengths))]
+        both = [
+            scorer(batch.tokens, batch.lengths, kept=batch.kept)
+            for scorer in (actor.logprobs, actor.reference_logprobs)
+        ]
+        found[name] = [
+            *(error(batch, scored) for scored in both),
+            error(batch, actor.logprobs(batch.tokens, batch.lengths)),
+        ]
     found["step"] = trained_step(actor, drawn[0], LENGTHS, asks_before_update="pipeline" in layout)
     worlds.shutdown()
     return found
@@ -92,11 +118,21 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
 def trained_step(
     actor: Policy, samples: list[Sample], prompts: tuple[int, ...], *, asks_before_update: bool
 ) -> dict[str, float]:
-    """What the online trainer says of a step on these samples, with log-probs before its update or out of it."""
+    """What the online trainer says of a step on these samples, with log-probs before its update or
+    out of it."""
     config = compose_config(
         [
-            *("experiment=arithmetic", "algorithm=grpo", "algorithm.epochs=1", "algorithm.minibatches=1"),
-            *(f"rollout.prompts_per_step={len(prompts)}", "rollout.samples_per_prompt=2", "rollout.top_p=0.95"),
+            *(
+                "experiment=arithmetic",
+                "algorithm=grpo",
+                "algorithm.epochs=1",
+                "algorithm.minibatches=1",
+            ),
+            *(
+                f"rollout.prompts_per_step={len(prompts)}",
+                "rollout.samples_per_prompt=2",
+                "rollout.top_p=0.95",
+            ),
         ]
     )
     scores = Future[Tensor]()
@@ -111,14 +147,18 @@ def trained_step(
         policy=actor,
         pipeline=unused,
         services=Services(None, None),
-        algorithm=dataclasses.replace(build_online_algorithm(config), asks_before_update=asks_before_update),
+        algorithm=dataclasses.replace(
+            build_online_algorithm(config), asks_before_update=asks_before_update
+        ),
         prompts=unused,
         pass_rates=unused,
         kl_controller=KLController(0.1),
         evaluations=None,
     )
     pending = PendingRows((scores,) if dist.get_rank() == 0 else ())
-    rollout = RolloutBatch([unused] * len(samples), samples, collate(samples, 0), pending, PendingRows(()))
+    rollout = RolloutBatch(
+        [unused] * len(samples), samples, collate(samples, 0), pending, PendingRows(())
+    )
     return trainer._learn(0, rollout, PhaseTimer())[0]
 
 
@@ -147,7 +187,12 @@ def test_without_renormalizing_log_probs_are_not_those_of_the_sampler(pool, llam
     for name, exact, whole in zip(OPTIONS, drawn[::2], drawn[1::2], strict=True):
         assert [one.tokens.tolist() for one in exact] == [one.tokens.tolist() for one in whole]
         assert all(one.kept is None for one in whole)
-        shares = torch.cat([(w.engine_logprobs - e.engine_logprobs).exp() for e, w in zip(exact, whole, strict=True)])
+        shares = torch.cat(
+            [
+                (w.engine_logprobs - e.engine_logprobs).exp()
+                for e, w in zip(exact, whole, strict=True)
+            ]
+        )
         # What is recorded is too small, by the share of the distribution that was left.
         assert float(shares.max()) < 1 + 1e-5 and float(shares.min()) < 0.98, name
         if OPTIONS[name] == {"top_p": 0.95}:
@@ -170,11 +215,16 @@ def sets(sample: Sample) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two models of one shape."""
-    paths = [save_llama(tmp_path_factory.mktemp(name), tied=tied) for name, tied in (("first", True), ("second", True))]
+    paths = [
+        save_llama(tmp_path_factory.mktemp(name), tied=tied)
+        for name, tied in (("first", True), ("second", True))
+    ]
     from safetensors.torch import load_file, save_file
 
     file = paths[1] / "model.safetensors"
-    save_file({name: tensor.flip(-1).contiguous() for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {name: tensor.flip(-1).contiguous() for name, tensor in load_file(file).items()}, file
+    )
     return paths[0], paths[1]
 
 
@@ -185,12 +235,21 @@ def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
     """Of each token's own weights: its set, and its log-prob among it."""
     for sample in samples:
         with torch.no_grad():
-            logits = torch.stack([model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1] for model in models])
-        drawn = zip(sample.response.tolist(), sample.weight_versions.tolist(), sets(sample), strict=True)
+            logits = torch.stack(
+                [
+                    model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+                    for model in models
+                ]
+            )
+        drawn = zip(
+            sample.response.tolist(), sample.weight_versions.tolist(), sets(sample), strict=True
+        )
         for place, (token, version, kept) in enumerate(drawn):
             exact = exact_distribution(logits[version, place], DRAWN)
             assert sorted(kept) == exact.nonzero()[:, 0].tolist()
-            assert float(sample.engine_logprobs[place]) == pytest.approx(float(exact[token].log()), abs=1e-4)
+            assert float(sample.engine_logprobs[place]) == pytest.approx(
+                float(exact[token].log()), abs=1e-4
+            )
 
 
 @pytest.mark.parametrize("rows", [64, 3])
@@ -206,7 +265,9 @@ def test_a_response_that_is_handed_over_goes_on_with_the_sets_that_it_has(direct
     places = list(begun)
     while not going_on.done:
         samples |= {places[at]: sample for at, sample in going_on.step()}
-    assert any(0 < len(sample.response) < len(samples[place].response) for place, sample in begun.items())
+    assert any(
+        0 < len(sample.response) < len(samples[place].response) for place, sample in begun.items()
+    )
     assert_sets_are_those_of([load_transformers(directories[0])], list(samples.values()))
 
 
@@ -219,4 +280,6 @@ def test_an_interrupted_response_has_the_sets_of_the_weights_that_drew_each_toke
     while not generation.done:
         samples |= generation.step()
     assert any(len(sample.weight_versions.unique()) == 2 for sample in samples.values())
-    assert_sets_are_those_of([load_transformers(path) for path in directories], list(samples.values()))
+    assert_sets_are_those_of(
+        [load_transformers(path) for path in directories], list(samples.values())
+    )

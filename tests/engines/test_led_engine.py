@@ -1,4 +1,5 @@
-"""Episodes on a tensor-parallel replica: its ranks draw what one rank draws, however long environments take."""
+"""Episodes on a tensor-parallel replica: its ranks draw what one rank draws, however long
+environments take."""
 
 from __future__ import annotations
 
@@ -38,15 +39,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...] = (None,)) -> list[Sample] | str:
-    """Two episodes of each of four prompts by all ranks of the world, or the error; handed over after so many steps."""
+def drawn(
+    directory: str, settings: dict[str, Any], parts: tuple[int | None, ...] = (None,)
+) -> list[Sample] | str:
+    """Two episodes of each of four prompts by all ranks of the world, or the error; handed over
+    after so many steps."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.group.WORLD if size > 1 else None
     model, parallel = Path(directory), EngineParallelConfig(tensor=size, data=1)
-    chosen = EnvironmentConfig(**{"target": "tests.engines.teller:Teller", "max_turn_tokens": 6} | settings)
+    chosen = EnvironmentConfig(
+        **{"target": "tests.engines.teller:Teller", "max_turn_tokens": 6} | settings
+    )
     engine = EmbeddedEngine(
-        directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=3, parallel=parallel), rank, 2, group
+        directory_shape(model, "model.path"),
+        EngineConfig(exact=True, batch_size=3, parallel=parallel),
+        rank,
+        2,
+        group,
     )
     load_directory(engine, model)
     tokenizer = Tokenizer(model)
@@ -57,7 +67,10 @@ def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...
         prompts = [asked(tokenizer, at, is_chat=False, fails=at == 3) for at in range(4)]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
     stops = STOPS if (settings.get("turn_end") or "turn_end" not in settings) else ()
-    options, found = SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *stops)), dict[int, Sample]()
+    options, found = (
+        SamplingOptions(48, stop_token_ids=(*tokenizer.eos_token_ids, *stops)),
+        dict[int, Sample](),
+    )
 
     def leads(told: BeginsTurns) -> EpisodeEngine:
         assert pool is not None
@@ -66,13 +79,19 @@ def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...
     try:
         if pool is not None:
             pool.start()
-        draws = leads(engine) if group is None else LedEngine(engine, group, leads if rank == 0 else None)
+        draws = (
+            leads(engine)
+            if group is None
+            else LedEngine(engine, group, leads if rank == 0 else None)
+        )
         for steps in parts:
             places = [place for place in range(len(requests)) if place not in found]
             generation = draws.start([requests[place] for place in places], options)
             found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
             for at, sample in [] if generation.done else generation.unfinished():
-                requests[places[at]] = replace(requests[places[at]], begun=sample if len(sample.response) else None)
+                requests[places[at]] = replace(
+                    requests[places[at]], begun=sample if len(sample.response) else None
+                )
             generation.cancel()
         return [found[place] for place in range(len(requests))]
     except AlignerError as error:
@@ -84,7 +103,11 @@ def drawn(directory: str, settings: dict[str, Any], parts: tuple[int | None, ...
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
-    [({}, (None,)), slow({"arguments": {"delay_s": 0.05, "spread": 3}}, (None,)), slow({}, (3, 8, None))],
+    [
+        ({}, (None,)),
+        slow({"arguments": {"delay_s": 0.05, "spread": 3}}, (None,)),
+        slow({}, (3, 8, None)),
+    ],
     ids=["at once", "at times of their own", "in parts"],
 )
 def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, settings, parts):
@@ -93,25 +116,39 @@ def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, s
     assert len(alone) == 8 and any(sample.rewards.isnan().any() for sample in alone)
     for samples in ranks:
         for one, other in zip(alone, samples, strict=True):
-            assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
+            assert (
+                torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
+            )
             assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
             assert one.drawn is None or other.drawn is None or torch.equal(one.drawn, other.drawn)
-            torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0
+            )
     first, second = ranks
-    assert all(torch.equal(one.engine_logprobs, two.engine_logprobs) for one, two in zip(first, second, strict=True))
+    assert all(
+        torch.equal(one.engine_logprobs, two.engine_logprobs)
+        for one, two in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("parts", [(None,), (5, 9, None)], ids=["at once", "in parts"])
 def test_the_ranks_of_a_replica_begin_the_branches_of_one_rank(pool, tmp_path, parts):
     directory = str(forgetful_model(tmp_path))
     settings = {"target": CALLER, "turn_end": None, "max_turn_tokens": 12}
-    alone, (first, second) = drawn(directory, settings), pool.run(drawn, 2, directory, settings, parts)
+    alone, (first, second) = (
+        drawn(directory, settings),
+        pool.run(drawn, 2, directory, settings, parts),
+    )
     assert any(len(sample.branches) == 2 for sample in alone)
     for one, led, following in zip(alone, first, second, strict=True):
         assert len(one.branches) == len(led.branches) == len(following.branches)
-        for mine, its, others in zip(one.sequences, led.sequences, following.sequences, strict=True):
+        for mine, its, others in zip(
+            one.sequences, led.sequences, following.sequences, strict=True
+        ):
             assert torch.equal(mine.tokens, its.tokens) and torch.equal(its.tokens, others.tokens)
-            assert torch.equal(mine.rewards, its.rewards) and torch.equal(its.engine_logprobs, others.engine_logprobs)
+            assert torch.equal(mine.rewards, its.rewards) and torch.equal(
+                its.engine_logprobs, others.engine_logprobs
+            )
 
 
 def test_what_the_first_rank_refuses_every_rank_refuses(pool, directory):

@@ -19,7 +19,14 @@ from tests.engines.engines import engine_bytes
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
 from tests.rollout.fakes import Scorers, Stream
 
-MODELS = {"llama": LLAMA, "tied": TIED, "qwen3": QWEN3, "neox": NEOX, "gpt2": GPT2, "mixtral": MIXTRAL}
+MODELS = {
+    "llama": LLAMA,
+    "tied": TIED,
+    "qwen3": QWEN3,
+    "neox": NEOX,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+}
 PADDING = 0.01
 """Of the storage: every parameter begins on a line of its own."""
 
@@ -28,7 +35,11 @@ PADDING = 0.01
 def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     engine = EmbeddedEngine(shape, EngineConfig(), 0, 1)
-    assert 4 * engine_weights(shape, 1) <= engine_bytes(engine) <= (1 + PADDING) * 4 * engine_weights(shape, 1)
+    assert (
+        4 * engine_weights(shape, 1)
+        <= engine_bytes(engine)
+        <= (1 + PADDING) * 4 * engine_weights(shape, 1)
+    )
     halves = sum(parameter.numel for parameter in parameters(shape, 2))
     assert halves == engine_weights(shape, 2)
 
@@ -53,9 +64,15 @@ def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
     ],
     ids=["micro-batches", "at-once", "spare-prompts", "batch-size"],
 )
-def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, int], rows: int) -> None:
+def test_an_engine_holds_as_many_keys_and_values_as_computed(
+    values: dict[str, int], rows: int
+) -> None:
     shape = read_config(LLAMA, "test")
-    sizes = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 2, "data.max_prompt_tokens": 1}
+    sizes = {
+        "rollout.prompts_per_step": 4,
+        "rollout.samples_per_prompt": 2,
+        "data.max_prompt_tokens": 1,
+    }
     config = with_values(Config(), {**sizes, "rollout.max_response_tokens": 5, **values})
     engine = EmbeddedEngine(shape, config.engine, 0, 1)
     empty, update = engine_bytes(engine), engine.begin_update(0)
@@ -63,9 +80,17 @@ def test_an_engine_holds_as_many_keys_and_values_as_computed(values: dict[str, i
         view.fill_(0.01)
     update.load(list(engine._weights.views))
     update.commit()
-    sampler, options = ColocatedSampler(engine, EngineParallelConfig(), 0), SamplingOptions(max_new_tokens=5)
-    source = RolloutBuilder(Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0)
+    sampler, options = (
+        ColocatedSampler(engine, EngineParallelConfig(), 0),
+        SamplingOptions(max_new_tokens=5),
+    )
+    source = RolloutBuilder(
+        Stream(), sampler, Scorers(lambda _: False), config.rollout, options, pad_token_id=0
+    )
     for _ in range(2):
         source.take()
     assert engine_bytes(engine) - empty == engine_memory(config, shape).cache
-    assert engine_memory(config, shape).cache == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    assert (
+        engine_memory(config, shape).cache
+        == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    )

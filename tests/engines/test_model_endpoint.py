@@ -1,4 +1,5 @@
-"""A stored model behind an endpoint, over sockets: what it answers is what transformers finds, and a judge can read it."""
+"""A stored model behind an endpoint, over sockets: what it answers is what transformers finds, and
+a judge can read it."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def refused(url: str, question: str, **settings: Any) -> tuple[int, str]:
 
 def tokens_of(model: Path, question: str) -> torch.Tensor:
     tokenizer = Tokenizer(model)
-    words = tokenizer.chat_template.render([{"role": "user", "content": question}], None, add_generation_prompt=True)
+    words = tokenizer.chat_template.render(
+        [{"role": "user", "content": question}], None, add_generation_prompt=True
+    )
     return tokenizer.encode(words)
 
 
@@ -66,7 +69,10 @@ def test_answers_and_the_likeliest_first_tokens_are_those_of_transformers_howeve
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    network, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), Tokenizer(model)
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+        Tokenizer(model),
+    )
     whole = {"temperature": 0, "max_tokens": 6, "logprobs": True}
     first = {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
     with ThreadPoolExecutor(6) as threads:
@@ -80,22 +86,38 @@ def test_answers_and_the_likeliest_first_tokens_are_those_of_transformers_howeve
             tokens = torch.cat([tokens, each.argmax()[None]])
             logprobs.append(float(each.max()))
         (choice,) = answer["choices"]
-        assert choice["message"] == {"role": "assistant", "content": tokenizer.decode(tokens[len(read) :])}
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": tokenizer.decode(tokens[len(read) :]),
+        }
         assert choice["finish_reason"] == "length"
-        assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(logprobs, rel=1e-4)
-        assert answer["usage"] == {"prompt_tokens": len(read), "completion_tokens": 6, "total_tokens": len(read) + 6}
+        assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(
+            logprobs, rel=1e-4
+        )
+        assert answer["usage"] == {
+            "prompt_tokens": len(read),
+            "completion_tokens": 6,
+            "total_tokens": len(read) + 6,
+        }
         expected, ids = network(read[None]).logits[0, -1].log_softmax(-1).topk(20)
         (token,) = begun["choices"][0]["logprobs"]["content"]
-        assert [one["logprob"] for one in token["top_logprobs"]] == pytest.approx(expected.tolist(), rel=1e-4)
+        assert [one["logprob"] for one in token["top_logprobs"]] == pytest.approx(
+            expected.tolist(), rel=1e-4
+        )
         texts = [tokenizer.decode([number], skip_special_tokens=False) for number in ids.tolist()]
-        assert [one["token"] for one in token["top_logprobs"]] == texts and token["token"] == texts[0]
+        assert [one["token"] for one in token["top_logprobs"]] == texts and token["token"] == texts[
+            0
+        ]
 
 
 def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> None:
     choices = ask(url, "a?", temperature=2.0, max_tokens=8, n=4)["choices"]
     assert len({choice["message"]["content"] for choice in choices}) == 4
     firsts = {
-        ask(url, "a?", temperature=3.0, max_tokens=1, top_logprobs=1)["choices"][0]["message"]["content"] for _ in "abcdef"
+        ask(url, "a?", temperature=3.0, max_tokens=1, top_logprobs=1)["choices"][0]["message"][
+            "content"
+        ]
+        for _ in "abcdef"
     }
     assert len(firsts) > 1
     assert refused(url, "a?", top_logprobs=2) == (
@@ -115,7 +137,10 @@ def test_a_client_that_goes_before_it_is_answered_disturbs_nobody(url: str) -> N
     body = json.dumps({"messages": [said("user", "a?")], "max_tokens": 900, "n": 3}).encode()
     for _ in range(3):
         with socket.create_connection((str(place.hostname), int(place.port or 0))) as client:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length:"
+                f" {len(body)}\r\n\r\n"
+            )
             client.sendall(head.encode() + body)
             time.sleep(0.2)
     assert len(ask(url, "a?", max_tokens=2)["choices"]) == 1
@@ -127,26 +152,51 @@ def test_a_model_without_a_chat_template_reads_the_texts_alone(model: Path, tmp_
         if file.name in ("config.json", "model.safetensors", "tokenizer.json"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with served(tmp_path) as url:
-        assert ask(url, "abc", max_tokens=1)["usage"]["prompt_tokens"] == len(Tokenizer(tmp_path).encode("abc", begins=True))
+        assert ask(url, "abc", max_tokens=1)["usage"]["prompt_tokens"] == len(
+            Tokenizer(tmp_path).encode("abc", begins=True)
+        )
 
 
 @pytest.mark.slow
-def test_a_judge_reads_verdicts_and_the_probability_of_yes_of_a_model_that_has_learned_to_say_them(tmp_path: Path) -> None:
+def test_a_judge_reads_verdicts_and_the_probability_of_yes_of_a_model_that_has_learned_to_say_them(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     learned = {"a|b": "B", "4|5": "B", "why|so": "B", "a": "yes", "4": "no", "so": "yes"}
-    model = saved(tmp_path, "qwen", [[said("user", asked), said("assistant", word)] for asked, word in learned.items()], [])
+    model = saved(
+        tmp_path,
+        "qwen",
+        [[said("user", asked), said("assistant", word)] for asked, word in learned.items()],
+        [],
+    )
     requests = [ScoringRequest("2+2=", response) for response in ("4", "a")]
     with served(model) as url:
-        source = {"name": "judge", "key": "reward", "judge_url": url, "judge_model": "tiny", "judge_max_tokens": 1}
-        pairwise = JudgeSource(judge_asks="pairwise", judge_template="{response_a}|{response_b}", **source)
-        assert build_judge(pairwise, RunPaths(tmp_path)).compare(requests, ["5", "b"]) == [(0.0, 1.0)] * 2
+        source = {
+            "name": "judge",
+            "key": "reward",
+            "judge_url": url,
+            "judge_model": "tiny",
+            "judge_max_tokens": 1,
+        }
+        pairwise = JudgeSource(
+            judge_asks="pairwise", judge_template="{response_a}|{response_b}", **source
+        )
+        assert (
+            build_judge(pairwise, RunPaths(tmp_path)).compare(requests, ["5", "b"])
+            == [(0.0, 1.0)] * 2
+        )
         yes_no = JudgeSource(judge_asks="yes_no", judge_template="{response}", **source)
         scores = build_judge(yes_no, RunPaths(tmp_path))(requests)
-    network, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), Tokenizer(model)
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+        Tokenizer(model),
+    )
     for request, score in zip(requests, scores, strict=True):
         with torch.no_grad():
-            top = network(tokens_of(model, request.response)[None]).logits[0, -1].softmax(-1).topk(20)
+            top = (
+                network(tokens_of(model, request.response)[None]).logits[0, -1].softmax(-1).topk(20)
+            )
         sums = {"yes": 0.0, "no": 0.0}
         for probability, token in zip(*(each.tolist() for each in top), strict=True):
             if (word := tokenizer.decode([token]).strip().lower()) in sums:
@@ -159,7 +209,9 @@ def said(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def test_what_cannot_be_served_is_refused_before_anything_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_refused_before_anything_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve-model", str(tmp_path)])

@@ -17,16 +17,24 @@ from tests.engines.test_generation import assert_same, begin
 def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(rows, biased):
     draw = torch.Generator().manual_seed(1)
     weight, x = torch.randn(49, 33, generator=draw), torch.randn(rows, 33, generator=draw)
-    weights = {"layer.weight": weight} | ({"layer.bias": torch.randn(49, generator=draw)} if biased else {})
+    weights = {"layer.weight": weight} | (
+        {"layer.bias": torch.randn(49, generator=draw)} if biased else {}
+    )
     packed, plain = Products(exact=False, packed=True), Products(exact=False, packed=False)
     with torch.inference_mode():
         for products in (packed, plain):
             products.use(weights)
-        torch.testing.assert_close(packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0)
-        torch.testing.assert_close(packed.linear(x, "layer", with_bias=False), x @ weight.T, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            packed.linear(x, "layer", with_bias=False), x @ weight.T, atol=1e-5, rtol=0
+        )
         weight.mul_(2)
         packed.use(weights)
-        torch.testing.assert_close(packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
+        )
 
 
 def test_a_packed_bf16_product_rounds_what_float32_makes_of_the_same_numbers():
@@ -43,7 +51,9 @@ def test_a_packed_bf16_product_rounds_what_float32_makes_of_the_same_numbers():
 @pytest.mark.parametrize("update", ["atomic", "in_place"])
 def test_every_version_has_packed_weights_of_its_own(tmp_path, update):
     directory, options = save_llama(tmp_path, tied=True), SamplingOptions(6)
-    packed, plain = (make_engine(directory, update=update, packed_weights=packs) for packs in (True, False))
+    packed, plain = (
+        make_engine(directory, update=update, packed_weights=packs) for packs in (True, False)
+    )
     before = generate(packed, make_requests(2), options)
     for version in (1, 2):
         for engine in (packed, plain):
@@ -51,10 +61,14 @@ def test_every_version_has_packed_weights_of_its_own(tmp_path, update):
             for view in change.views(list(engine._weights.views)).values():
                 view.mul_(1 + version / 2)
             change.commit()
-        assert_same(generate(packed, make_requests(2), options), generate(plain, make_requests(2), options))
+        assert_same(
+            generate(packed, make_requests(2), options), generate(plain, make_requests(2), options)
+        )
     assert [one.tokens.tolist() for one in before] != [
         one.tokens.tolist() for one in generate(packed, make_requests(2), options)
     ]
-    assert packed._machine.decoder._products._packed and not plain._machine.decoder._products._packed
+    assert (
+        packed._machine.decoder._products._packed and not plain._machine.decoder._products._packed
+    )
     packed.sleep()
     assert not packed._machine.decoder._products._packed

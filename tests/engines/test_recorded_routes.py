@@ -1,4 +1,5 @@
-"""The experts that the embedded engine tells: those of the weights that drew the token after each."""
+"""The experts that the embedded engine tells: those of the weights that drew the token after
+each."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def other_directory(directory, tmp_path_factory) -> Path:
 
 @torch.no_grad()
 def routes_of(model: Any, tokens: Tensor) -> Tensor:
-    """What transformers' routers choose for each token but the last, in ascending order: [T-1, L, K]."""
+    """What transformers' routers choose for each token but the last, in ascending order: [T-1, L,
+    K]."""
     chosen: list[Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, inputs, output: chosen.append(output[2]))
@@ -72,7 +74,8 @@ def small_requests(samples: int = 4) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_the_experts_told_are_those_that_transformers_chooses(directory, rows):
-    """With three rows samples begin beside siblings that still run, and copy what their prompt's tokens took."""
+    """With three rows samples begin beside siblings that still run, and copy what their prompt's
+    tokens took."""
     model = load_transformers(directory)
     for sample in generate(make_engine(directory, batch_size=rows), small_requests(), OPTIONS):
         assert torch.equal(told(sample), routes_of(model, sample.tokens))
@@ -80,22 +83,36 @@ def test_the_experts_told_are_those_that_transformers_chooses(directory, rows):
 
 def test_no_experts_are_told_unless_they_are_asked_for(directory, tmp_path):
     silent = dataclasses.replace(OPTIONS, routes=False)
-    asked, unasked = (generate(make_engine(directory), small_requests(1), options) for options in (OPTIONS, silent))
+    asked, unasked = (
+        generate(make_engine(directory), small_requests(1), options)
+        for options in (OPTIONS, silent)
+    )
     assert [sample.routes for sample in unasked] == [None] * 4
-    assert [sample.tokens.tolist() for sample in asked] == [sample.tokens.tolist() for sample in unasked]
+    assert [sample.tokens.tolist() for sample in asked] == [
+        sample.tokens.tolist() for sample in unasked
+    ]
     with pytest.raises(AlignerError, match="routes=true: the model has no experts"):
-        generate(make_engine(save_model(tmp_path, "llama")), [GenerationRequest(prompts(1)[0], 0)], OPTIONS)
+        generate(
+            make_engine(save_model(tmp_path, "llama")),
+            [GenerationRequest(prompts(1)[0], 0)],
+            OPTIONS,
+        )
 
 
 def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
-    """By transformers: each token's routes under the weights that drew the token after it, the prompt's under the first."""
-    versions = torch.cat([sample.weight_versions[:1].expand(sample.prompt_length - 1), sample.weight_versions])
+    """By transformers: each token's routes under the weights that drew the token after it, the
+    prompt's under the first."""
+    versions = torch.cat(
+        [sample.weight_versions[:1].expand(sample.prompt_length - 1), sample.weight_versions]
+    )
     under = torch.stack([routes_of(model, sample.tokens) for model in models])
     return under[versions, torch.arange(len(versions))]
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_a_prefix_that_is_read_again_keeps_the_routes_of_the_weights_that_drew_it(directory, other_directory, steps):
+def test_a_prefix_that_is_read_again_keeps_the_routes_of_the_weights_that_drew_it(
+    directory, other_directory, steps
+):
     engine = make_engine(directory, batch_size=3)
     generation = engine.start(small_requests(), OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
@@ -108,7 +125,9 @@ def test_a_prefix_that_is_read_again_keeps_the_routes_of_the_weights_that_drew_i
     assert any(len(set(sample.weight_versions.tolist())) == 2 for sample in samples.values())
 
 
-def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_these(directory, other_directory):
+def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_these(
+    directory, other_directory
+):
     """The sibling's own are older: it had begun before."""
     prompt = Prompt(0, "", torch.arange(2, 9))
     wanted = [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 12, 6))]
@@ -119,7 +138,11 @@ def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_thes
     while not generation.done:
         samples |= generation.step()
     models = [load_transformers(path) for path in (directory, other_directory)]
-    assert [set(samples[place].weight_versions.tolist()) for place in range(3)] == [{0, 1}, {0, 1}, {1}]
+    assert [set(samples[place].weight_versions.tolist()) for place in range(3)] == [
+        {0, 1},
+        {0, 1},
+        {1},
+    ]
     for sample in samples.values():
         assert torch.equal(told(sample), expected_of_versions(models, sample))
     assert not torch.equal(told(samples[1])[:6], told(samples[2])[:6])
@@ -127,7 +150,9 @@ def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_thes
 
 @pytest.mark.parametrize(("rows", "steps"), [(64, 5), (3, 7)])
 @pytest.mark.parametrize("renewed", [False, True])
-def test_responses_that_are_handed_over_go_on_with_their_routes(directory, other_directory, rows, steps, renewed):
+def test_responses_that_are_handed_over_go_on_with_their_routes(
+    directory, other_directory, rows, steps, renewed
+):
     engine, wanted = make_engine(directory, batch_size=rows), small_requests()
     generation = engine.start(wanted, OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())

@@ -16,7 +16,10 @@ def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
     count = 200_000
     numbers = torch.rand(count, generator=generator, dtype=torch.float64)
     drawn = torch.cat(
-        [choose(logits.repeat(len(part), 1), SamplingOptions(1, temperature), part)[0] for part in numbers.split(20_000)]
+        [
+            choose(logits.repeat(len(part), 1), SamplingOptions(1, temperature), part)[0]
+            for part in numbers.split(20_000)
+        ]
     )
     expected = (logits.double() / temperature).softmax(-1) * count
     observed = torch.bincount(drawn, minlength=300).double()
@@ -30,9 +33,13 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution():
     tokens, logprobs, _ = choose(logits.clone(), SamplingOptions(1), numbers)
     cumulative = logits.double().softmax(-1).cumsum(-1)
     above = cumulative.gather(1, tokens[:, None]).squeeze(1)
-    below = torch.where(tokens > 0, cumulative.gather(1, (tokens[:, None] - 1).clamp_min(0)).squeeze(1), 0.0)
+    below = torch.where(
+        tokens > 0, cumulative.gather(1, (tokens[:, None] - 1).clamp_min(0)).squeeze(1), 0.0
+    )
     assert ((below <= numbers + 1e-6) & (numbers <= above + 1e-6)).all()
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+    torch.testing.assert_close(
+        logprobs, logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    )
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])
@@ -40,7 +47,9 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution():
 def test_a_token_of_probability_zero_is_never_drawn(number, allowed):
     logits = torch.full((1, 300), float("-inf"))
     logits[0, allowed] = 1.0
-    token, logprob, _ = choose(logits, SamplingOptions(1), torch.tensor([number], dtype=torch.float64))
+    token, logprob, _ = choose(
+        logits, SamplingOptions(1), torch.tensor([number], dtype=torch.float64)
+    )
     assert int(token) in allowed
     assert float(logprob) == pytest.approx(-np.log(len(allowed)))
 
@@ -64,7 +73,9 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
     """float64 [V], worked out with a sort of the whole vocabulary."""
     probabilities = (logits.double() / options.temperature).softmax(-1)
     order = sorted(range(len(logits)), key=lambda token: -float(probabilities[token]))
-    order = [token for token in order if probabilities[token] >= options.min_p * probabilities[order[0]]]
+    order = [
+        token for token in order if probabilities[token] >= options.min_p * probabilities[order[0]]
+    ]
     kept = order[: options.top_k or None]
     whole = sum(float(probabilities[token]) for token in kept)
     mass, nucleus = 0.0, []
@@ -109,7 +120,9 @@ def test_ten_thousand_samples_follow_the_exact_distribution(options):
     assert chi_square <= degrees + 4 * (2 * degrees) ** 0.5
     # Log-probs are those of all tokens at the temperature, whatever was cut off.
     assert kept is None
-    torch.testing.assert_close(logprobs, (logits / options.temperature).log_softmax(-1)[drawn], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logprobs, (logits / options.temperature).log_softmax(-1)[drawn], atol=1e-5, rtol=0
+    )
 
 
 TRUNCATED = {
@@ -135,31 +148,49 @@ def test_what_was_drawn_among_is_told_and_log_probs_are_of_exactly_that(keys):
         inside = distribution.nonzero()[:, 0].tolist()
         assert [sorted(ids.tolist()) for ids in kept.each()] == [inside] * len(numbers)
         torch.testing.assert_close(logprobs.double(), distribution.log()[drawn], atol=1e-5, rtol=0)
-        found = torch.full((900,), -torch.inf, dtype=torch.float64).index_copy(0, drawn, logprobs.double()).exp()
+        found = (
+            torch.full((900,), -torch.inf, dtype=torch.float64)
+            .index_copy(0, drawn, logprobs.double())
+            .exp()
+        )
         if len(inside) <= 50:
             assert float(found.sum()) == pytest.approx(1, abs=1e-5), "every one of them was drawn"
     # Rows of one call have sets of their own.
     _, _, kept = choose(rows.clone(), options, numbers[:3])
-    assert [sorted(ids.tolist()) for ids in kept.each()] == [each.nonzero()[:, 0].tolist() for each in exact]
+    assert [sorted(ids.tolist()) for ids in kept.each()] == [
+        each.nonzero()[:, 0].tolist() for each in exact
+    ]
 
 
 def test_sets_are_told_only_where_tokens_are_left_out_and_change_no_draw():
-    logits, numbers = 2 * torch.randn(64, 900, generator=torch.Generator().manual_seed(7)), torch.rand(64).double()
+    logits, numbers = (
+        2 * torch.randn(64, 900, generator=torch.Generator().manual_seed(7)),
+        torch.rand(64).double(),
+    )
     may_stop = torch.arange(64) % 2 == 0
     for keys in ({}, {"min_new_tokens": 1, "stop_token_ids": (3, 5)}):
         plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
-        expected, got = (choose(logits.clone(), options, numbers, may_stop) for options in (plain, asked))
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
+        expected, got = (
+            choose(logits.clone(), options, numbers, may_stop) for options in (plain, asked)
+        )
+        assert (
+            torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
+        )
     greedy = SamplingOptions(1, greedy=True, top_k=5, renormalize=True)
     assert choose(logits.clone(), greedy, None)[2] is None
     for keys in TRUNCATED.values():
         plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
-        assert torch.equal(choose(logits.clone(), plain, numbers)[0], choose(logits.clone(), asked, numbers)[0])
+        assert torch.equal(
+            choose(logits.clone(), plain, numbers)[0], choose(logits.clone(), asked, numbers)[0]
+        )
 
 
 def test_a_stop_token_that_may_not_come_is_not_among_the_tokens_that_are_left():
     options = SamplingOptions(2, top_k=3, renormalize=True, stop_token_ids=(0,))
-    logits, numbers = torch.tensor([5.0, 1.0, 0.0, -1.0, -2.0]).repeat(2, 1), torch.zeros(2, dtype=torch.float64)
+    logits, numbers = (
+        torch.tensor([5.0, 1.0, 0.0, -1.0, -2.0]).repeat(2, 1),
+        torch.zeros(2, dtype=torch.float64),
+    )
     token, logprob, kept = choose(logits.clone(), options, numbers, torch.tensor([True, False]))
     assert token.tolist() == [0, 1]
     assert [ids.tolist() for ids in kept.each()] == [[0, 1, 2], [1, 2, 3]]
@@ -170,7 +201,9 @@ def test_a_stop_token_that_may_not_come_is_not_among_the_tokens_that_are_left():
 def test_a_stop_token_may_be_forbidden_row_by_row():
     logits = torch.tensor([5.0, 1.0, 0.0]).repeat(4, 1)
     options = SamplingOptions(2, stop_token_ids=(0,), greedy=True)
-    token, logprob, _ = choose(logits.clone(), options, None, torch.tensor([True, False, True, False]))
+    token, logprob, _ = choose(
+        logits.clone(), options, None, torch.tensor([True, False, True, False])
+    )
     assert token.tolist() == [0, 1, 0, 1]
     torch.testing.assert_close(logprob, logits[0].log_softmax(-1)[token])
 
@@ -179,11 +212,17 @@ def test_a_stop_token_may_be_forbidden_row_by_row():
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5: must be within 0 and max_new_tokens=4"),
+        (
+            {"max_new_tokens": 4, "min_new_tokens": 5},
+            "min_new_tokens=5: must be within 0 and max_new_tokens=4",
+        ),
         ({"max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"max_new_tokens": 4, "top_k": -1}, "top_k=-1: must be at least 0"),
         ({"max_new_tokens": 4, "top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
-        ({"max_new_tokens": 4, "min_p": -0.5}, "min_p=-0.5: must be at least 0, which keeps all tokens, and at most 1"),
+        (
+            {"max_new_tokens": 4, "min_p": -0.5},
+            "min_p=-0.5: must be at least 0, which keeps all tokens, and at most 1",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

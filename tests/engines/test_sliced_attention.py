@@ -1,4 +1,5 @@
-"""Attention over what each row has of the cache, with a stand-in for the kernel, which torch has on GPUs alone."""
+"""Attention over what each row has of the cache, with a stand-in for the kernel, which torch has on
+GPUs alone."""
 
 from __future__ import annotations
 
@@ -28,15 +29,27 @@ def flash(
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
 ):  # fmt: skip
     """As FlashAttention-2's varlen function does it, but for one query a sequence."""
-    assert (max_q, dropout_p, is_causal, return_debug_mask, scale, alibi_slopes) == (1, 0.0, False, False, None, None)
+    assert (max_q, dropout_p, is_causal, return_debug_mask, scale, alibi_slopes) == (
+        1,
+        0.0,
+        False,
+        False,
+        None,
+        None,
+    )
     assert {each.dtype for each in (starts_q, starts_k, seqused_k)} == {torch.int32}
     assert starts_q.tolist() == list(range(len(query) + 1)) and len(starts_k) == len(query) + 1
     assert int(seqused_k.min()) > 0 and int(seqused_k.max()) <= max_k and key.stride(-1) == 1
     group, found = query.shape[1] // key.shape[1], []
     for one, begin, count in zip(query, starts_k.tolist(), seqused_k.tolist(), strict=False):
         left = 0 if window_size_left is None else max(0, count - 1 - window_size_left)
-        assert (window_size_left is None) == (window_size_right is None) and window_size_right in (None, 0)
-        keys, values = (each[begin + left : begin + count].repeat_interleave(group, 1) for each in (key, value))
+        assert (window_size_left is None) == (window_size_right is None) and window_size_right in (
+            None,
+            0,
+        )
+        keys, values = (
+            each[begin + left : begin + count].repeat_interleave(group, 1) for each in (key, value)
+        )
         weights = (torch.einsum("hd,thd->ht", one, keys) / one.shape[-1] ** 0.5).softmax(-1)
         found.append(torch.einsum("ht,thd->hd", weights, values))
     empty = query.new_empty(0)
@@ -54,7 +67,9 @@ def kernel(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 3}, {"steps_per_sync": 4}], ids=str)
-def test_responses_are_those_of_masked_attention(tmp_path: Path, kernel, family: str, settings: dict) -> None:
+def test_responses_are_those_of_masked_attention(
+    tmp_path: Path, kernel, family: str, settings: dict
+) -> None:
     directory = save_model(tmp_path, family, **SIZES[family])
     options = SamplingOptions(12, stop_token_ids=tuple(range(0, 200, 9)))
     engine = make_engine(directory, **settings)
@@ -79,8 +94,11 @@ def test_guesses_and_rows_that_wait_are_read_as_before(tmp_path: Path, kernel) -
     assert_same(samples, generate(make_engine(directory), make_requests(2), options))
 
 
-def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use(tmp_path: Path, kernel) -> None:
-    """A graph's tensors, without a graph: of five rows two are in use, and of the others only the last token is written."""
+def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use(
+    tmp_path: Path, kernel
+) -> None:
+    """A graph's tensors, without a graph: of five rows two are in use, and of the others only the
+    last token is written."""
     engine = make_engine(save_model(tmp_path, "llama"))
     machine = engine._machine
     machine.cache.resize(CacheSize(5, 16))
@@ -88,7 +106,13 @@ def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use
     machine.cache.values.normal_()
     step = Step(torch.tensor([7, 11]), torch.tensor([3, 9]), columns=10)
     fixed = GraphedForward(machine.decoder)._fixed(5, 16, step, machine.cache)
-    assert fixed.lengths.tolist() == [4, 10, 1, 1, 1] and fixed.positions.tolist() == [3, 9, 15, 15, 15]
+    assert fixed.lengths.tolist() == [4, 10, 1, 1, 1] and fixed.positions.tolist() == [
+        3,
+        9,
+        15,
+        15,
+        15,
+    ]
     with torch.inference_mode():
         expected = machine.decoder.forward(step, machine.cache)
         before = machine.cache.keys[:, 2:, :, :-1].clone()
@@ -115,6 +139,8 @@ def test_a_row_anywhere_in_the_cache_is_found() -> None:
         ("cuda", torch.bfloat16, 320, False),
     ],
 )
-def test_where_the_kernel_is(tmp_path: Path, device: str, dtype: torch.dtype, head_dim: int, expected: bool) -> None:
+def test_where_the_kernel_is(
+    tmp_path: Path, device: str, dtype: torch.dtype, head_dim: int, expected: bool
+) -> None:
     shape: ModelShape = shape_of(save_model(tmp_path, "llama", head_dim=head_dim))
     assert sliced_attention.can_slice(shape, torch.device(device), dtype) is expected

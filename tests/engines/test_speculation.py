@@ -22,24 +22,32 @@ OPTIONS = {
     "drawn": SamplingOptions(40, temperature=0.25),
     "greedy": SamplingOptions(40, greedy=True),
     "kept": SamplingOptions(40, temperature=0.4, top_p=0.9, top_k=30, renormalize=True),
-    "stops": SamplingOptions(40, temperature=0.4, min_new_tokens=9, stop_token_ids=tuple(range(0, 200, 5))),
+    "stops": SamplingOptions(
+        40, temperature=0.4, min_new_tokens=9, stop_token_ids=tuple(range(0, 200, 5))
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def directory(request, tmp_path_factory) -> Path:
     settings = {"sliding_window": 4} if request.param == "mistral" else {}
-    return save_model(tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=True, **settings)
+    return save_model(
+        tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=True, **settings
+    )
 
 
 def requests() -> list[GenerationRequest]:
     """Of unequal lengths."""
-    return [GenerationRequest(prompt, 0, limit) for prompt, limit in zip(make_prompts(), (40, 25, 38, 40, 31), strict=True)]
+    return [
+        GenerationRequest(prompt, 0, limit)
+        for prompt, limit in zip(make_prompts(), (40, 25, 38, 40, 31), strict=True)
+    ]
 
 
 def assert_same(samples: list[Sample], others: list[Sample]) -> None:
     assert [response(sample) for sample in samples] == [response(sample) for sample in others]
-    for sample, other in zip(samples, others, strict=True):  # a cold temperature multiplies what is rounded
+    # a cold temperature multiplies what is rounded
+    for sample, other in zip(samples, others, strict=True):
         torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-4, rtol=0)
 
 
@@ -69,11 +77,16 @@ def test_samples_are_those_without_guesses(directory, name):
         assert one.finish_reason == other.finish_reason
         assert torch.equal(one.weight_versions, other.weight_versions)
         if options.renormalize:
-            assert [ids.tolist() for ids in one.kept.each()] == [ids.tolist() for ids in other.kept.each()]
+            assert [ids.tolist() for ids in one.kept.each()] == [
+                ids.tolist() for ids in other.kept.each()
+            ]
 
 
 def test_a_loop_takes_fewer_passes(directory):
-    engine, options = make_engine(directory, batch_size=1, speculation=GUESSES), SamplingOptions(40, greedy=True)
+    engine, options = (
+        make_engine(directory, batch_size=1, speculation=GUESSES),
+        SamplingOptions(40, greedy=True),
+    )
     steps = observed(engine)
     samples = generate(engine, requests(), options)
     guessed, accepted = engine.take_guesses()
@@ -94,7 +107,9 @@ def test_with_exact_log_probs_no_bit_changes(directory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        wide = save_model(directory.parent / f"{directory.name}-exact", "llama", intermediate_size=64)
+        wide = save_model(
+            directory.parent / f"{directory.name}-exact", "llama", intermediate_size=64
+        )
         options = OPTIONS["drawn"]
         samples, _, accepted = drafted(wide, options, exact=True)
         plain = generate(make_engine(wide, batch_size=3, exact=True), requests(), options)
@@ -102,7 +117,9 @@ def test_with_exact_log_probs_no_bit_changes(directory):
         torch.set_num_threads(threads)
     assert accepted > 0
     for one, other in zip(samples, plain, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(
+            one.engine_logprobs, other.engine_logprobs
+        )
 
 
 def test_new_weights_in_between_and_handing_over_change_nothing(directory):
@@ -118,7 +135,9 @@ def test_new_weights_in_between_and_handing_over_change_nothing(directory):
             samples |= generation.step()
         begun = dict(generation.unfinished())
         generation.cancel()
-        rest = [dataclasses.replace(requests()[place], begun=sample) for place, sample in begun.items()]
+        rest = [
+            dataclasses.replace(requests()[place], begun=sample) for place, sample in begun.items()
+        ]
         samples |= zip(begun, generate(engine, rest, options), strict=True)
         found.append([samples[place] for place in range(5)])
     assert_same(*found)
@@ -127,6 +146,8 @@ def test_new_weights_in_between_and_handing_over_change_nothing(directory):
 def test_it_is_refused_beside_recorded_routes():
     from aligner.checks.engine import _drawing_problems
 
-    config = compose_config(["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"])
+    config = compose_config(
+        ["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"]
+    )
     (problem,) = _drawing_problems(config)
     assert problem.startswith("engine.speculation.tokens=4: algorithm.replay_routes=true")

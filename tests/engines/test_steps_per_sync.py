@@ -1,4 +1,5 @@
-"""`engine.steps_per_sync`: steps that follow each other without a look at what they draw change no response."""
+"""`engine.steps_per_sync`: steps that follow each other without a look at what they draw change no
+response."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def assert_same(samples: list[Sample], expected: list[Sample]) -> None:
             wanted.finish_reason,
             wanted.weight_versions.tolist(),
         )
-        torch.testing.assert_close(sample.engine_logprobs, wanted.engine_logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            sample.engine_logprobs, wanted.engine_logprobs, atol=1e-5, rtol=0
+        )
         if wanted.kept is not None:
             assert sample.kept.ids.tolist() == wanted.kept.ids.tolist()
 
@@ -48,20 +51,32 @@ def assert_same(samples: list[Sample], expected: list[Sample]) -> None:
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [3, 64])
-def test_responses_are_those_of_one_step_after_another(directory: Path, way: str, count: int, rows: int) -> None:
-    """Of different lengths, and more of them than rows, so that some begin while others are under way."""
+def test_responses_are_those_of_one_step_after_another(
+    directory: Path, way: str, count: int, rows: int
+) -> None:
+    """Of different lengths, and more of them than rows, so that some begin while others are under
+    way."""
     options, requests = WAYS[way], mixed_requests(3)
     expected = generate(make_engine(directory), requests, options)
-    samples = generate(make_engine(directory, steps_per_sync=count, batch_size=rows), requests, options)
+    samples = generate(
+        make_engine(directory, steps_per_sync=count, batch_size=rows), requests, options
+    )
     assert_same(samples, expected)
-    assert way in ("all", "greedy") or {sample.finish_reason for sample in samples} == {"stop", "length"}
+    assert way in ("all", "greedy") or {sample.finish_reason for sample in samples} == {
+        "stop",
+        "length",
+    }
 
 
 def test_no_row_goes_beyond_the_nearest_limit(directory: Path) -> None:
-    """Three rows of 4, 7 and 12 tokens: the first comes with the prompts; then 3, 3 and 5 follow each other."""
+    """Three rows of 4, 7 and 12 tokens: the first comes with the prompts; then 3, 3 and 5 follow
+    each other."""
     engine = make_engine(directory, steps_per_sync=8)
     steps = observed(engine)
-    requests = [GenerationRequest(make_requests()[0].prompt, index, limit) for index, limit in enumerate((4, 7, 12))]
+    requests = [
+        GenerationRequest(make_requests()[0].prompt, index, limit)
+        for index, limit in enumerate((4, 7, 12))
+    ]
     generation = engine.start(requests, SamplingOptions(12))
     counts = []
     while not generation.done:
@@ -75,7 +90,10 @@ def test_no_row_goes_beyond_the_nearest_limit(directory: Path) -> None:
 def test_a_responses_turns_go_on_from_where_they_ended(directory: Path) -> None:
     def drawn(engine: EmbeddedEngine) -> list[Sample]:
         requests = [dataclasses.replace(request, turn_tokens=5) for request in make_requests()]
-        generation, found = engine.start(requests, SamplingOptions(12, stop_token_ids=STOPS)), dict[int, Sample]()
+        generation, found = (
+            engine.start(requests, SamplingOptions(12, stop_token_ids=STOPS)),
+            dict[int, Sample](),
+        )
         turns = dict.fromkeys(range(len(requests)), 1)
         while not generation.done:
             for place, sample in generation.step():
@@ -89,8 +107,13 @@ def test_a_responses_turns_go_on_from_where_they_ended(directory: Path) -> None:
 
 
 def drawn_on_rank(directory: Path, count: int) -> list[tuple[list[int], list[float]]]:
-    engine = make_engine(directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD, steps_per_sync=count)
-    return [(response(each), each.engine_logprobs.tolist()) for each in generate(engine, mixed_requests(), WAYS["stops"])]
+    engine = make_engine(
+        directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD, steps_per_sync=count
+    )
+    return [
+        (response(each), each.engine_logprobs.tolist())
+        for each in generate(engine, mixed_requests(), WAYS["stops"])
+    ]
 
 
 def test_tensor_parallel_ranks_agree(pool, directory: Path) -> None:
@@ -107,4 +130,6 @@ def test_what_is_not_finite_is_told_once_it_is_looked_at(directory: Path) -> Non
     engine._weights.tensors["decoder.final_layernorm.weight"].fill_(float("nan"))
     with pytest.raises(AlignerError, match="not finite"):
         generation.step()
-    assert [len(sample.tokens) - sample.prompt_length for _, sample in generation.unfinished()] == [1] * len(make_requests())
+    assert [len(sample.tokens) - sample.prompt_length for _, sample in generation.unfinished()] == [
+        1
+    ] * len(make_requests())

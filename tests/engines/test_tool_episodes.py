@@ -1,4 +1,5 @@
-"""Whole episodes with tools: what a policy says in its model's own format is carried out, and told to it in messages."""
+"""Whole episodes with tools: what a policy says in its model's own format is carried out, and told
+to it in messages."""
 
 from __future__ import annotations
 
@@ -39,25 +40,38 @@ def llama3(call: tuple[str, dict[str, object]], *_: object) -> str:
 
 
 def mistral(*calls: tuple[str, dict[str, object]]) -> str:
-    return f"[TOOL_CALLS] {json.dumps([{'name': name, 'arguments': arguments} for name, arguments in calls])}"
+    return (
+        "[TOOL_CALLS]"
+        f" {json.dumps([{'name': name, 'arguments': arguments} for name, arguments in calls])}"
+    )
 
 
 FORMS = {"qwen": (hermes, "<|end|>"), "llama": (llama3, "<|end|>"), "mistral": (mistral, "</s>")}
 python = pytest.param(
     "python",
     marks=pytest.mark.skipif(
-        bool(PythonSandbox.here(EnvironmentConfig().python).gaps()), reason="this machine does not enforce the sandbox"
+        bool(PythonSandbox.here(EnvironmentConfig().python).gaps()),
+        reason="this machine does not enforce the sandbox",
     ),
 )
 
 
-def episodes(tmp_path: Path, template: str, turns: Sequence[str], **given: object) -> tuple[list[Sample], Tokenizer, Prompt]:
+def episodes(
+    tmp_path: Path, template: str, turns: Sequence[str], **given: object
+) -> tuple[list[Sample], Tokenizer, Prompt]:
     """Two of them, of a prompt that a file has."""
     tokenizer = chat_model("bytes", template)
     settings = EnvironmentConfig(**{"target": "tools", "max_turn_tokens": 2000, **given})  # type: ignore[arg-type]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n")
-    data, listed = DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000), list_tools(settings)
-    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(listed)).take(0, 1)
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n"
+    )
+    data, listed = (
+        DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000),
+        list_tools(settings),
+    )
+    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(listed)).take(
+        0, 1
+    )
     pool = EnvironmentPool.of(with_tool_arguments(settings, listed, tokenizer))
     try:
         pool.start()
@@ -86,7 +100,9 @@ TOOLS = {
 
 @pytest.mark.parametrize("template", FORMS)
 @pytest.mark.parametrize("kind", ["function", "server", python])
-def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_template(tmp_path, template, kind):
+def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_template(
+    tmp_path, template, kind
+):
     given, call = TOOLS[kind]
     write: Callable[..., str] = FORMS[template][0]
     turns = [write(call), "It is 42."]
@@ -103,7 +119,9 @@ def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_t
 
 
 @pytest.mark.parametrize("template", FORMS)
-def test_what_is_no_call_that_can_be_carried_out_is_told_to_the_model_which_goes_on(tmp_path, template):
+def test_what_is_no_call_that_can_be_carried_out_is_told_to_the_model_which_goes_on(
+    tmp_path, template
+):
     write: Callable[..., str] = FORMS[template][0]
     wrong = write(("multiply", {"a": 6}))
     broken = wrong.replace('"a": 6', '"a": ')
@@ -112,14 +130,24 @@ def test_what_is_no_call_that_can_be_carried_out_is_told_to_the_model_which_goes
     said = read(sample, tokenizer)
     assert sample.finish_reason == "stop" and len(said) == 7, said
     told = said[1::2]
-    assert "missing a required argument" in told[0] and "cannot be read" in told[1] and "there is no tool" in told[2]
+    assert (
+        "missing a required argument" in told[0]
+        and "cannot be read" in told[1]
+        and "there is no tool" in told[2]
+    )
 
 
 @pytest.mark.parametrize("template", ["qwen", "mistral"])
 def test_calls_of_a_turn_are_answered_in_their_order(tmp_path, template):
-    calls = [("multiply", {"a": 1, "b": 1}), ("wait", {"seconds": 0.3}), ("multiply", {"a": 2, "b": 2})]
+    calls = [
+        ("multiply", {"a": 1, "b": 1}),
+        ("wait", {"seconds": 0.3}),
+        ("multiply", {"a": 2, "b": 2}),
+    ]
     turns = [FORMS[template][0](*calls), "So."]
-    (sample, _), tokenizer, _ = episodes(tmp_path, template, turns, tools=[f"{SAMPLES}:multiply", f"{SAMPLES}:wait"])
+    (sample, _), tokenizer, _ = episodes(
+        tmp_path, template, turns, tools=[f"{SAMPLES}:multiply", f"{SAMPLES}:wait"]
+    )
     told = read(sample, tokenizer)[1]
     parts = ["<tool_response>\n1\n", "waited 0.3 s", "<tool_response>\n4\n"]
     if template == "mistral":
@@ -132,7 +160,11 @@ def test_a_class_of_the_users_own_may_run_the_tools_and_give_rewards(tmp_path):
     turns = [hermes(("multiply", {"a": 6, "b": 7})), "It is 42."]
     given = {"target": f"{SAMPLES}:Rewarding", "tools": [f"{SAMPLES}:multiply"]}
     (sample, _), _, _ = episodes(tmp_path, "qwen", turns, **given)
-    assert sample.rewards is not None and float(sample.rewards.sum()) == 0.25 and sample.finish_reason == "stop"
+    assert (
+        sample.rewards is not None
+        and float(sample.rewards.sum()) == 0.25
+        and sample.finish_reason == "stop"
+    )
 
 
 def test_a_record_may_have_tools_of_its_own_and_a_plain_text_none(tmp_path):

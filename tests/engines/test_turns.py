@@ -1,4 +1,5 @@
-"""Responses of several turns: what is drawn hangs on the tokens before it alone, wherever keys and values come from."""
+"""Responses of several turns: what is drawn hangs on the tokens before it alone, wherever keys and
+values come from."""
 
 from __future__ import annotations
 
@@ -30,18 +31,28 @@ def given(turn: int, place: int) -> list[int]:
     return [(7 * place + 3 * turn + at) % 70 + 2 for at in range(1 + (place + turn) % 4)]
 
 
-def episodes(directory: str, rows: int, delays: int = 0, *, forgets: bool = False, exact: bool = True) -> list[Sample]:
-    """Responses of three turns each; an answer comes so many of the engine's steps after it is asked for, or a few more."""
+def episodes(
+    directory: str, rows: int, delays: int = 0, *, forgets: bool = False, exact: bool = True
+) -> list[Sample]:
+    """Responses of three turns each; an answer comes so many of the engine's steps after it is
+    asked for, or a few more."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(5)
-    prompts = [Prompt(at, "", torch.randint(2, 72, (length,), generator=draw)) for at, length in enumerate(LENGTHS)]
+    prompts = [
+        Prompt(at, "", torch.randint(2, 72, (length,), generator=draw))
+        for at, length in enumerate(LENGTHS)
+    ]
     engine = EmbeddedEngine(
-        directory_shape(Path(directory), "model.path"), EngineConfig(exact=exact, batch_size=rows), 0, seed=2
+        directory_shape(Path(directory), "model.path"),
+        EngineConfig(exact=exact, batch_size=rows),
+        0,
+        seed=2,
     )
     load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompt, 0, turn_tokens=TURN) for prompt in prompts]
     generation = engine.start(
-        requests, SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS)
+        requests,
+        SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS),
     )
     assert isinstance(generation, EmbeddedGeneration)
     done: dict[int, Sample] = {}
@@ -76,33 +87,55 @@ def test_a_response_is_what_was_drawn_and_given_in_turn(directory):
         for turn in parts[::2]:
             ended = torch.isin(turn, torch.tensor(STOPS))
             assert not ended[:-1].any() and (bool(ended[-1]) or len(turn) == TURN)
-        assert (sample.engine_logprobs[~sample.drawn] == 0).all() and (sample.engine_logprobs[sample.drawn] < 0).any()
+        assert (sample.engine_logprobs[~sample.drawn] == 0).all() and (
+            sample.engine_logprobs[sample.drawn] < 0
+        ).any()
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rows": 6, "delays": 3}, {"rows": 6, "forgets": True}, {"rows": 4, "delays": 2}, {"rows": 2, "delays": 7}, {"rows": 1}],
+    [
+        {"rows": 6, "delays": 3},
+        {"rows": 6, "forgets": True},
+        {"rows": 4, "delays": 2},
+        {"rows": 2, "delays": 7},
+        {"rows": 1},
+    ],
     ids=str,
 )
 def test_no_bit_of_it_hangs_on_when_answers_come_and_on_which_rows_are_kept(directory, settings):
     for one, other in zip(episodes(directory, 6), episodes(directory, **settings), strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
-        assert one.drawn is not None and other.drawn is not None and torch.equal(one.drawn, other.drawn)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(
+            one.engine_logprobs, other.engine_logprobs
+        )
+        assert (
+            one.drawn is not None
+            and other.drawn is not None
+            and torch.equal(one.drawn, other.drawn)
+        )
 
 
 @pytest.mark.parametrize("rows", [6, 4, 3])
 def test_nor_on_whether_rows_in_use_are_the_first_ones_as_on_gpus(directory, monkeypatch, rows):
     expected, moves = episodes(directory, 6), RowTable.moves
-    monkeypatch.setattr(RowTable, "moves", lambda table, rows, **_: moves(table, rows, past_waiting=True))
+    monkeypatch.setattr(
+        RowTable, "moves", lambda table, rows, **_: moves(table, rows, past_waiting=True)
+    )
     for one, other in zip(expected, episodes(directory, rows, delays=2), strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(
+            one.engine_logprobs, other.engine_logprobs
+        )
 
 
 def test_the_row_of_a_response_that_will_not_go_on_is_free_at_once(directory):
-    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=2), 0, seed=2)
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=2), 0, seed=2
+    )
     load_directory(engine, Path(directory))
     prompts = [Prompt(at, "", torch.tensor([4, 8, 15 + at])) for at in range(3)]
-    generation = engine.start([GenerationRequest(prompt, 0, turn_tokens=3) for prompt in prompts], SamplingOptions(20))
+    generation = engine.start(
+        [GenerationRequest(prompt, 0, turn_tokens=3) for prompt in prompts], SamplingOptions(20)
+    )
     while not (complete := generation.step()):
         pass
     assert [place for place, _ in complete] == [0, 1]
@@ -144,7 +177,9 @@ def test_new_weights_are_not_read_over_old_keys(directory):
     samples = {}
     for updates in (False, True):
         torch.set_num_threads(1)
-        engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2)
+        engine = EmbeddedEngine(
+            directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2
+        )
         load_directory(engine, Path(directory))
         request = GenerationRequest(Prompt(0, "", torch.tensor([4, 8, 15])), 0, turn_tokens=TURN)
         generation = engine.start([request], SamplingOptions(LIMIT, stop_token_ids=STOPS))
@@ -161,13 +196,18 @@ def test_new_weights_are_not_read_over_old_keys(directory):
 
 
 def test_a_turn_without_room_is_refused(directory):
-    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(), 0, seed=2)
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"), EngineConfig(), 0, seed=2
+    )
     load_directory(engine, Path(directory))
-    generation = engine.start([GenerationRequest(Prompt(7, "", torch.tensor([4])), 1, turn_tokens=3)], SamplingOptions(8))
+    generation = engine.start(
+        [GenerationRequest(Prompt(7, "", torch.tensor([4])), 1, turn_tokens=3)], SamplingOptions(8)
+    )
     while not generation.step():
         pass
     with pytest.raises(
-        AlignerError, match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within"
+        AlignerError,
+        match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within",
     ):
         generation.go_on(0, [2] * 5)
     generation.go_on(0, [2] * 4)
@@ -178,11 +218,14 @@ def test_a_turn_without_room_is_refused(directory):
 
 @pytest.mark.parametrize("turns", [0, 1], ids=["before any answer", "in the second turn"])
 def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, turns):
-    """Also where its marks say that every token was drawn, as those of plain samples do beside episodes' between ranks."""
+    """Also where its marks say that every token was drawn, as those of plain samples do beside
+    episodes' between ranks."""
     torch.set_num_threads(1)
     ends = []
     for hands_over in (False, True):
-        engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2)
+        engine = EmbeddedEngine(
+            directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2
+        )
         load_directory(engine, Path(directory))
         options, prompt = SamplingOptions(LIMIT), Prompt(0, "", torch.tensor([4, 8, 15]))
         generation = engine.start([GenerationRequest(prompt, 0, turn_tokens=TURN)], options)
@@ -197,19 +240,29 @@ def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, tur
             generation.cancel()
             if begun.drawn is None:
                 begun = replace(begun, drawn=torch.ones(len(begun.response), dtype=torch.bool))
-            generation = engine.start([GenerationRequest(prompt, 0, begun=begun, turn_tokens=TURN)], options)
+            generation = engine.start(
+                [GenerationRequest(prompt, 0, begun=begun, turn_tokens=TURN)], options
+            )
         while not (complete := generation.step()):
             pass
         ends.append(complete[0][1])
     one, other = ends
-    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.engine_logprobs, other.engine_logprobs)
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(
+        one.engine_logprobs, other.engine_logprobs
+    )
     assert one.drawn_count == other.drawn_count == (turns + 1) * TURN
 
 
 def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
-    """A turn, and two turns behind it after the same tokens or others; one goes on from it, or both are read anew."""
+    """A turn, and two turns behind it after the same tokens or others; one goes on from it, or both
+    are read anew."""
     torch.set_num_threads(1)
-    engine = EmbeddedEngine(directory_shape(Path(directory), "model.path"), EngineConfig(exact=True, batch_size=4), 0, seed=2)
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"),
+        EngineConfig(exact=True, batch_size=4),
+        0,
+        seed=2,
+    )
     load_directory(engine, Path(directory))
     room = GenerationRequest(Prompt(7, "", torch.tensor([3])), 0, waits=True)
     generation = engine.start([room], SamplingOptions(LIMIT, stop_token_ids=STOPS))
@@ -217,7 +270,11 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
 
     def add(read: list[int], asked_before: int = 0) -> int:
         prompt = Prompt(7, "", torch.tensor(read))
-        return generation.add(GenerationRequest(prompt, 0, LIMIT - len(read), turn_tokens=TURN, asked_before=asked_before))
+        return generation.add(
+            GenerationRequest(
+                prompt, 0, LIMIT - len(read), turn_tokens=TURN, asked_before=asked_before
+            )
+        )
 
     place = add([5, 4, 3])
     found = dict[int, Sample]()
@@ -238,7 +295,9 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     while not generation.done:
         behind.update((3, sample) for at, sample in generation.step() if at == again)
     with pytest.raises(AlignerError, match="a branch of"):
-        generation.add(GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0))
+        generation.add(
+            GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0)
+        )
     return behind
 
 
@@ -249,6 +308,8 @@ def test_a_branch_is_drawn_as_what_it_reads_says_whether_it_goes_on_or_is_read_a
         for which, sample in expected.items():
             assert torch.equal(sample.tokens, found[which].tokens)
             turn = sample.turns()[-1]
-            assert torch.equal(sample.engine_logprobs[-len(turn) :], found[which].engine_logprobs[-len(turn) :])
+            assert torch.equal(
+                sample.engine_logprobs[-len(turn) :], found[which].engine_logprobs[-len(turn) :]
+            )
     # Asked for once more, something else is drawn.
     assert not torch.equal(expected[1].tokens, expected[3].tokens)

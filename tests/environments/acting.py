@@ -1,4 +1,5 @@
-"""Environments that tests have, and a process that holds a pool: `python -m tests.environments.acting DIRECTORY STEPS`."""
+"""Environments that tests have, and a process that holds a pool: `python -m
+tests.environments.acting DIRECTORY STEPS`."""
 
 from __future__ import annotations
 
@@ -98,9 +99,18 @@ class NoStep:
 NOTHING = None
 
 
-def pool_of(log: Path, kind: str = "Told", journal: EpisodeJournal | None = None, **settings: Any) -> EnvironmentPool:
-    chosen = {"episodes_per_worker": 8, "deadline_s": 20.0, "retries": 0, "most_characters": 1000} | settings
-    return EnvironmentPool(f"{__name__}:{kind}", {"log": str(log)}, EnvironmentConfig(**chosen), journal)
+def pool_of(
+    log: Path, kind: str = "Told", journal: EpisodeJournal | None = None, **settings: Any
+) -> EnvironmentPool:
+    chosen = {
+        "episodes_per_worker": 8,
+        "deadline_s": 20.0,
+        "retries": 0,
+        "most_characters": 1000,
+    } | settings
+    return EnvironmentPool(
+        f"{__name__}:{kind}", {"log": str(log)}, EnvironmentConfig(**chosen), journal
+    )
 
 
 def hold_a_pool(directory: Path, steps: int) -> None:
@@ -111,7 +121,10 @@ def hold_a_pool(directory: Path, steps: int) -> None:
     first = [pool.reset(name, {"name": name}, seed) for seed, name in enumerate(names)]
     print(*(answer.result() for answer in first), sep="\n")
     for step in range(steps):
-        print(*(answer.result() for answer in [pool.step(name, f"say {step}") for name in names]), sep="\n")
+        print(
+            *(answer.result() for answer in [pool.step(name, f"say {step}") for name in names]),
+            sep="\n",
+        )
     pool.step("a", "child").result()
     pool.step("b", "hang")
     pool.step("c", "hold")

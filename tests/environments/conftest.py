@@ -22,15 +22,24 @@ class Log:
         self.file = file
 
     def lines(self) -> list[list[str]]:
-        return [line.split(maxsplit=2) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+        return (
+            [line.split(maxsplit=2) for line in self.file.read_text().splitlines()]
+            if self.file.exists()
+            else []
+        )
 
     def asked(self, name: str) -> list[str]:
         return [what for episode, _, what in self.lines() if episode == name]
 
     def pids(self, name: str = "") -> list[int]:
-        """Of the processes that an episode was in, in order; of all of them and all that they started without a name."""
+        """Of the processes that an episode was in, in order; of all of them and all that they
+        started without a name."""
         found = [int(pid) for episode, pid, _ in self.lines() if name in ("", episode)]
-        children = [int(what.split()[1]) for _, _, what in self.lines() if what.startswith("child ") and not name]
+        children = [
+            int(what.split()[1])
+            for _, _, what in self.lines()
+            if what.startswith("child ") and not name
+        ]
         return list(dict.fromkeys(found + children))
 
     def wait_for(self, name: str, what: str) -> None:

@@ -1,4 +1,5 @@
-"""What goes wrong in an environment is that episode's alone; whatever else is going on goes on as if nothing had been."""
+"""What goes wrong in an environment is that episode's alone; whatever else is going on goes on as
+if nothing had been."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.rounds import bounds_seconds, typical
 
 
 def opened(pool, *names, **task):
-    for answer in [pool.reset(name, {"name": name, **task}, seed) for seed, name in enumerate(names)]:
+    for answer in [
+        pool.reset(name, {"name": name, **task}, seed) for seed, name in enumerate(names)
+    ]:
         answer.result()
 
 
@@ -32,13 +35,17 @@ def test_environments_that_wait_do_so_at_the_same_time(make):
     start = time.monotonic()
     answers = [answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]]
     assert time.monotonic() - start < 3.2  # a quarter of one after the other
-    assert len({answer.observation for answer in answers}) == 64 and not any(answer.done for answer in answers)
+    assert len({answer.observation for answer in answers}) == 64 and not any(
+        answer.done for answer in answers
+    )
 
 
 def test_when_environments_were_asked_and_waited_for_is_told(make):
     pool, told = make(episodes_per_worker=2), []
     assert pool.take_waits() is None
-    pool.listener = lambda name, start, end: told.append((name, threading.current_thread().name, end - start))
+    pool.listener = lambda name, start, end: told.append(
+        (name, threading.current_thread().name, end - start)
+    )
     opened(pool, "a", "b")
     pool.take_waits()
     told.clear()
@@ -48,7 +55,9 @@ def test_when_environments_were_asked_and_waited_for_is_told(make):
     for name in "ab":
         pool.finish(name)
     opened(pool, "c", "d")
-    (first, of_wait, waited), (second, of_pool, asked), *_ = sorted(told, key=lambda span: span[0] != "wait")
+    (first, of_wait, waited), (second, of_pool, asked), *_ = sorted(
+        told, key=lambda span: span[0] != "wait"
+    )
     assert (first, second) == ("wait", "environments") and of_wait != of_pool == "environments"
     assert waited > 0.2 and asked > 0.2
     assert 0.3 <= pool.take_waits() < 5  # two episodes have begun since, and two have waited
@@ -58,7 +67,9 @@ def test_an_answer_has_observation_reward_and_end(make, log):
     pool = make()
     messages = '[{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}]'
     assert pool.reset("a", {"name": "a", "first": messages}, 1).result() == Outcome(
-        [{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}], 0.0, False
+        [{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}],
+        0.0,
+        False,
     )
     assert pool.step("a", 'answer ("", 0.1 + 0.2, False)').result() == Outcome("", 0.1 + 0.2, False)
     numpy = "[__import__('numpy').float32(0.5), __import__('numpy').bool_(True)]"
@@ -70,7 +81,10 @@ def test_workers_import_no_torch_and_what_they_print_is_no_answer(make):
     pool = make()
     opened(pool, "a")
     assert pool.step("a", "print").result().observation.startswith("print: ")
-    assert pool.step("a", "answer (str('torch' in sys.modules), 0, False)").result().observation == "False"
+    assert (
+        pool.step("a", "answer (str('torch' in sys.modules), 0, False)").result().observation
+        == "False"
+    )
 
 
 def test_a_new_episode_waits_in_turn_for_a_place_and_open_ones_go_on(make, log):
@@ -122,17 +136,38 @@ def test_what_cannot_be_asked_is_told_at_once(make):
         ("raise", "step raised ValueError: nobody is in"),
         ("exit", "step raised SystemExit: enough"),
         ("memory", "step raised MemoryError"),
-        ("answer ('', 0)", "step returned ('', 0); it must be an observation, a reward and whether it is done"),
+        (
+            "answer ('', 0)",
+            "step returned ('', 0); it must be an observation, a reward and whether it is done",
+        ),
         ("answer None", "step returned None; it must be an observation"),
-        ("answer (None, 0, False)", "step returned the observation None; it must be a text or a list of messages"),
-        ("answer (['a'], 0, False)", "step returned the observation ['a']; it must be a text or a list of messages"),
+        (
+            "answer (None, 0, False)",
+            "step returned the observation None; it must be a text or a list of messages",
+        ),
+        (
+            "answer (['a'], 0, False)",
+            "step returned the observation ['a']; it must be a text or a list of messages",
+        ),
         ("answer ([{'role': 'user'}], 0, False)", "exactly a `role` and a `content`"),
         ("answer ([{'role': 'user', 'content': 1}], 0, False)", "exactly a `role` and a `content`"),
-        ("answer ([{'role': 'user', 'content': '', 'x': ''}], 0, False)", "exactly a `role` and a `content`"),
+        (
+            "answer ([{'role': 'user', 'content': '', 'x': ''}], 0, False)",
+            "exactly a `role` and a `content`",
+        ),
         ("answer ('\\ud800', 0, False)", "texts that UTF-8 can hold"),
-        ("answer ('x' * 1001, 0, False)", "step returned an observation of 1001 characters; at most 1000 are allowed"),
-        ("answer ([{'role': '', 'content': ''}] * 1001, 0, False)", "step returned 1001 messages; at most 1000 are allowed"),
-        ("answer ('', float('nan'), False)", "step returned the reward nan; it must be a finite number"),
+        (
+            "answer ('x' * 1001, 0, False)",
+            "step returned an observation of 1001 characters; at most 1000 are allowed",
+        ),
+        (
+            "answer ([{'role': '', 'content': ''}] * 1001, 0, False)",
+            "step returned 1001 messages; at most 1000 are allowed",
+        ),
+        (
+            "answer ('', float('nan'), False)",
+            "step returned the reward nan; it must be a finite number",
+        ),
         ("answer ('', 10**400, False)", "it must be a finite number"),
         ("answer ('', '1', False)", "step returned the reward '1'; it must be a finite number"),
         ("answer ('', True, False)", "step returned the reward True; it must be a finite number"),
@@ -161,7 +196,9 @@ def shared(tmp_path_factory):
 
 def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(make):
     pool = make(kind="Plain")
-    with pytest.raises(EpisodeLost, match=r"episode a, in its reset: reset returned the observation 1; "):
+    with pytest.raises(
+        EpisodeLost, match=r"episode a, in its reset: reset returned the observation 1; "
+    ):
         opened(pool, "a", first="1")
     opened(pool, "b")
     with pytest.raises(EpisodeLost, match=r"it must be `async def step`"):
@@ -174,8 +211,16 @@ def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(
         ("tests.environments.nowhere:Told", {}, "No module named 'tests.environments.nowhere'"),
         ("tests.environments.acting:Nobody", {}, "has no attribute 'Nobody'"),
         ("tests.environments.acting:NOTHING", {}, "'NOTHING' has no reset and no step"),
-        ("tests.environments.acting:NoStep", {}, "'NoStep' has no step: it must be a class with both"),
-        ("tests.environments.acting:Told", {"logs": ""}, r"'Told' does not take the arguments \['logs'\]: "),
+        (
+            "tests.environments.acting:NoStep",
+            {},
+            "'NoStep' has no step: it must be a class with both",
+        ),
+        (
+            "tests.environments.acting:Told",
+            {"logs": ""},
+            r"'Told' does not take the arguments \['logs'\]: ",
+        ),
         ("Told", {}, "No module named 'Told'"),
     ],
 )
@@ -190,27 +235,40 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
     pool = make(deadline_s=0.6)
     opened(pool, "late", "other")
     start = time.monotonic()
-    with pytest.raises(EpisodeLost, match=r"episode late, in its step 1: gave no answer within 0.6 s; given up"):
+    with pytest.raises(
+        EpisodeLost, match=r"episode late, in its step 1: gave no answer within 0.6 s; given up"
+    ):
         pool.step("late", "sleep 60").result()
     assert time.monotonic() - start < 3
     pool.step("other", "say").result()
-    assert len(log.pids()) == 1 and log.asked("other") == ["reset", "say"] and log.asked("late")[-1] == "close"
+    assert (
+        len(log.pids()) == 1
+        and log.asked("other") == ["reset", "say"]
+        and log.asked("late")[-1] == "close"
+    )
 
 
 @bounds_seconds
-@pytest.mark.parametrize("how", typical(["hang", "hold", "task hang", "deaf", "die", "task die"], ("hang", "die")))
+@pytest.mark.parametrize(
+    "how", typical(["hang", "hold", "task hang", "deaf", "die", "task die"], ("hang", "die"))
+)
 def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, how):
     pool = make(deadline_s=1.0)
     opened(pool, "guilty", "busy", "idle")
     before = pool.step("idle", "say").result()
     busy = pool.step("busy", "sleep 0.7")  # sent before, so that it would be late before
     time.sleep(0.1)
-    with pytest.raises(EpisodeLost, match=r"episode guilty, in its step 1: .*(no answer within 1 s|ended with code 3)"):
+    with pytest.raises(
+        EpisodeLost,
+        match=r"episode guilty, in its step 1: .*(no answer within 1 s|ended with code 3)",
+    ):
         pool.step("guilty", how).result()
     assert busy.result().observation.startswith("sleep 0.7: ")
     after = pool.step("idle", "say").result()
     assert before.observation.startswith("say: ") and before != after
-    assert log.asked("idle") == ["reset", "say", "reset", "say", "say"] and len(log.pids("idle")) == 2
+    assert (
+        log.asked("idle") == ["reset", "say", "reset", "say", "say"] and len(log.pids("idle")) == 2
+    )
     assert log.asked("guilty")[:2] == ["reset", how]
     assert ended(log.pids("idle")[:1])
 
@@ -251,7 +309,10 @@ def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(mak
     pool.step("a", "answer (str(os.getpid()), 0, False)").result()
     os.kill(log.pids()[0], signal.SIGKILL)
     call = "reset" if "pid" in first else "step 1"
-    with pytest.raises(EpisodeLost, match=rf"episode a, in its {call}: it answered differently when it was replayed: "):
+    with pytest.raises(
+        EpisodeLost,
+        match=rf"episode a, in its {call}: it answered differently when it was replayed: ",
+    ):
         pool.step("a", "say").result()
     opened(pool, "b")
 

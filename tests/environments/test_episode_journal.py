@@ -1,4 +1,5 @@
-"""What environments have said is told again, word for word, whatever has become of the process that was told it."""
+"""What environments have said is told again, word for word, whatever has become of the process that
+was told it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ from aligner.environments.episode_journal import EpisodeJournal, digest
 from aligner.errors import AlignerError
 from tests.environments.conftest import ended
 
-OUTCOMES = [Outcome("größer\n", 0.1 + 0.2), Outcome([{"role": "tool", "content": "\u2028"}], -0.0), Outcome("", 1e-300, True)]
-ASKED = [digest(asked) for asked in (["reset", {"b": 1, "a": [None]}, 3], ["step", "one"], ["step", "two\n"])]
+OUTCOMES = [
+    Outcome("größer\n", 0.1 + 0.2),
+    Outcome([{"role": "tool", "content": "\u2028"}], -0.0),
+    Outcome("", 1e-300, True),
+]
+ASKED = [
+    digest(asked)
+    for asked in (["reset", {"b": 1, "a": [None]}, 3], ["step", "one"], ["step", "two\n"])
+]
 
 
 def written(directory, *episodes):
@@ -40,7 +48,10 @@ def test_what_was_recorded_is_told_to_who_asks_the_same(tmp_path, in_memory):
         assert read(each, "a") == read(each, "b") == OUTCOMES and read(each, "c") == [None] * 3
         assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 3])) == OUTCOMES[0]
         assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 4])) is None
-        assert each.told("a", 1, digest(["step", "two"])) is None and each.told("a", 3, ASKED[1]) is None
+        assert (
+            each.told("a", 1, digest(["step", "two"])) is None
+            and each.told("a", 3, ASKED[1]) is None
+        )
 
 
 def test_another_answer_takes_the_place_of_those_from_its_call_on(tmp_path):
@@ -91,7 +102,9 @@ def test_no_damage_makes_an_answer_wrong(tmp_path, caplog):
     starts = [0, *(found.end() for found in re.finditer(b"\n", content))]
     edges = [place for start in starts[1:-1] for place in (start - 1, start)]
     places = [0, 1, *edges, len(content) - 1, *random.Random(5).sample(range(len(content)), 60)]
-    flipped = [(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :], at) for at in places]
+    flipped = [
+        (content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :], at) for at in places
+    ]
     cut = [(content[:at], at) for at in places]
     added = [(content[:at] + b"\xff\0{}\n[]\n\n" + content[at:], at) for at in places]
     for damaged, at in flipped + cut + added:
@@ -108,7 +121,9 @@ def test_no_damage_makes_an_answer_wrong(tmp_path, caplog):
     assert read(EpisodeJournal(tmp_path), "a") == OUTCOMES
 
 
-def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_alone(make, log, tmp_path):
+def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_alone(
+    make, log, tmp_path
+):
     def played(pool, actions):
         told = [pool.reset("a", {"name": "a"}, 7).result()]
         return told + [pool.step("a", action).result() for action in actions]
@@ -120,7 +135,8 @@ def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_
     third = pool.step("a", "three").result()
     assert log.asked("a") == ["reset", "one", "two"] * 2 + ["three"]
     pool.finish("a")
-    assert played(pool, ["one", "two", "three"]) == [*first, third]  # the journal keeps what is finished
+    # the journal keeps what is finished
+    assert played(pool, ["one", "two", "three"]) == [*first, third]
     pool.finish("a")
     log.wait_for("a", "close")
     other = played(pool, ["one", "else"])
@@ -129,7 +145,9 @@ def test_a_pool_tells_what_its_journal_has_and_asks_an_environment_for_the_rest_
 
 
 @pytest.mark.slow
-def test_after_a_kill_a_new_process_goes_on_with_the_same_answers_and_nothing_of_the_old_one_is_left(make, log, tmp_path):
+def test_after_a_kill_a_new_process_goes_on_with_the_same_answers_and_nothing_of_the_old_one_is_left(
+    make, log, tmp_path
+):
     command = [sys.executable, "-m", "tests.environments.acting", str(tmp_path), "3"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -148,10 +166,15 @@ def test_after_a_kill_a_new_process_goes_on_with_the_same_answers_and_nothing_of
     again += [pool.step(name, f"say {step}").result() for step in range(3) for name in "abc"]
     assert [str(answer) for answer in again] == told and log.lines() == before
     assert pool.step("b", "say 3").result().observation.startswith("say 3: ")
-    assert log.asked("b")[-5:] == ["reset", "say 0", "say 1", "say 2", "say 3"] and log.asked("c")[-1] == "hold"
+    assert (
+        log.asked("b")[-5:] == ["reset", "say 0", "say 1", "say 2", "say 3"]
+        and log.asked("c")[-1] == "hold"
+    )
 
 
-def test_episodes_of_prompts_that_are_needed_no_more_are_forgotten_and_the_others_told_again(make, log, tmp_path):
+def test_episodes_of_prompts_that_are_needed_no_more_are_forgotten_and_the_others_told_again(
+    make, log, tmp_path
+):
     def played(pool):
         for name in names:
             pool.reset(name, {"name": name}, 7).result()

@@ -28,7 +28,9 @@ class Echo(gymnasium.Env[str, str]):
         self.action_space = gymnasium.spaces.Text(8, charset="abcdenxy ")
         self.observation_space = gymnasium.spaces.Text(8)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.had = 0
         return f"{(options or {}).get('first', 'go')} {self.np_random.integers(1000)}", {}
@@ -66,7 +68,9 @@ def test_names_and_numbers_act_and_what_is_rendered_is_said() -> None:
     assert "(Down)" in answers[0][0] and "\x1b" not in answers[0][0]
 
 
-@pytest.mark.parametrize("said", ["", "jump", "4", "-1", "٣", "²", "9" * 5000, "down right", "left\x00"])
+@pytest.mark.parametrize(
+    "said", ["", "jump", "4", "-1", "٣", "²", "9" * 5000, "down right", "left\x00"]
+)
 def test_a_bad_action_is_told_and_leaves_the_environment_as_it_was(said: str) -> None:
     answers = played(GymnasiumEnvironment(**LAKE), said, *WAY)
     text, reward, done = answers[1]

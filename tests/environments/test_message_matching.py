@@ -13,7 +13,9 @@ from aligner.schema.environment import MATCHING
 
 
 def call(arguments: str, name: str = "look") -> dict[str, Any]:
-    calls = [{"id": "000010000", "type": "function", "function": {"name": name, "arguments": arguments}}]
+    calls = [
+        {"id": "000010000", "type": "function", "function": {"name": name, "arguments": arguments}}
+    ]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -39,7 +41,14 @@ def test_a_rewritten_message_is_the_same_by_its_rule_alone(said, sent, rule):
 @pytest.mark.parametrize(
     ("said", "sent"),
     [
-        (text("yes"), text([{"type": "text", "text": "y"}, {"type": "text", "text": "es"}], refusal=None, audio=None)),
+        (
+            text("yes"),
+            text(
+                [{"type": "text", "text": "y"}, {"type": "text", "text": "es"}],
+                refusal=None,
+                audio=None,
+            ),
+        ),
         (call("{}"), {**call("{}"), "content": "", "function_call": None}),
     ],
 )
@@ -55,7 +64,10 @@ def test_what_clients_add_of_themselves_changes_nothing(said, sent):
         (call("{}"), call("{}", name="find")),
         (call('{"at": 1}'), call('{"at": 2}')),
         (text("<think>why</think>yes", role="user"), text("yes", role="user")),
-        ({"role": "tool", "content": "1", "tool_call_id": "a"}, {"role": "tool", "content": "1", "tool_call_id": "b"}),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": "a"},
+            {"role": "tool", "content": "1", "tool_call_id": "b"},
+        ),
     ],
 )
 def test_other_messages_are_others_by_all_rules(said, sent):
@@ -63,15 +75,27 @@ def test_other_messages_are_others_by_all_rules(said, sent):
 
 
 def test_templates_get_texts_and_objects():
-    sent = [text([{"type": "text", "text": "yes"}], role="user", name=None), call('{"at": 1}'), call("no JSON")]
+    sent = [
+        text([{"type": "text", "text": "yes"}], role="user", name=None),
+        call('{"at": 1}'),
+        call("no JSON"),
+    ]
     found = template_messages(sent)
     assert found[0] == {"role": "user", "content": "yes"}
-    assert found[1]["content"] == "" and found[1]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
+    assert found[1]["content"] == "" and found[1]["tool_calls"][0]["function"]["arguments"] == {
+        "at": 1
+    }
     assert found[2]["tool_calls"][0]["function"]["arguments"] == "no JSON"
 
 
 @pytest.mark.parametrize(
-    "message", [{"content": "yes"}, text(7), text([{"type": "image_url"}]), {"role": "assistant", "tool_calls": ["look"]}]
+    "message",
+    [
+        {"content": "yes"},
+        text(7),
+        text([{"type": "image_url"}]),
+        {"role": "assistant", "tool_calls": ["look"]},
+    ],
 )
 def test_what_is_no_message_of_text_is_refused(message):
     with pytest.raises(Refused, match=r"messages\.0"):

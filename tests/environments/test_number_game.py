@@ -50,7 +50,9 @@ def test_a_number_is_its_seeds_and_seeds_have_many() -> None:
 
 def test_what_is_no_guess_is_told_and_costs_a_turn_alone() -> None:
     for action in ("", "seven", "-3", "7 8", "9" * 5000, "\N{SUPERSCRIPT TWO}"):
-        said, total = played(lambda said, action=action: action if not said else halving(said[1:]), 3, 5)
+        said, total = played(
+            lambda said, action=action: action if not said else halving(said[1:]), 3, 5
+        )
         assert said[0] == "a number from 1 to 15\nGuess:" and total == 1.0
 
 

@@ -27,10 +27,17 @@ from tests.other_user import UID, needs_root
 LIMITS = PythonToolConfig(cpu_s=2, memory_mib=256, processes=8, scratch_mib=8)
 HERE = PythonSandbox.here(LIMITS)
 REPOSITORY = Path(__file__).parents[2]
-enforced = pytest.mark.skipif(bool(HERE.gaps()), reason=f"this machine does not enforce: {HERE.gaps()}")
+enforced = pytest.mark.skipif(
+    bool(HERE.gaps()), reason=f"this machine does not enforce: {HERE.gaps()}"
+)
 
 
-def run(program: str, timeout_s: float = 20.0, sandbox: PythonSandbox = HERE, most_characters: int = 2000) -> str:
+def run(
+    program: str,
+    timeout_s: float = 20.0,
+    sandbox: PythonSandbox = HERE,
+    most_characters: int = 2000,
+) -> str:
     return asyncio.run(sandbox.run(program, timeout_s, most_characters))
 
 
@@ -45,11 +52,16 @@ def secret() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def marked() -> Iterator[str]:
-    """A text that a program's processes have on their command lines; none has it any more at the end."""
+    """A text that a program's processes have on their command lines; none has it any more at the
+    end."""
     mark = f"mark-{os.urandom(8).hex()}"
     yield mark
     end = time.monotonic() + 5
-    while found := [each.pid for each in psutil.process_iter(["cmdline"]) if mark in " ".join(each.info["cmdline"] or ())]:
+    while found := [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if mark in " ".join(each.info["cmdline"] or ())
+    ]:
         assert time.monotonic() < end, found
         time.sleep(0.05)
 
@@ -58,11 +70,18 @@ def test_what_a_program_prints_is_told_errors_too():
     assert run("print(6 * 7)") == "42" and run("x = 1") == "[nothing was printed]"
     assert run("import sys; print('a'); sys.exit(3)") == "a\n[exit code 3]"
     told = run("def f():\n    return 1 / 0\nprint('é')\nf()")
-    assert told.startswith("é\nTraceback") and 'File "program.py", line 2, in f\n    return 1 / 0' in told
+    assert (
+        told.startswith("é\nTraceback")
+        and 'File "program.py", line 2, in f\n    return 1 / 0' in told
+    )
     assert told.endswith("ZeroDivisionError: division by zero") and "sandbox" not in told
-    assert "SyntaxError" in run("x =") and run("print(input())").endswith("EOFError: EOF when reading a line")
+    assert "SyntaxError" in run("x =") and run("print(input())").endswith(
+        "EOFError: EOF when reading a line"
+    )
     assert run("import numpy; print(numpy.arange(3).sum())") == "3"
-    assert run("print(list({'a', 'b', 'c', 'd', 'e'}))") == run("print(list({'a', 'b', 'c', 'd', 'e'}))")
+    assert run("print(list({'a', 'b', 'c', 'd', 'e'}))") == run(
+        "print(list({'a', 'b', 'c', 'd', 'e'}))"
+    )
 
 
 def test_nothing_is_kept_from_one_program_to_the_next():
@@ -73,16 +92,27 @@ def test_nothing_is_kept_from_one_program_to_the_next():
 @enforced
 def test_no_file_but_pythons_and_the_systems_is_within_reach(secret):
     assert "No such file" in run(f"print(open({str(secret)!r}).read())")
-    assert str(secret.parent.name) not in run(f"import os; print(os.listdir({str(secret.parent.parent)!r}))")
+    assert str(secret.parent.name) not in run(
+        f"import os; print(os.listdir({str(secret.parent.parent)!r}))"
+    )
     roots = set(run("import os; print(*os.listdir('/'))").split())
-    assert not roots & {"home", "mnt", "var", "srv", "boot", "sys", "run"} - {Path(sys.prefix).parts[1]}
-    assert run("import os; print(dict(os.environ).keys() & {'USER', 'SSH_AUTH_SOCK', 'PYTHONPATH'})") == "set()"
+    assert not roots & {"home", "mnt", "var", "srv", "boot", "sys", "run"} - {
+        Path(sys.prefix).parts[1]
+    }
+    assert (
+        run("import os; print(dict(os.environ).keys() & {'USER', 'SSH_AUTH_SOCK', 'PYTHONPATH'})")
+        == "set()"
+    )
     assert "No such file" in run("print(open('/etc/shadow').read())")
-    assert run("import os; print(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # the last is the directory's
+    # the last is the directory's
+    assert run("import os; print(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"
 
 
 @enforced
-@pytest.mark.parametrize("place", ["/", "/usr", "/etc", "/dev", "/dev/shm", "/proc/sys/kernel", sys.prefix, sys.base_prefix])
+@pytest.mark.parametrize(
+    "place",
+    ["/", "/usr", "/etc", "/dev", "/dev/shm", "/proc/sys/kernel", sys.prefix, sys.base_prefix],
+)
 def test_nothing_but_its_directory_can_be_written(place):
     told = run(f"open({place + '/made'!r}, 'w'); print('written')")
     assert told.startswith("Traceback") and "written" not in told.splitlines()
@@ -94,15 +124,27 @@ def test_there_is_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.5)
         port = server.getsockname()[1]
-        assert "Error" in run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')")
+        assert "Error" in run(
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print('connected')"
+        )
         with pytest.raises(TimeoutError):
             server.accept()
-    with tempfile.TemporaryDirectory(dir=Path.home()) as directory, socket.socket(socket.AF_UNIX) as local:
+    with (
+        tempfile.TemporaryDirectory(dir=Path.home()) as directory,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
         local.bind(f"{directory}/s")
         local.listen()
-        assert "Error" in run(f"import socket; socket.socket(socket.AF_UNIX).connect({directory + '/s'!r})")
-    assert "Error" in run("import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))")
-    assert "PermissionError" in run("import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)")
+        assert "Error" in run(
+            f"import socket; socket.socket(socket.AF_UNIX).connect({directory + '/s'!r})"
+        )
+    assert "Error" in run(
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1',"
+        " 53))"
+    )
+    assert "PermissionError" in run(
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)"
+    )
 
 
 @enforced
@@ -140,7 +182,9 @@ def test_memory_that_no_limit_counts_cannot_be_had():
     assert "PermissionError" in run("import os; os.memfd_create('x')")
     c = "import ctypes; c = ctypes.CDLL(None, use_errno=True); "
     assert run(f"{c}print(c.shmget(0, 300 << 20, 0o1600), ctypes.get_errno())") == "-1 1"
-    assert run(f"{c}print(c.syscall(0x40000000 + 319, b'x', 0), ctypes.get_errno())") == "-1 1", "by another number"
+    assert run(f"{c}print(c.syscall(0x40000000 + 319, b'x', 0), ctypes.get_errno())") == "-1 1", (
+        "by another number"
+    )
 
 
 @enforced
@@ -153,8 +197,13 @@ def test_files_are_bounded():
 @pytest.mark.slow
 def test_time_is_bounded():
     begin = time.monotonic()
-    assert run("print('begun')\nwhile True:\n    pass") == "begun\n[ended after 2 s of processor time]"
-    ignores = "import signal\nfor n in (1, 2, 15, 24):\n    signal.signal(n, signal.SIG_IGN)\nwhile True:\n    pass"
+    assert (
+        run("print('begun')\nwhile True:\n    pass") == "begun\n[ended after 2 s of processor time]"
+    )
+    ignores = (
+        "import signal\nfor n in (1, 2, 15, 24):\n    signal.signal(n, signal.SIG_IGN)\nwhile"
+        " True:\n    pass"
+    )
     assert run(ignores) == "[killed by SIGKILL]"
     assert time.monotonic() - begin < 30
     begin = time.monotonic()
@@ -165,7 +214,12 @@ def test_time_is_bounded():
 def test_endless_output_is_cut():
     told = run("while True:\n    print('x' * 1000)", 10.0, most_characters=500)
     assert len(told) < 5000 and told.startswith("x" * 500)
-    assert len(run("import os\nwhile True:\n    os.write(2, bytes(100000))", 10.0, most_characters=500)) < 5000
+    assert (
+        len(
+            run("import os\nwhile True:\n    os.write(2, bytes(100000))", 10.0, most_characters=500)
+        )
+        < 5000
+    )
 
 
 @enforced
@@ -186,8 +240,13 @@ print("left")
         assert run(leaves) == "left"
         assert time.monotonic() - begin < 10
     with marked() as mark:
-        assert run(leaves.replace('print("left")', "import time; time.sleep(100)"), 2.0) == "[ended after 2 s]"
-    assert "Error" in run(f"import os; os.kill({os.getpid()}, 9)") and "Error" in run("import os; os.kill(1, 9)")
+        assert (
+            run(leaves.replace('print("left")', "import time; time.sleep(100)"), 2.0)
+            == "[ended after 2 s]"
+        )
+    assert "Error" in run(f"import os; os.kill({os.getpid()}, 9)") and "Error" in run(
+        "import os; os.kill(1, 9)"
+    )
     assert int(run("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))")) <= 3
     assert "Error" in run("import os; os.kill(os.getppid(), 9); open('/proc/1/mem', 'wb')")
 
@@ -215,7 +274,11 @@ asyncio.run(PythonSandbox(PythonToolConfig(), {HERE.isolation!r}).run(program, 1
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
-        return [each for each in process.children(recursive=True) if each.is_running() and each.status() != "zombie"]
+        return [
+            each
+            for each in process.children(recursive=True)
+            if each.is_running() and each.status() != "zombie"
+        ]
     return []
 
 
@@ -234,17 +297,26 @@ namespaces = "import ctypes, os; print(os.getuid(), ctypes.CDLL(None).unshare(0x
 print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20, 100)))
 """
     user: dict[str, Any] = {"user": UID, "group": UID, "extra_groups": [], "cwd": "/", "env": {}}
-    if subprocess.run(["/usr/bin/python3", "-c", f"open({__file__!r}); import dataclasses"], **user, check=False).returncode:
+    if subprocess.run(
+        ["/usr/bin/python3", "-c", f"open({__file__!r}); import dataclasses"], **user, check=False
+    ).returncode:
         pytest.skip("the other user has no Python, or may not read this repository")
     done = subprocess.run(
-        ["/usr/bin/python3", "-B", "-c", code], **user, capture_output=True, text=True, timeout=60, check=False
+        ["/usr/bin/python3", "-B", "-c", code],
+        **user,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout.strip() == "user_namespace [] 65534 -1", done.stderr
 
 
 @needs_root
 def test_what_is_not_enforced_is_said_and_refused_unless_it_is_accepted(monkeypatch, tmp_path):
-    assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["more processes can be had"], "root's are not counted"
+    assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["more processes can be had"], (
+        "root's are not counted"
+    )
     assert len(PythonSandbox(LIMITS, "none").gaps()) == 5
     assert run("print(1)", sandbox=PythonSandbox(LIMITS, "none")) == "1"
 
@@ -257,6 +329,11 @@ def test_what_is_not_enforced_is_said_and_refused_unless_it_is_accepted(monkeypa
     failing.write_text("#!/bin/sh\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match=r"does not enforce its sandbox: the network is within reach.*sandbox=best_effort"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not enforce its sandbox: the network is within reach.*sandbox=best_effort",
+    ):
         describe_tools(settings())
-    assert "not enforced here: the network is within reach" in "\n".join(describe_tools(settings(sandbox="best_effort")))
+    assert "not enforced here: the network is within reach" in "\n".join(
+        describe_tools(settings(sandbox="best_effort"))
+    )

@@ -1,4 +1,5 @@
-"""Tools for tests: functions, and a server of the Model Context Protocol when it is run as a script."""
+"""Tools for tests: functions, and a server of the Model Context Protocol when it is run as a
+script."""
 
 from __future__ import annotations
 

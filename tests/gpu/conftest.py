@@ -9,16 +9,26 @@ from tests.megatron import families
 from tests.worker_pool import free_port
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
-"""Where the tests compute: cpu has them run where there is no GPU, but for those that are about CUDA itself."""
-needs_device = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
+"""Where the tests compute: cpu has them run where there is no GPU, but for those that are about
+CUDA itself."""
+needs_device = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 FAMILIES = tuple(families.CONFIGS) if DEVICE == "cuda" else ("llama3", "qwen3_moe")
-"""On the CPU tests/megatron and tests/engines compare every family with transformers: one of each kind has these tests run."""
+"""On the CPU tests/megatron and tests/engines compare every family with transformers: one of each
+kind has these tests run."""
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
 def one_rank(monkeypatch):
     """The environment of a world of one."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    names = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))

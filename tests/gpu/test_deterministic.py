@@ -14,5 +14,7 @@ pytestmark = needs_device
 @pytest.mark.parametrize("family", ["llama2", "mixtral"])
 def test_two_trainings_have_the_same_bits(one_rank, tmp_path, family, precision):
     directory = str(families.save(family, tmp_path))
-    first, second = (families.deterministic_steps(directory, {}, precision=precision) for _ in range(2))
+    first, second = (
+        families.deterministic_steps(directory, {}, precision=precision) for _ in range(2)
+    )
     families.assert_same_bits(first, second)

@@ -18,7 +18,14 @@ from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
 from aligner.schema import EngineConfig, ParallelConfig
 from tests.engines.engines import generate, load_directory
-from tests.engines.test_embedded import load_transformers, make_prompts, make_requests, response, save_model, shape_of
+from tests.engines.test_embedded import (
+    load_transformers,
+    make_prompts,
+    make_requests,
+    response,
+    save_model,
+    shape_of,
+)
 from tests.gpu.conftest import DEVICE, FAMILIES, needs_cuda, needs_device
 from tests.megatron import families
 
@@ -33,7 +40,9 @@ def directory(tmp_path_factory) -> Path:
 
 
 def make_engine(directory: Path, **settings) -> EmbeddedEngine:
-    engine = EmbeddedEngine(shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device=DEVICE)
+    engine = EmbeddedEngine(
+        shape_of(directory), EngineConfig(**settings), rank=0, seed=7, device=DEVICE
+    )
     load_directory(engine, directory)
     return engine
 
@@ -44,7 +53,9 @@ def differences(directory: Path, samples) -> torch.Tensor:
     for sample in samples:
         with torch.no_grad():
             logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        wanted = (
+            logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None]).squeeze(1)
+        )
         found.append((sample.engine_logprobs - wanted).abs())
     return torch.cat(found)
 
@@ -55,7 +66,9 @@ def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precisi
     path = families.save(family, tmp_path)
     options = SamplingOptions(8)
     vocabulary = shape_of(path).vocab_size
-    prompts = [dataclasses.replace(prompt, tokens=prompt.tokens % vocabulary) for prompt in make_prompts()]
+    prompts = [
+        dataclasses.replace(prompt, tokens=prompt.tokens % vocabulary) for prompt in make_prompts()
+    ]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
     samples = generate(make_engine(path, precision=precision), requests, options)
     difference = differences(path, samples)
@@ -66,7 +79,9 @@ def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precisi
 def test_recorded_steps_draw_what_others_draw(directory):
     recorded = make_engine(directory, precision="fp32")
     samples = generate(recorded, make_requests(4), OPTIONS)
-    plain = generate(make_engine(directory, precision="fp32", cuda_graphs=False), make_requests(4), OPTIONS)
+    plain = generate(
+        make_engine(directory, precision="fp32", cuda_graphs=False), make_requests(4), OPTIONS
+    )
     assert recorded._graphs is not None and recorded._graphs.recorded
     assert [response(sample) for sample in samples] == [response(sample) for sample in plain]
     for sample, other in zip(samples, plain, strict=True):
@@ -92,7 +107,14 @@ def test_recorded_steps_see_new_weights(directory, kind):
 
 @needs_cuda
 def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
-    path = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
+    path = save_model(
+        tmp_path,
+        "llama",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        vocab_size=8192,
+    )
     empty = torch.cuda.memory_allocated()
     engine = make_engine(path)
     before = generate(engine, make_requests(8), OPTIONS)
@@ -110,7 +132,14 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
 @needs_cuda
 def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     """No second copy of the weights: what the publish allocates is less than a tenth of them."""
-    directory = save_model(tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)
+    directory = save_model(
+        tmp_path,
+        "llama",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        vocab_size=8192,
+    )
     shape = shape_of(directory)
     table = weight_table(shape)
     engine = make_engine(directory, precision="fp32", update="in_place")
@@ -119,7 +148,9 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
         plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
-        link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda"))
+        link = Link.of_world(
+            plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda")
+        )
         publisher = Publisher(
             plan,
             link,
@@ -131,7 +162,9 @@ def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         publisher.publish(1)
-        assert torch.cuda.max_memory_allocated() - held < 0.1 * sum(tensor.nbytes for tensor in weights.values())
+        assert torch.cuda.max_memory_allocated() - held < 0.1 * sum(
+            tensor.nbytes for tensor in weights.values()
+        )
         link.close()
     finally:
         dist.destroy_process_group()

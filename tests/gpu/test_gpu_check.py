@@ -1,4 +1,5 @@
-"""`make gpu-check` where there is no GPU, and its checks on the CPU, so that none runs for the first time on a device."""
+"""`make gpu-check` where there is no GPU, and its checks on the CPU, so that none runs for the
+first time on a device."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
     monkeypatch.setattr(gpu_check, "TIMEOUT_S", 2)
     waits = (sys.executable, "-uc", "import time; print('half of it'); time.sleep(60)")
     outcome = gpu_check.carry_out(gpu_check.Check("one that waits", waits))
-    assert (outcome.result, outcome.why.split("\n")) == ("fail", ["half of it", "", "", "not over after 2 s"])
+    assert (outcome.result, outcome.why.split("\n")) == (
+        "fail",
+        ["half of it", "", "", "not over after 2 s"],
+    )
     assert "half of it" in capsys.readouterr().err
 
 
@@ -59,13 +63,18 @@ def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
     assert outcomes["speed: decode"]["figures"][0]["tokens_per_s"] > 0  # type: ignore[index]
     before = output.read_text()
     checked(output, ALIGNER_DEVICE="cpu")
-    again = [json.loads(line)["name"] for line in output.read_text().removeprefix(before).splitlines()]
-    assert again == [name for name, result in results.items() if result == "absent"], "what has passed is not run again"
+    again = [
+        json.loads(line)["name"] for line in output.read_text().removeprefix(before).splitlines()
+    ]
+    assert again == [name for name, result in results.items() if result == "absent"], (
+        "what has passed is not run again"
+    )
 
 
 @pytest.mark.parametrize("model", ["tiny", "llama_3m"])
 def test_what_a_step_has_to_compute_is_what_torch_counts(model: str) -> None:
-    """Of a pass that computes the whole square of attention's scores, of which the causal half counts."""
+    """Of a pass that computes the whole square of attention's scores, of which the causal half
+    counts."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import LlamaConfig, LlamaForCausalLM

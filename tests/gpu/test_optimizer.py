@@ -1,4 +1,5 @@
-"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64, or Muon's."""
+"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64, or
+Muon's."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def test_steps_are_adams(one_rank, tmp_path, way, precision):
     directory, settings = save_llama(tmp_path, tied=False), SETTINGS | WAYS[way]
     actor = {"optimizer": settings, "precision": precision}
     found = optimizer_jobs.guided_steps(str(directory), {}, actor, STEPS)
-    expected = adam(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **settings), len(STEPS))
+    expected = adam(
+        load_file(directory / "model.safetensors"),
+        dataclasses.replace(jobs.OPTIMIZER, **settings),
+        len(STEPS),
+    )
     after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
     assert_slices_equal([after], expected, **TOLERANCE[precision])
     hosts = {"half on the host": {"cpu", DEVICE}, "all on the host": {"cpu"}}
@@ -45,7 +50,13 @@ def test_steps_are_adams(one_rank, tmp_path, way, precision):
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_steps_are_muons(one_rank, tmp_path, precision):
     directory = save_llama(tmp_path, tied=False)
-    found = optimizer_jobs.guided_steps(str(directory), {}, {"optimizer": GUIDED, "precision": precision}, STEPS)
-    expected = muon(load_file(directory / "model.safetensors"), dataclasses.replace(jobs.OPTIMIZER, **GUIDED), STEPS)
+    found = optimizer_jobs.guided_steps(
+        str(directory), {}, {"optimizer": GUIDED, "precision": precision}, STEPS
+    )
+    expected = muon(
+        load_file(directory / "model.safetensors"),
+        dataclasses.replace(jobs.OPTIMIZER, **GUIDED),
+        STEPS,
+    )
     after = {name: (cut, weight.float().cpu()) for name, (cut, weight) in found["after"].items()}
     assert_slices_equal([after], expected, **TOLERANCE[precision])

@@ -21,8 +21,10 @@ def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, fami
     expected = families.reference_steps(directory)
     results = [families.family_steps(str(directory), {}, precision=precision)]
     errors = largest_errors(directory, results, expected)
-    if precision == "bf16":  # a single weight's gradient may be all rounding; what the run sees may not
+    # a single weight's gradient may be all rounding; what the run sees may not
+    if precision == "bf16":
         errors = {what: errors[what] for what in ("loss", "grad_norm", "logits")}
-        if family in families.MIXTURES:  # a token whose experts are nearly equal takes others by rounding
+        # a token whose experts are nearly equal takes others by rounding
+        if family in families.MIXTURES:
             del errors["logits"]
     assert {what: error for what, error in errors.items() if not error < TOLERANCE[precision]} == {}

@@ -50,7 +50,10 @@ def test_a_link_on_a_gpu_moves_sums_and_agrees():
 
 def test_copies_are_those_of_their_version_while_training_goes_on():
     device = torch.device("cuda", torch.cuda.current_device())
-    weights = {"one": torch.randn(1 << 20, device=device), "other": torch.randn(3, 5, device=device)}
+    weights = {
+        "one": torch.randn(1 << 20, device=device),
+        "other": torch.randn(3, 5, device=device),
+    }
     expected = {name: tensor.cpu() for name, tensor in weights.items()}
     snapshots = Snapshots(weights.__getitem__, weights, torch.float32, device)
     snapshots.take(0)
@@ -118,7 +121,10 @@ def test_a_bucket_reaches_a_process_to_which_that_gpu_is_the_first(monkeypatch, 
                 "matrix": torch.randn(size, 5, device=here).bfloat16(),
                 "vector": torch.randn(size, device=here),
             }
-            placed = [Placed(name, list(tensor.shape), None, 0, tensor) for name, tensor in tensors.items()]
+            placed = [
+                Placed(name, list(tensor.shape), None, 0, tensor)
+                for name, tensor in tensors.items()
+            ]
             held = torch.cuda.memory_allocated(here)
             shared = SharedPieces(placed, memory_of)
             ours.send(shared.handle)

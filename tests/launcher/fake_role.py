@@ -1,5 +1,5 @@
-"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`. It imports only what its behavior needs:
-four of them start in every test's launch.
+"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`. It imports only what
+its behavior needs: four of them start in every test's launch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def wait() -> None:
 
 
 def drain_with_helper(role: str, run: Path) -> None:
-    """A helper in this rank's process group; told to end, the rank needs it for another while, and leaves it behind."""
+    """A helper in this rank's process group; told to end, the rank needs it for another while, and
+    leaves it behind."""
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(run)])
 
     def drain(*_: object) -> None:
@@ -93,11 +94,23 @@ def train(run: Path, steps: int, pause_s: float) -> None:
     metrics, samples = MetricsWriter(paths), RecordWriter(paths.samples)
     for step in range(1, steps + 1):
         time.sleep(pause_s)
-        sample = {"prompt": "prompt [red]text[/red]", "response": f"answer {step}\n\x1b[2J", "reward": step / 10}
+        sample = {
+            "prompt": "prompt [red]text[/red]",
+            "response": f"answer {step}\n\x1b[2J",
+            "reward": step / 10,
+        }
         samples.write(step, [sample])
-        stats = {"reward/mean": step / 10, "kl/reference": 0.01, "time/step": 0.5, "time/train": 0.25}
-        metrics.write(step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0})
-    if "\n  trainer: preferences\n" in (run / "config.yaml").read_text():  # algorithm.trainer; OmegaConf takes long to import
+        stats = {
+            "reward/mean": step / 10,
+            "kl/reference": 0.01,
+            "time/step": 0.5,
+            "time/train": 0.25,
+        }
+        metrics.write(
+            step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0}
+        )
+    # algorithm.trainer; OmegaConf takes long to import
+    if "\n  trainer: preferences\n" in (run / "config.yaml").read_text():
         paths.preferences.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
         paths.responses.write_text('{"prompt": "a", "response": "b"}\n')
 
@@ -131,7 +144,10 @@ def main(role: str, config: Path, behavior: str) -> None:
             wait_for(run / "done")
         case "late":
             if RANK == 0:
-                print("RuntimeError: Timed out waiting 1000ms for recv operation to complete", flush=True)
+                print(
+                    "RuntimeError: Timed out waiting 1000ms for recv operation to complete",
+                    flush=True,
+                )
                 sys.exit(1)
             if RANK in (1, 3):
                 print("RuntimeError: Connection closed by peer [127.0.0.1]:1234", flush=True)
@@ -156,13 +172,20 @@ def main(role: str, config: Path, behavior: str) -> None:
                 os._exit(RESUMABLE)
             serve(role, run)
         case "leave_grandchild":
-            # In a session of its own and orphaned, as a server started by a server is; it ignores SIGTERM, too.
-            stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+            # In a session of its own and orphaned, as a server started by a server is; it ignores
+            # SIGTERM, too.
+            stubborn = (
+                "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+                " time.sleep(120)"
+            )
             subprocess.Popen(
                 [
                     sys.executable,
                     "-c",
-                    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{stubborn}', '{run}'])",
+                    (
+                        "import subprocess, sys; subprocess.Popen([sys.executable, '-c',"
+                        f" '{stubborn}', '{run}'])"
+                    ),
                 ],
                 start_new_session=True,
             ).wait()
@@ -211,7 +234,8 @@ def main(role: str, config: Path, behavior: str) -> None:
                 raise ValueError("the scorer returned nan\nfor a prompt") from error
         case "fill_disk":
             for log in (run / "logs" / f"{server}-0.log" for server in ("critic", "reward")):
-                while not log.exists() or not log.stat().st_size:  # a server that cannot write its first line ends, too
+                # a server that cannot write its first line ends, too
+                while not log.exists() or not log.stat().st_size:
                     time.sleep(0.02)
             with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
                 while True:

@@ -1,4 +1,5 @@
-"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON [CONFIG_DIRECTORY]`."""
+"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON
+[CONFIG_DIRECTORY]`."""
 
 from __future__ import annotations
 

@@ -75,13 +75,19 @@ time.sleep(60)
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What three ranks were: the first, one that is forked when all is imported, and one after the server was killed."""
+    """What three ranks were: the first, one that is forked when all is imported, and one after the
+    server was killed."""
     root = tmp_path_factory.mktemp("forks")
     (root / "probe.py").write_text(PROBE)
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", LAUNCHER, str(root)]
     ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "PYTHONPATH": path}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert ended.returncode == 0, ended.stderr
     return {**json.loads(ended.stdout), "root": root}
@@ -90,9 +96,14 @@ def told(tmp_path_factory):
 @pytest.mark.slow
 def test_a_forked_rank_is_the_launchers_child_in_a_session_of_its_own_under_its_own_name(told):
     for number, fact in enumerate(told["facts"]):
-        assert (fact["parent"], fact["session"], fact["rank"]) == (fact["launcher"], fact["pid"], str(number))
+        assert (fact["parent"], fact["session"], fact["rank"]) == (
+            fact["launcher"],
+            fact["pid"],
+            str(number),
+        )
         name = f"aligner prepare --config {told['root'] / 'config.yaml'}"
-        assert fact["name"].endswith(name if number == 2 else f"{name} rank={number}")  # the third was not forked
+        # the third was not forked
+        assert fact["name"].endswith(name if number == 2 else f"{name} rank={number}")
         assert signal.SIGUSR1 in fact["blocked"]
         assert (told["root"] / f"rank-{number}.log").read_text().count("words of the rank") == 1
     assert told["codes"] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
@@ -102,9 +113,16 @@ def test_a_forked_rank_is_the_launchers_child_in_a_session_of_its_own_under_its_
 @pytest.mark.slow
 def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(told):
     first, second, _ = told["facts"]
-    assert "megatron.core" not in first["modules"]  # it prepares the run, and was not kept waiting for that
-    roles = {"aligner.training.setup", "aligner.servers.critic_server", "aligner.servers.reward_server"}
-    assert roles | {"megatron.core", "torch._dynamo", "pytriton.triton", "tritonclient.grpc"} < set(second["modules"])
+    # it prepares the run, and was not kept waiting for that
+    assert "megatron.core" not in first["modules"]
+    roles = {
+        "aligner.training.setup",
+        "aligner.servers.critic_server",
+        "aligner.servers.reward_server",
+    }
+    assert roles | {"megatron.core", "torch._dynamo", "pytriton.triton", "tritonclient.grpc"} < set(
+        second["modules"]
+    )
     assert not {"wandb", "transformers", "mlflow"} & set(second["modules"])
     assert [(fact["threads"], fact["cuda"]) for fact in (first, second)] == [(1, False)] * 2
 

@@ -11,7 +11,8 @@ from aligner.errors import AlignerError
 from aligner.launcher.server_ports import FreePorts
 
 _CLAIMS = (
-    "from aligner.launcher.server_ports import FreePorts; ports = FreePorts(candidates=[{}]); print(next(ports)); input()"
+    "from aligner.launcher.server_ports import FreePorts; ports = FreePorts(candidates=[{}]);"
+    " print(next(ports)); input()"
 )
 
 
@@ -39,7 +40,9 @@ def test_a_port_is_given_once_on_a_machine_until_it_is_given_up() -> None:
 def test_what_a_killed_process_was_given_is_free_again() -> None:
     (port,) = pick(1)
     command = [sys.executable, "-uc", _CLAIMS.format(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == f"{port}\n"
             assert not is_given(port)
@@ -57,5 +60,8 @@ def test_a_port_that_is_listened_on_is_not_given() -> None:
 
 
 def test_an_address_that_this_machine_does_not_have_is_an_error() -> None:
-    with FreePorts(["192.0.2.1"]) as ports, pytest.raises(OSError, match="Cannot assign requested address"):
+    with (
+        FreePorts(["192.0.2.1"]) as ports,
+        pytest.raises(OSError, match="Cannot assign requested address"),
+    ):
         next(ports)

@@ -11,7 +11,9 @@ from tests.small_disk import small_disk
 
 
 @pytest.mark.slow
-def test_a_rank_that_could_not_write_why_it_ended_is_told_with_the_full_disk(tmp_path: Path) -> None:
+def test_a_rank_that_could_not_write_why_it_ended_is_told_with_the_full_disk(
+    tmp_path: Path,
+) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         run = disk.directory / "run"
         code, _, error = finish(start(run, {"trainer": "fill_disk"}), run)

@@ -41,13 +41,28 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30) 
 
 
 def given(run: Path, *overrides: str) -> list[str]:
-    return ["experiment=tiny_ppo", f"run.dir={run}", "run.steps=7", "cluster.stop_timeout_s=2", *overrides]
+    return [
+        "experiment=tiny_ppo",
+        f"run.dir={run}",
+        "run.steps=7",
+        "cluster.stop_timeout_s=2",
+        *overrides,
+    ]
 
 
-def start(run: Path, behaviors: dict[str, str] | None = None, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(LAUNCHER), json.dumps(given(run, *overrides)), json.dumps({**HEALTHY, **(behaviors or {})})]
+def start(
+    run: Path, behaviors: dict[str, str] | None = None, *overrides: str
+) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        str(LAUNCHER),
+        json.dumps(given(run, *overrides)),
+        json.dumps({**HEALTHY, **(behaviors or {})}),
+    ]
     environment = {**os.environ, "COLUMNS": "120"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def finish(launcher: subprocess.Popen[str], run: Path) -> tuple[int, str, str]:
@@ -64,7 +79,9 @@ def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) 
     assert code == 0, error
     lines = out.splitlines()
     assert lines[0] == f"run directory: {run}"
-    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {step}/7" for step in range(1, 8)]
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        f"step {step}/7" for step in range(1, 8)
+    ]
     assert "step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00" in lines
     assert r"answer 7\n\x1b[2J" in out and "prompt [red]text[/red]" in out
     assert re.search(r"reward +│ +0\.3000 │ +0\.5000 │ \+0\.2000", out)
@@ -81,9 +98,13 @@ def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) 
 
 
 def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(run: Path) -> None:
-    code, _, error = finish(start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run)
+    code, _, error = finish(
+        start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run
+    )
     assert code == 1
-    assert error.startswith("trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:\n")
+    assert error.startswith(
+        "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:\n"
+    )
     assert "  | aligner: error: step 3: the reward is nan for the prompt 'abc'" in error
     assert error.rstrip().endswith(f"log: {run / 'logs' / 'trainer-1.log'}")
 
@@ -104,11 +125,15 @@ def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> 
 @pytest.mark.slow
 def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Path) -> None:
     started = time.monotonic()
-    code, out, error = finish(start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=4"), run)
+    code, out, error = finish(
+        start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=4"), run
+    )
     assert code == 1
     assert time.monotonic() - started < 20
     assert "waiting for reward" in out
-    assert error.startswith("reward was not healthy within server.start_timeout_s=4 s; the end of its log:\n")
+    assert error.startswith(
+        "reward was not healthy within server.start_timeout_s=4 s; the end of its log:\n"
+    )
     assert "  | loading something that never loads" in error
 
 
@@ -126,8 +151,12 @@ def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> N
     assert error.startswith("trainer rank 1 still runs 1 s after another rank ended")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_the_launcher_ends_every_process(run: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_ends_every_process(
+    run: Path, number: signal.Signals, code: int
+) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
     launcher.send_signal(number)
@@ -150,7 +179,11 @@ def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path)
 
 @pytest.mark.slow
 def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run: Path) -> None:
-    behaviors = {"critic": "ignore_sigterm", "reward": "leave_grandchild", "trainer": "train_slowly"}
+    behaviors = {
+        "critic": "ignore_sigterm",
+        "reward": "leave_grandchild",
+        "trainer": "train_slowly",
+    }
     launcher = start(run, behaviors)
     # Launcher, critic, reward, trainer, and the reward's orphaned grandchild.
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(processes_of(run)) == 5, "grandchild")
@@ -180,7 +213,9 @@ def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").touch()
     save_config(compose_config(given(run)), run / "config.yaml")
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.9}\n{"step": 2, "reward/mean": 0.9}\n')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.9}\n{"step": 2, "reward/mean": 0.9}\n'
+    )
     (run / "initial_model").mkdir()
     code, out, error = finish(start(run, {"prepare": "exit"}, "run.resume=true"), run)
     assert code == 0, error
@@ -208,11 +243,18 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
     launcher = start(run, behaviors, "critic.parallel.tensor=2", "reward.replicas=2")
     read_until(launcher, "waiting for critic, reward, reward.1", "all servers are healthy")
     endpoints = (run / "endpoints.json").read_text()
-    old = [process for process in processes_of(run) if {"serve_from_helper", "ignore_sigterm"} & set(process.cmdline())]
+    old = [
+        process
+        for process in processes_of(run)
+        if {"serve_from_helper", "ignore_sigterm"} & set(process.cmdline())
+    ]
     assert len(old) == 5, "three ranks and two helpers"
     for process in old:
         group, _, behavior = process.cmdline()[-3:]
-        if behavior == "serve_from_helper" and (group, process.environ()["RANK"]) in (("critic", "1"), ("reward.1", "0")):
+        if behavior == "serve_from_helper" and (group, process.environ()["RANK"]) in (
+            ("critic", "1"),
+            ("reward.1", "0"),
+        ):
             process.kill()
     read_until(
         launcher,
@@ -221,7 +263,9 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
         "critic is healthy again",
         "reward.1 is healthy again",
     )
-    assert [process for process in old if process.is_running()] == [], "what is left of a start holds the ports"
+    assert [process for process in old if process.is_running()] == [], (
+        "what is left of a start holds the ports"
+    )
     assert (run / "endpoints.json").read_text() == endpoints
     (run / "done").touch()
     code, _, error = finish(launcher, run)
@@ -236,7 +280,9 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
     assert "started again" not in (run / "logs" / "reward-0.log").read_text()
 
 
-@pytest.mark.parametrize(("restarts", "how"), [(0, ""), pytest.param(1, " after 1 restart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("restarts", "how"), [(0, ""), pytest.param(1, " after 1 restart", marks=pytest.mark.slow)]
+)
 def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how: str) -> None:
     behaviors = {"critic": "die_when_healthy", "trainer": "hang"}
     code, out, error = finish(start(run, behaviors, f"server.max_restarts={restarts}"), run)
@@ -249,7 +295,11 @@ def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how
 @pytest.mark.slow
 def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(run: Path) -> None:
     launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
-    read_until(launcher, "reward rank 0 ended with exit code 75; starting reward again (1 of 3)", "all servers are healthy")
+    read_until(
+        launcher,
+        "reward rank 0 ended with exit code 75; starting reward again (1 of 3)",
+        "all servers are healthy",
+    )
     (run / "done").touch()
     code, _, error = finish(launcher, run)
     assert code == 0, error
@@ -260,25 +310,37 @@ def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> N
     behaviors = {"reward": "healthy_once", "trainer": "hang"}
     code, _, error = finish(start(run, behaviors, "server.start_timeout_s=4"), run)
     assert code == 1
-    assert error.startswith("reward was not healthy within server.start_timeout_s=4 s after restart 1; the end of its log:\n")
+    assert error.startswith(
+        "reward was not healthy within server.start_timeout_s=4 s after restart 1; the end of its"
+        " log:\n"
+    )
     assert "  | loading something that never loads again" in error
 
 
-def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_started_again(run: Path) -> None:
+def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_started_again(
+    run: Path,
+) -> None:
     behaviors = {"critic": "die_when_healthy", "trainer": "fail_with_the_server"}
     code, out, error = finish(start(run, behaviors), run)
     assert code == 1
-    assert error.startswith("trainer rank 0 ended with exit code 1 (then critic rank 0 failed); the end of its log:\n")
+    assert error.startswith(
+        "trainer rank 0 ended with exit code 1 (then critic rank 0 failed); the end of its log:\n"
+    )
     assert "  | aligner: error: step 3: the reward is nan" in error
     assert "starting critic again" not in out
 
 
-@pytest.mark.parametrize("behaviors", [slow({"prepare": "hang"}), {"reward": "never_healthy", "trainer": "hang"}])
+@pytest.mark.parametrize(
+    "behaviors", [slow({"prepare": "hang"}), {"reward": "never_healthy", "trainer": "hang"}]
+)
 def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(
     run: Path, behaviors: dict[str, str]
 ) -> None:
     launcher = start(run, behaviors)
-    wait_for(lambda: all((run / "logs" / f"{role}-0.log").exists() for role in behaviors), "rank that hangs")
+    wait_for(
+        lambda: all((run / "logs" / f"{role}-0.log").exists() for role in behaviors),
+        "rank that hangs",
+    )
     launcher.send_signal(signal.SIGUSR1)
     code, out, error = finish(launcher, run)
     assert (code, error) == (75, "")
@@ -308,4 +370,6 @@ def test_a_log_stays_bounded_while_its_rank_writes_and_has_the_ranks_last_words(
     assert "step 3: the reward is nan" in error and "  | 19999: xxx" in error
     lines = log.read_text().splitlines()
     assert log.stat().st_size <= 1 << 20 and len(lines) > 4000
-    assert [int(line.partition(":")[0]) for line in lines[:-1]] == list(range(20_001 - len(lines), 20_000))
+    assert [int(line.partition(":")[0]) for line in lines[:-1]] == list(
+        range(20_001 - len(lines), 20_000)
+    )

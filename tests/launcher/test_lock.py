@@ -24,20 +24,29 @@ with locked(Path(sys.argv[1])):
 
 def holder(directory: Path) -> subprocess.Popen[str]:
     """Another process that has the lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
 
-def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(tmp_path: Path) -> None:
+def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "run"
     other = holder(directory)
-    told = rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()}, since 20\d\d-\S+ \S+ \S+; wait"
+    told = (
+        rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()}, since"
+        r" 20\d\d-\S+ \S+ \S+; wait"
+    )
     try:
         for attempt in (lambda: locked(directory).__enter__(), lambda: refuse_locked(directory)):
             with pytest.raises(LockedError, match=told):
                 attempt()
-        assert json.loads((directory / "lock").read_text())["pid"] == other.pid, "who is refused changes nothing"
+        assert json.loads((directory / "lock").read_text())["pid"] == other.pid, (
+            "who is refused changes nothing"
+        )
     finally:
         other.kill()
         other.communicate()
@@ -48,7 +57,9 @@ def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(
     assert list(directory.iterdir()) == []
 
 
-def test_a_directory_that_was_made_for_the_lock_goes_with_it_unless_something_came_into_it(tmp_path: Path) -> None:
+def test_a_directory_that_was_made_for_the_lock_goes_with_it_unless_something_came_into_it(
+    tmp_path: Path,
+) -> None:
     with locked(tmp_path / "a" / "run"):
         pass
     assert not (tmp_path / "a" / "run").exists()
@@ -76,7 +87,8 @@ def test_who_waits_gets_the_lock_of_the_file_that_is_there(tmp_path: Path) -> No
 def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such a filesystem cannot be mounted here: what the system call answers there is put in its place."""
+    """Such a filesystem cannot be mounted here: what the system call answers there is put in its
+    place."""
     other = holder(tmp_path / "run")
 
     def no_locks(*_: object) -> None:
@@ -89,9 +101,14 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
     other.communicate()
     with locked(tmp_path / "run"):
         assert "launches on two machines are not kept apart\n" in capsys.readouterr().err
-    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
+    (tmp_path / "lock").write_text(
+        json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"})
+    )
     with locked(tmp_path):
-        assert "process 1 on elsewhere, since yesterday is taken to have ended\n" in capsys.readouterr().err
+        assert (
+            "process 1 on elsewhere, since yesterday is taken to have ended\n"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.slow
@@ -102,7 +119,11 @@ def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(r
         second = start(run, None, *overrides)
         _, error = second.communicate(timeout=30)
         assert second.returncode == 2
-        assert re.match(rf"run\.dir={run}: in use by process {first.pid} on \S+, since .+; wait for its end or stop it", error)
+        assert re.match(
+            rf"run\.dir={run}: in use by process {first.pid} on \S+, since .+; wait for its end or"
+            r" stop it",
+            error,
+        )
     assert processes_of(run), "the first goes on"
     first.kill()
     first.communicate()

@@ -47,11 +47,21 @@ def place(tmp_path: Path) -> Iterator[Path]:
         process.kill()
 
 
-def start(place: Path, name: str = "run", experiment: str = "judge", **behaviors: str) -> subprocess.Popen[str]:
+def start(
+    place: Path, name: str = "run", experiment: str = "judge", **behaviors: str
+) -> subprocess.Popen[str]:
     given = [f"experiment={experiment}", f"run.dir={place / name}"]
-    command = [sys.executable, str(LAUNCHER), json.dumps(given), json.dumps({**HEALTHY, **behaviors}), str(place / "conf")]
+    command = [
+        sys.executable,
+        str(LAUNCHER),
+        json.dumps(given),
+        json.dumps({**HEALTHY, **behaviors}),
+        str(place / "conf"),
+    ]
     environment = {**os.environ, "COLUMNS": "120", "ALIGNER_CACHE": str(place / "cache")}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def entry(place: Path) -> Path:
@@ -61,7 +71,9 @@ def entry(place: Path) -> Path:
 
 
 def trainer_starts(place: Path) -> int:
-    return (entry(place) / "run" / "logs" / "trainer-0.log").read_text().count("trainer rank 0 of 1")
+    return (
+        (entry(place) / "run" / "logs" / "trainer-0.log").read_text().count("trainer rank 0 of 1")
+    )
 
 
 @pytest.mark.slow
@@ -70,7 +82,9 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
     assert code == 0, error
     lines = out.splitlines()
     assert lines[0] == f"run directory: {place / 'run'}", "the launch's own comes first"
-    first = lines.index(f"first: experiment pairs (preferences), run directory: {entry(place) / 'run'}")
+    first = lines.index(
+        f"first: experiment pairs (preferences), run directory: {entry(place) / 'run'}"
+    )
     done = lines.index(f"experiment pairs: {entry(place) / 'result'}")
     assert first < lines.index("step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00") < done
     assert sum(line.startswith("step 7/7") for line in lines[done:]) == 1
@@ -96,7 +110,10 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
         while not shown.startswith("waiting for"):
             shown = waiting.stdout.readline()
             assert shown, finish(waiting, place)
-        told = rf"waiting for experiment pairs, which process {one.pid} on \S+, since .+ runs: {entry(place)}\n"
+        told = (
+            rf"waiting for experiment pairs, which process {one.pid} on \S+, since .+ runs:"
+            rf" {entry(place)}\n"
+        )
         assert re.fullmatch(told, shown), shown
     three.send_signal(signal.SIGINT)
     three.communicate(timeout=30)
@@ -117,17 +134,24 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
 
 def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -> None:
     launch = start(place, experiment="policy")
-    wait_for(lambda: list(place.glob("cache/experiments/judge-*/run/logs/convert-0.log")), "conversion")
+    wait_for(
+        lambda: list(place.glob("cache/experiments/judge-*/run/logs/convert-0.log")), "conversion"
+    )
     launch.send_signal(signal.SIGUSR1)
     code, out, error = finish(launch, place)
     assert (code, error) == (75, "")
-    assert out.endswith("told to stop before it trained\nstopped; the run goes on with run.resume=auto\n")
+    assert out.endswith(
+        "told to stop before it trained\nstopped; the run goes on with run.resume=auto\n"
+    )
 
 
 def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
     code, _, error = finish(start(place, trainer="raise"), place)
     assert code == 1
-    told = "experiment pairs, which comes first: trainer rank 0 ended with exit code 1; the end of its log:"
+    told = (
+        "experiment pairs, which comes first: trainer rank 0 ended with exit code 1; the end of its"
+        " log:"
+    )
     assert error.startswith(f"{told}\n")
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
     assert not (place / "run").exists()

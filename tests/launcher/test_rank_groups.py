@@ -1,4 +1,5 @@
-"""What is started again, and as what, on real processes: the trainer here, servers in test_launch."""
+"""What is started again, and as what, on real processes: the trainer here, servers in
+test_launch."""
 
 from __future__ import annotations
 
@@ -12,25 +13,45 @@ from tests.launcher.test_launch import finish, start
 
 
 @pytest.mark.slow
-def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_the_servers_stay(run: Path) -> None:
-    code, out, error = finish(start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run)
+def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_the_servers_stay(
+    run: Path,
+) -> None:
+    code, out, error = finish(
+        start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run
+    )
     assert code == 0, error
     assert "trainer rank 0 was ended by SIGKILL; starting trainer again (1 of 3)" in out
     assert load_config(run / "config.yaml").run.resume == "true"
     assert (state := read_state(run / "status.json")) is not None
-    assert {name: role.restarts for name, role in state.roles.items()} == {"critic": 0, "reward": 0, "trainer": 1}
+    assert {name: role.restarts for name, role in state.roles.items()} == {
+        "critic": 0,
+        "reward": 0,
+        "trainer": 1,
+    }
     for rank in (0, 1):
         log = (run / "logs" / f"trainer-{rank}.log").read_text()
-        assert log.count(f"trainer rank {rank} of 2") == 2 and "--- trainer is started again (1 of 3) ---" in log
+        assert (
+            log.count(f"trainer rank {rank} of 2") == 2
+            and "--- trainer is started again (1 of 3) ---" in log
+        )
 
 
 @pytest.mark.slow
 def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path) -> None:
-    code, out, error = finish(start(run, {"trainer": "killed_at_first"}, "actor.parallel.pipeline=2"), run)
+    code, out, error = finish(
+        start(run, {"trainer": "killed_at_first"}, "actor.parallel.pipeline=2"), run
+    )
     assert code == 0, error
-    assert "critic rank 0 has learned with a trainer that begins again and was killed; starting critic again (1 of 3)" in out
+    assert (
+        "critic rank 0 has learned with a trainer that begins again and was killed; starting critic"
+        " again (1 of 3)" in out
+    )
     assert (state := read_state(run / "status.json")) is not None
-    assert {name: role.restarts for name, role in state.roles.items()} == {"critic": 1, "reward": 0, "trainer": 1}
+    assert {name: role.restarts for name, role in state.roles.items()} == {
+        "critic": 1,
+        "reward": 0,
+        "trainer": 1,
+    }
 
 
 @pytest.mark.slow

@@ -29,7 +29,9 @@ def begin(root: Path, *overrides: str) -> RunPaths:
         return RunPaths(root)
 
 
-def test_a_run_directory_is_made_for_its_owner_alone_and_one_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_run_directory_is_made_for_its_owner_alone_and_one_that_is_there_stays_as_it_is(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o755)
     assert begin(tmp_path / "runs" / "new").root.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
@@ -39,13 +41,17 @@ def test_a_run_directory_is_made_for_its_owner_alone_and_one_that_is_there_stays
     assert begin(opened).root.stat().st_mode & 0o777 == 0o775
 
 
-def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(tmp_path: Path) -> None:
+def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(
+    tmp_path: Path,
+) -> None:
     paths = begin(tmp_path / "run")
     (paths.checkpoints / "step_2.tmp").mkdir(parents=True)
     paths.journal.mkdir()
     paths.metrics.touch()
     begin(paths.root, "run.resume=auto")
-    assert not any(path.exists() for path in (*paths.of_training, paths.set_aside)), "there was nothing in any of it"
+    assert not any(path.exists() for path in (*paths.of_training, paths.set_aside)), (
+        "there was nothing in any of it"
+    )
     for start in ("1", "2"):
         for path in (
             paths.metrics,
@@ -55,9 +61,15 @@ def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(tmp
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"of start {start}")
-        with run_directory(settings(paths.root, "run.resume=auto"), Console(file=(told := io.StringIO()), width=999)):
+        with run_directory(
+            settings(paths.root, "run.resume=auto"),
+            Console(file=(told := io.StringIO()), width=999),
+        ):
             assert not any(path.exists() for path in paths.of_training)
-        assert f"the run begins anew, and what it had written is set aside as {paths.set_aside / start}\n" in told.getvalue()
+        assert (
+            "the run begins anew, and what it had written is set aside as"
+            f" {paths.set_aside / start}\n" in told.getvalue()
+        )
         files = {file for file in (paths.set_aside / start).rglob("*") if file.is_file()}
         assert {str(file.relative_to(paths.set_aside / start)) for file in files} == {
             "metrics.jsonl",
@@ -72,16 +84,28 @@ def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(tmp
 def test_another_user_sees_nothing_of_a_run() -> None:
     with other_user.open_directory() as place:
         paths = begin(place / "run")
-        for attempt in (["ls", paths.root], ["cat", paths.config], ["cat", paths.access_key], ["touch", paths.root / "lock"]):
+        for attempt in (
+            ["ls", paths.root],
+            ["cat", paths.config],
+            ["cat", paths.access_key],
+            ["touch", paths.root / "lock"],
+        ):
             assert not other_user.succeeds(*map(str, attempt)), attempt
         assert other_user.succeeds("ls", str(place))
 
 
-@pytest.mark.parametrize(("content", "what"), [("", "empty"), (" \n", "empty"), ("a\nb\n", "not one"), ("\xff\n", "not one")])
-def test_a_file_that_is_no_access_key_is_told_before_anything_starts(tmp_path: Path, content: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [("", "empty"), (" \n", "empty"), ("a\nb\n", "not one"), ("\xff\n", "not one")],
+)
+def test_a_file_that_is_no_access_key_is_told_before_anything_starts(
+    tmp_path: Path, content: str, what: str
+) -> None:
     paths = begin(tmp_path / "run")
     paths.access_key.write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=rf"access key {paths.access_key} is {what}; .* remove the file"):
+    with pytest.raises(
+        ConfigError, match=rf"access key {paths.access_key} is {what}; .* remove the file"
+    ):
         begin(paths.root, "run.resume=auto")
     paths.access_key.unlink()
     assert begin(paths.root, "run.resume=auto").access_key.read_text().strip()
@@ -98,14 +122,19 @@ def test_a_launch_takes_the_run_before_it_removes_what_an_earlier_trainer_has_le
     paths.metrics.touch()
     begin(paths.root, "run.resume=auto")
     assert not paths.metrics.exists()
-    with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since"), claim.writing():
+    with (
+        pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since"),
+        claim.writing(),
+    ):
         pass
 
 
 def test_the_date_is_that_of_the_first_launch_however_often_the_run_goes_on(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run")
     first = load_config(paths.config).run.date
-    assert first is not None and abs(datetime.now() - datetime.fromisoformat(first)) < timedelta(minutes=5)
+    assert first is not None and abs(datetime.now() - datetime.fromisoformat(first)) < timedelta(
+        minutes=5
+    )
     long_ago = "2024-02-29T23:59:30"
     save_config(replace_date(load_config(paths.config), long_ago), paths.config)
     (paths.checkpoints / "step_1").mkdir(parents=True)
@@ -119,7 +148,10 @@ def test_the_date_is_that_of_the_first_launch_however_often_the_run_goes_on(tmp_
     save_config(replace_date(load_config(paths.config), None), paths.config)
     begin(paths.root, "run.resume=true")
     assert load_config(paths.config).run.date is None
-    assert load_config(begin(tmp_path / "other", "run.date=2025-01-01").config).run.date == "2025-01-01"
+    assert (
+        load_config(begin(tmp_path / "other", "run.date=2025-01-01").config).run.date
+        == "2025-01-01"
+    )
 
 
 def replace_date(config: Config, date: str | None) -> Config:

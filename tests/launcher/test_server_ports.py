@@ -8,7 +8,13 @@ import pytest
 from aligner.cli.rank_processes import ROLES
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launcher.server_ports import SERVED_MODELS, free_ports, is_healthy, local_hosts, pick_endpoints
+from aligner.launcher.server_ports import (
+    SERVED_MODELS,
+    free_ports,
+    is_healthy,
+    local_hosts,
+    pick_endpoints,
+)
 from aligner.placement.addresses import Endpoint, replicas
 from aligner.schema import Config
 from aligner.servers import wire_protocol
@@ -24,7 +30,10 @@ def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
     with free_ports(config) as ports:
         endpoints = pick_endpoints(config, local_hosts(config), ports)
         masters = list(itertools.islice(ports, 4))
-    chosen = [*masters, *(port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics))]
+    chosen = [
+        *masters,
+        *(port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)),
+    ]
     assert endpoints["critic"].grpc == 20123
     assert len(set(chosen)) == 10
     for port in chosen:
@@ -69,11 +78,22 @@ def test_every_replica_has_ports_of_its_own() -> None:
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
     endpoints = endpoints_of(config)
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
-    assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [(20200, 20201), (20203, 20204), (20206, 20207)]
-    assert len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)}) == 12
+    assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [
+        (20200, 20201),
+        (20203, 20204),
+        (20206, 20207),
+    ]
+    assert (
+        len({port for end in endpoints.values() for port in (end.http, end.grpc, end.metrics)})
+        == 12
+    )
 
 
 def test_every_server_role_serves_an_endpoint_that_tells_whether_it_is_ready() -> None:
-    endpoints = {each.name for each in vars(wire_protocol).values() if isinstance(each, wire_protocol.EndpointSpec)}
+    endpoints = {
+        each.name
+        for each in vars(wire_protocol).values()
+        if isinstance(each, wire_protocol.EndpointSpec)
+    }
     assert SERVED_MODELS.keys() == ROLES.keys() - {"prepare", "trainer"}
     assert set(SERVED_MODELS.values()) <= endpoints

@@ -1,4 +1,5 @@
-"""What lives but shows no life: stopped ranks, their Triton, and a launcher that is killed beside them."""
+"""What lives but shows no life: stopped ranks, their Triton, and a launcher that is killed beside
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ LIVE = {"critic": "live", "reward": "serve", "trainer": "live"}
 def rank_of(run: Path, role: str, behavior: str, rank: int = 0) -> psutil.Process:
     """A rank, or the helper of one, by its behavior."""
     for process in processes_of(run):
-        if process.cmdline()[-3:] == [role, str(run / "config.yaml"), behavior] and process.environ()["RANK"] == str(rank):
+        if process.cmdline()[-3:] == [
+            role,
+            str(run / "config.yaml"),
+            behavior,
+        ] and process.environ()["RANK"] == str(rank):
             return process
     raise AssertionError(f"no {role} rank {rank}")
 
@@ -42,8 +47,11 @@ def all_show_life(run: Path, *names: str) -> bool:
         ("ignore_sigterm", 0),  # the helper itself
     ],
 )
-def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(run: Path, behavior: str, rank: int) -> None:
-    launcher = start(run, LIVE, "critic.parallel.tensor=2", "server.health_timeout_s=8")  # told for the latter half of it
+def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(
+    run: Path, behavior: str, rank: int
+) -> None:
+    # told for the latter half of it
+    launcher = start(run, LIVE, "critic.parallel.tensor=2", "server.health_timeout_s=8")
     read_until(launcher, "all servers are healthy")
     wait_for(lambda: all_show_life(run, "critic-0", "critic-1", "trainer-0"), "signs of life")
     time.sleep(1)  # the launcher has seen them
@@ -53,14 +61,18 @@ def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(r
     told = f"critic rank {rank} showed no life for 8 s (server.health_timeout_s) and was killed"
     read_until(launcher, f"{told}; starting critic again (1 of 3)", "critic is healthy again")
     assert not stopped.is_running()
-    assert (state := read_state(run / "status.json")) is not None and not state.roles["reward"].restarts
+    assert (state := read_state(run / "status.json")) is not None and not state.roles[
+        "reward"
+    ].restarts
     (run / "done").touch()
     code, _, error = finish(launcher, run)
     assert code == 0, error
 
 
 @pytest.mark.slow
-def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_the_run_by_name(run: Path) -> None:
+def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_the_run_by_name(
+    run: Path,
+) -> None:
     for role, key, overrides in (
         ("critic", "server.health_timeout_s", ("server.max_restarts=0",)),
         ("trainer", "cluster.heartbeat_timeout_s", ("run.max_restarts=0",)),
@@ -68,12 +80,17 @@ def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_
         directory = run / role
         launcher = start(directory, LIVE, f"{key}=3", *overrides)
         read_until(launcher, "all servers are healthy")
-        wait_for(lambda directory=directory: all_show_life(directory, "critic-0", "trainer-0"), "signs of life")
+        wait_for(
+            lambda directory=directory: all_show_life(directory, "critic-0", "trainer-0"),
+            "signs of life",
+        )
         time.sleep(1)
         rank_of(directory, role, "live").suspend()
         code, _, error = finish(launcher, directory)
         assert code == 1
-        assert error.startswith(f"{role} rank 0 showed no life for 3 s ({key}) and was killed; the end of its log:\n")
+        assert error.startswith(
+            f"{role} rank 0 showed no life for 3 s ({key}) and was killed; the end of its log:\n"
+        )
 
 
 @pytest.mark.slow
@@ -95,8 +112,12 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_launcher_not_even_a_stopped_rank_or_what_hides_from_it(run: Path) -> None:
-    launcher = start(run, {"critic": "ignore_sigterm", "reward": "leave_grandchild", "trainer": "train_slowly"})
+def test_nothing_outlives_a_killed_launcher_not_even_a_stopped_rank_or_what_hides_from_it(
+    run: Path,
+) -> None:
+    launcher = start(
+        run, {"critic": "ignore_sigterm", "reward": "leave_grandchild", "trainer": "train_slowly"}
+    )
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(processes_of(run)) == 5, "grandchild")
     rank_of(run, "trainer", "train_slowly").suspend()
     launcher.kill()
@@ -107,7 +128,11 @@ def test_nothing_outlives_a_killed_launcher_not_even_a_stopped_rank_or_what_hide
 def test_a_launchers_watcher_ends_with_it(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
-    (watcher,) = [child for child in psutil.Process(launcher.pid).children() if "aligner.launcher.orphans" in child.cmdline()]
+    (watcher,) = [
+        child
+        for child in psutil.Process(launcher.pid).children()
+        if "aligner.launcher.orphans" in child.cmdline()
+    ]
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, run)
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -116,11 +141,14 @@ def test_a_launchers_watcher_ends_with_it(run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_error_of_a_collective_names_who_did_not_come(run: Path) -> None:
-    code, _, error = finish(start(run, {"trainer": "late"}, "actor.parallel.pipeline=4", "run.max_restarts=0"), run)
+    code, _, error = finish(
+        start(run, {"trainer": "late"}, "actor.parallel.pipeline=4", "run.max_restarts=0"), run
+    )
     assert code == 1
     assert error.startswith(
         "trainer rank 0 ended with exit code 1: trainer rank 2 did not come to a collective within"
-        " cluster.collective_timeout_s (then trainer rank 1, trainer rank 3 failed); the end of its log:\n"
+        " cluster.collective_timeout_s (then trainer rank 1, trainer rank 3 failed); the end of its"
+        " log:\n"
     )
 
 
@@ -143,11 +171,17 @@ class Killed(Ranks):
         raise NotImplementedError
 
 
-def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     now, names = 0.0, ("new", "ended", "lives", "silent")
     monkeypatch.setattr("aligner.launcher.heartbeats.time.monotonic", lambda: now)
-    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=60"])
-    ranks = {name: Rank("trainer", place, tmp_path / "log", 0, 0) for place, name in enumerate(names)}
+    config = compose_config(
+        ["experiment=tiny_ppo", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=60"]
+    )
+    ranks = {
+        name: Rank("trainer", place, tmp_path / "log", 0, 0) for place, name in enumerate(names)
+    }
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats" / "trainer-0").touch()  # an earlier start's
     watch, doubts = LifeWatch(config, "trainer", list(ranks.values())), []
@@ -160,6 +194,11 @@ def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(monkeypatch: pytes
             ranks["ended"].note_end(0, now)
         watch.kill_silent(Killed())
         doubts.append(watch.is_in_doubt)
-    assert {name: rank.exit_code for name, rank in ranks.items()} == {"new": None, "ended": 0, "lives": None, "silent": -9}
+    assert {name: rank.exit_code for name, rank in ranks.items()} == {
+        "new": None,
+        "ended": 0,
+        "lives": None,
+        "silent": -9,
+    }
     assert ranks["silent"].ended_at == 70.0
     assert doubts == [35 < second < 70 for second in range(0, 80, 5)]

@@ -15,7 +15,14 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.failure import rank_error
 from aligner.launcher.rank_environment import DEVICES, IS_TASK, adopt_environment
 from aligner.launcher.slurm import submit as submitting
-from aligner.launcher.slurm.job_steps import Nodes, Step, TaskRank, configured_environment, read_allocation, srun_command
+from aligner.launcher.slurm.job_steps import (
+    Nodes,
+    Step,
+    TaskRank,
+    configured_environment,
+    read_allocation,
+    srun_command,
+)
 from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launcher.slurm.submit import render_script, submit
 from aligner.paths import RunPaths
@@ -23,15 +30,34 @@ from aligner.placement.slurm_layout import slurm_layout
 from tests.launcher.stand_ins import stand_in
 
 GENEROUS = (
-    *("cluster.slurm.account=a", "cluster.slurm.partition=main", "cluster.slurm.time=4:00:00", "cluster.slurm.qos=high"),
-    *("cluster.slurm.reservation=r", "cluster.slurm.constraint=h100", "cluster.slurm.roles.critic.partition=other"),
-    *("cluster.slurm.setup=['module load cuda']", "cluster.slurm.sbatch=['--comment=two words']", "cluster.slurm.grace_s=90"),
-    *("cluster.slurm.roles.reward.sbatch=[--exclusive]", "cluster.slurm.requeue=false", "actor.parallel.data=16"),
+    *(
+        "cluster.slurm.account=a",
+        "cluster.slurm.partition=main",
+        "cluster.slurm.time=4:00:00",
+        "cluster.slurm.qos=high",
+    ),
+    *(
+        "cluster.slurm.reservation=r",
+        "cluster.slurm.constraint=h100",
+        "cluster.slurm.roles.critic.partition=other",
+    ),
+    *(
+        "cluster.slurm.setup=['module load cuda']",
+        "cluster.slurm.sbatch=['--comment=two words']",
+        "cluster.slurm.grace_s=90",
+    ),
+    *(
+        "cluster.slurm.roles.reward.sbatch=[--exclusive]",
+        "cluster.slurm.requeue=false",
+        "actor.parallel.data=16",
+    ),
 )
 
 
 def config(tmp_path: Path, *overrides: str):
-    return compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", *overrides])
+    return compose_config(
+        ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", *overrides]
+    )
 
 
 def test_the_script_asks_for_what_the_configuration_says(tmp_path: Path) -> None:
@@ -41,11 +67,25 @@ def test_the_script_asks_for_what_the_configuration_says(tmp_path: Path) -> None
         [line.removeprefix("#SBATCH ") for line in part.splitlines() if line.startswith("#SBATCH ")]
         for part in script.split("#SBATCH hetjob")
     ]
-    of_all = {"--account=a", "--qos=high", "--reservation=r", "--constraint=h100", "--time=4:00:00", "--comment='two words'"}
+    of_all = {
+        "--account=a",
+        "--qos=high",
+        "--reservation=r",
+        "--constraint=h100",
+        "--time=4:00:00",
+        "--comment='two words'",
+    }
     assert all(of_all <= {*part} for part in parts)
     trainer, critic, reward = parts
-    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=main"} <= {*trainer}
-    assert {"--signal=B:USR1@90", "--no-requeue", "--open-mode=append", f"--chdir={Path.cwd()}"} <= {*trainer}
+    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=main"} <= {
+        *trainer
+    }
+    assert {
+        "--signal=B:USR1@90",
+        "--no-requeue",
+        "--open-mode=append",
+        f"--chdir={Path.cwd()}",
+    } <= {*trainer}
     assert {"--nodes=1", "--gpus-per-node=1", "--partition=other"} <= {*critic}
     assert {"--nodes=1", "--exclusive"} <= {*reward}
     assert not [flag for flag in reward if "gpu" in flag]  # a function scores
@@ -61,22 +101,37 @@ def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("explicit", "cache"),
-    [("", "/home/a user/.cache/aligner"), ("/big/cache", "/big/cache"), ("mine", f"{Path.cwd()}/mine")],
+    [
+        ("", "/home/a user/.cache/aligner"),
+        ("/big/cache", "/big/cache"),
+        ("mine", f"{Path.cwd()}/mine"),
+    ],
 )
 def test_every_rank_has_the_cache_of_the_launch_wherever_its_home_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit: str, cache: str
 ) -> None:
-    for name, value in {"HOME": "/home/a user", "XDG_CACHE_HOME": "", "ALIGNER_CACHE": explicit}.items():
+    for name, value in {
+        "HOME": "/home/a user",
+        "XDG_CACHE_HOME": "",
+        "ALIGNER_CACHE": explicit,
+    }.items():
         monkeypatch.setenv(name, value)
     script = render_script(config(tmp_path, "cluster.slurm.setup=['module load cuda']"))
     before, _ = script.split("module load cuda")  # which may know better
     elsewhere = {"PATH": os.environ["PATH"], "HOME": "/home/aligner"}
-    told = subprocess.run(["bash", "-c", f"{before}\nprintenv ALIGNER_CACHE"], env=elsewhere, capture_output=True, text=True)
+    told = subprocess.run(
+        ["bash", "-c", f"{before}\nprintenv ALIGNER_CACHE"],
+        env=elsewhere,
+        capture_output=True,
+        text=True,
+    )
     assert told.stdout == f"{cache}\n"
 
 
 def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) -> None:
-    script = render_script(config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres"))
+    script = render_script(
+        config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres")
+    )
     assert "hetjob" not in script
     assert "#SBATCH --nodes=3\n" in script and "#SBATCH --gres=gpu:1\n" in script
 
@@ -86,11 +141,15 @@ def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
     layout = slurm_layout(made)
     cores = None if layout.is_shared(layout.places[role]) else 6
-    return srun_command(made, role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"])
+    return srun_command(
+        made, role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"]
+    )
 
 
 def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
-    command = step_of(tmp_path, "critic", 2, "critic.parallel.data=2", "cluster.slurm.roles.critic.nodes=2")
+    command = step_of(
+        tmp_path, "critic", 2, "critic.parallel.data=2", "cluster.slurm.roles.critic.nodes=2"
+    )
     wanted = {"--het-group=1", "--nodes=2", "--nodelist=n3,n4", "--ntasks=2", "--ntasks-per-node=1"}
     assert wanted | {"--kill-on-bad-exit=0", "--export=ALL", "--cpus-per-task=6"} <= {*command}
     assert command[-2:] == ["a", "b c"]
@@ -104,31 +163,55 @@ def test_steps_that_share_a_node_are_not_bound_to_the_same_cores(tmp_path: Path)
         for role in ("trainer", "critic", "reward")
     }
     for role in ("trainer", "critic"):
-        assert {"--whole", "--cpu-bind=none"} <= {*steps[role]} and "--cpus-per-task=6" not in steps[role]
+        assert {"--whole", "--cpu-bind=none"} <= {
+            *steps[role]
+        } and "--cpus-per-task=6" not in steps[role]
     assert "--cpus-per-task=6" in steps["reward"] and "--whole" not in steps["reward"]
 
 
-def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", "/cache")
     given = (
-        *("cluster.slurm.image='REGISTRY#NAME:1'", "cluster.slurm.mounts=[/data:/data:ro]", "cluster.slurm.workdir=/work"),
-        *("cluster.slurm.roles.critic.image='REGISTRY#OTHER:2'", "cluster.slurm.srun=['--mpi=none']"),
+        *(
+            "cluster.slurm.image='REGISTRY#NAME:1'",
+            "cluster.slurm.mounts=[/data:/data:ro]",
+            "cluster.slurm.workdir=/work",
+        ),
+        *(
+            "cluster.slurm.roles.critic.image='REGISTRY#OTHER:2'",
+            "cluster.slurm.srun=['--mpi=none']",
+        ),
     )
     critic, reward = (step_of(tmp_path, role, 1, *given) for role in ("critic", "reward"))
-    assert "--container-image=REGISTRY#OTHER:2" in critic and "--container-image=REGISTRY#NAME:1" in reward
+    assert (
+        "--container-image=REGISTRY#OTHER:2" in critic
+        and "--container-image=REGISTRY#NAME:1" in reward
+    )
     mounts = f"--container-mounts={tmp_path}/run:{tmp_path}/run,/cache:/cache,/data:/data:ro"
-    assert {mounts, "--container-workdir=/work", "--no-container-mount-home", "--mpi=none"} <= {*reward}
+    assert {mounts, "--container-workdir=/work", "--no-container-mount-home", "--mpi=none"} <= {
+        *reward
+    }
 
 
 def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
     made = config(
         tmp_path,
-        *("+cluster.slurm.environment.A=1", "+cluster.slurm.environment.B=2", "+cluster.slurm.roles.critic.environment.B=3"),
+        *(
+            "+cluster.slurm.environment.A=1",
+            "+cluster.slurm.environment.B=2",
+            "+cluster.slurm.roles.critic.environment.B=3",
+        ),
         *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.beside=trainer"),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
     places = slurm_layout(made).places
-    assert configured_environment(made, "critic", places["critic"]) == {"A": "1", "B": "3", "ALIGNER_DEVICES": "6"}
+    assert configured_environment(made, "critic", places["critic"]) == {
+        "A": "1",
+        "B": "3",
+        "ALIGNER_DEVICES": "6",
+    }
     assert configured_environment(made, "trainer", places["trainer"])["B"] == "2"
 
 
@@ -137,19 +220,30 @@ def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
     [
         ("", 0, [0, 0, 0]),
         ("srun: error: n2: task 1: Exited with exit code 3\n", 3, [0, 3, 0]),
-        ("srun: error: n1: tasks 0,2: Killed\nsrun: error: n2: task 1: Exited with exit code 1\n", 137, [-9, 1, -9]),
+        (
+            (
+                "srun: error: n1: tasks 0,2: Killed\nsrun: error: n2: task 1: Exited with exit"
+                " code 1\n"
+            ),
+            137,
+            [-9, 1, -9],
+        ),
         ("srun: error: n[1-2]: tasks 0-2: Terminated\n", 143, [-15, -15, -15]),
         ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", 139, [-11, 0, 0]),
         ("srun: error: n1: task 2: Out Of Memory\n", 137, [0, 0, -9]),
         ("srun: error: Unable to create step for job 7: Invalid partition\n", 1, [1, 1, 1]),
     ],
 )
-def test_what_srun_says_is_what_became_of_the_ranks(tmp_path: Path, said: str, code: int, expected: list[int]) -> None:
+def test_what_srun_says_is_what_became_of_the_ranks(
+    tmp_path: Path, said: str, code: int, expected: list[int]
+) -> None:
     messages = tmp_path / "srun.log"
     messages.write_text(said)
     process = subprocess.Popen(["bash", "-c", f"exit {code}"])
     process.wait()
-    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)]
+    ranks = [
+        TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)
+    ]
     Step("trainer-1", process, messages, ranks).poll()
     assert [rank.exit_code for rank in ranks] == expected
     assert all(rank.ended_at is not None for rank in ranks)
@@ -157,13 +251,21 @@ def test_what_srun_says_is_what_became_of_the_ranks(tmp_path: Path, said: str, c
 
 def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
     messages = tmp_path / "srun.log"
-    messages.write_text("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n")
+    messages.write_text(
+        "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n"
+    )
     process = subprocess.Popen(["sleep", "30"])
-    ranks = [TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)]
+    ranks = [
+        TaskRank("trainer", rank, tmp_path / f"{rank}.log", 0, 0, messages) for rank in range(3)
+    ]
     Step("trainer-1", process, messages, ranks).poll()
     process.kill()
     process.wait()
-    assert ranks[1].ended_at is not None and ranks[0].ended_at is not None and ranks[1].ended_at < ranks[0].ended_at
+    assert (
+        ranks[1].ended_at is not None
+        and ranks[0].ended_at is not None
+        and ranks[1].ended_at < ranks[0].ended_at
+    )
     assert ranks[2].exit_code is None
 
 
@@ -178,11 +280,19 @@ def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
         ("srun: error: n2: task 1: Exited with exit code 3\nsrun: Terminating StepId=7.0\n", ""),
         ("srun: error: Unable to create step for job 7: Invalid partition\n", "Invalid partition"),
         ("srun: error: n2: task 1: Terminated\nsrun: Force Terminated StepId=7.0\n", ""),
-        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n", "TIME LIMIT"),
+        (
+            (
+                "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME"
+                " LIMIT ***\n"
+            ),
+            "TIME LIMIT",
+        ),
         ("srun: error: n1: task 2: Out Of Memory\n", "task 2: Out Of Memory"),
     ],
 )
-def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(tmp_path: Path, said: str, told: str) -> None:
+def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(
+    tmp_path: Path, said: str, told: str
+) -> None:
     messages, log = tmp_path / "srun.log", tmp_path / "0.log"
     messages.write_text(said)
     log.touch()
@@ -195,7 +305,13 @@ def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(tmp_path:
 
 def as_task(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None) -> None:
     """This process's environment is that of a task."""
-    given = {IS_TASK: "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": visible, DEVICES: chosen}
+    given = {
+        IS_TASK: "1",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "CUDA_VISIBLE_DEVICES": visible,
+        DEVICES: chosen,
+    }
     for name, value in {**given, "RANK": "", "LOCAL_RANK": ""}.items():
         monkeypatch.setenv(name, value or "")
         if value is None:
@@ -216,19 +332,26 @@ def test_a_task_sees_its_roles_devices_among_those_of_its_step(
 ) -> None:
     as_task(monkeypatch, visible, chosen)
     adopt_environment()
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("9", "1", seen)
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == (
+        "9",
+        "1",
+        seen,
+    )
 
 
 def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     as_task(monkeypatch, "0,1", "6,7")
     with pytest.raises(
-        AlignerError, match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone"
+        AlignerError,
+        match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone",
     ):
         adopt_environment()
 
 
 def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "echo x >> $0.calls; [ $(wc -l < $0.calls) -ge 2 ] || { echo busy >&2; exit 1; }; echo done"
+    script = (
+        "echo x >> $0.calls; [ $(wc -l < $0.calls) -ge 2 ] || { echo busy >&2; exit 1; }; echo done"
+    )
     stand_in(tmp_path, monkeypatch, "squeue", script)
     with pytest.raises(AlignerError, match="squeue: busy"):
         slurm_command("squeue")
@@ -236,20 +359,37 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert slurm_command("squeue", attempts=2) == "done"
 
 
-def test_a_job_that_is_queued_again_already_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, "scontrol", "echo 'Job is pending execution for job 7' >&2; echo x >> $0.calls; exit 1")
-    assert slurm_command("scontrol", "requeue", "7", attempts=PATIENT, done="Job is pending execution") == ""
+def test_a_job_that_is_queued_again_already_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        "scontrol",
+        "echo 'Job is pending execution for job 7' >&2; echo x >> $0.calls; exit 1",
+    )
+    assert (
+        slurm_command("scontrol", "requeue", "7", attempts=PATIENT, done="Job is pending execution")
+        == ""
+    )
     assert (tmp_path / "scontrol.calls").read_text() == "x\n"
     with pytest.raises(AlignerError, match="Job is pending execution"):
         slurm_command("scontrol", "requeue", "7")
 
 
-def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses = '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
+def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = (
+        '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit'
+        " 1; }"
+    )
     stand_in(tmp_path, monkeypatch, "sbatch", refuses)
     stand_in(tmp_path, monkeypatch, "squeue", "")
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
-    with pytest.raises(ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"):
+    with pytest.raises(
+        ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"
+    ):
         submit(plan_run(compose_config(given)))
     assert not (tmp_path / "run").exists()
     paths = RunPaths(tmp_path / "run")
@@ -277,7 +417,10 @@ ACCEPTS = '[ "$1" = --test-only ]'
     [
         ("exec sleep 60", r"sbatch --parsable \S+/run/job.sh: no answer within 0.5 s"),
         (
-            'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',
+            (
+                'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv'
+                ' operation" >&2; exit 1'
+            ),
             "sbatch: Batch job submission failed: Socket timed out on send/recv operation",
         ),
     ],
@@ -293,7 +436,9 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
     with pytest.raises(AlignerError, match=told):
         submit(plan_run(compose_config(given)))
     paths = RunPaths(tmp_path / "run")
-    assert all(path.exists() for path in (paths.config, paths.job_script, paths.access_key, paths.logs))
+    assert all(
+        path.exists() for path in (paths.config, paths.job_script, paths.access_key, paths.logs)
+    )
     stand_in(tmp_path, monkeypatch, "sbatch", "echo 7")
     submit(plan_run(compose_config([*given, "run.resume=auto"])))
 
@@ -304,8 +449,10 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
         ("--test-only", "interrupted", False),
         (
             "--parsable",
-            "interrupted: it is not known whether the job is queued; `squeue --me --name=run` tells; where it is not, launch"
-            " again with run.resume=auto",
+            (
+                "interrupted: it is not known whether the job is queued; `squeue --me --name=run`"
+                " tells; where it is not, launch again with run.resume=auto"
+            ),
             True,
         ),
     ],
@@ -313,10 +460,25 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
 def test_an_interrupted_launch_says_so_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str, said: str, is_kept: bool
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "sbatch", f'[ "$1" != {waits} ] || {{ touch "$0.asked"; exec sleep 60; }}')
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        "sbatch",
+        f'[ "$1" != {waits} ] || {{ touch "$0.asked"; exec sleep 60; }}',
+    )
     stand_in(tmp_path, monkeypatch, "squeue", "")
-    command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "launch",
+        "experiment=tiny_ppo",
+        "cluster=slurm",
+        f"run.dir={tmp_path}/run",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     while not (tmp_path / "sbatch.asked").exists():
         assert process.poll() is None
         time.sleep(0.05)
@@ -333,20 +495,34 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     stand_in(tmp_path, monkeypatch, "squeue", "")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
     monkeypatch.setenv("SLURM_CONF", "here")
-    submit(plan_run(compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])))
+    submit(
+        plan_run(
+            compose_config(["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"])
+        )
+    )
     seen = (tmp_path / "sbatch.env").read_text().splitlines()
-    assert "SLURM_CONF=here" in seen and not [line for line in seen if line.startswith("SLURM_CPU_BIND")]
+    assert "SLURM_CONF=here" in seen and not [
+        line for line in seen if line.startswith("SLURM_CPU_BIND")
+    ]
 
 
 @pytest.mark.parametrize(
     ("cluster", "code", "told"),
     [
         ("local", 2, "cluster.kind=local; `aligner launch` runs it"),
-        ("slurm", 1, "SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job"),
+        (
+            "slurm",
+            1,
+            "SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job",
+        ),
     ],
 )
-def test_what_supervises_a_job_runs_nowhere_else(tmp_path: Path, cluster: str, code: int, told: str) -> None:
-    composed = compose_config(["experiment=tiny_ppo", f"cluster={cluster}", f"run.dir={tmp_path}/run"])
+def test_what_supervises_a_job_runs_nowhere_else(
+    tmp_path: Path, cluster: str, code: int, told: str
+) -> None:
+    composed = compose_config(
+        ["experiment=tiny_ppo", f"cluster={cluster}", f"run.dir={tmp_path}/run"]
+    )
     (tmp_path / "run").mkdir()
     save_config(composed, tmp_path / "run" / "config.yaml")
     ended = subprocess.run(

@@ -54,10 +54,15 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     assert (status.seconds_per_step, status.seconds_left, status.resumable) == (0.5, 3.0, False)
     assert status.last_step_age_s is not None and status.last_step_age_s < 30
     told = describe_status(status)
-    assert told.startswith("run: running  step 1/7  reward 0.100  KL 0.0100  0.50 s/step  ETA 0:00:03  last step 0:00:")
+    assert told.startswith(
+        "run: running  step 1/7  reward 0.100  KL 0.0100  0.50 s/step  ETA 0:00:03  last step 0:00:"
+    )
     assert told.endswith(" ago  [critic healthy, reward healthy, trainer healthy]")
     # A server that the launcher has not seen healthy yet would be starting, not silent.
-    wait_for(lambda: (state := read_state(run / "status.json")) and state.roles["critic"].healthy, "the launcher's own look")
+    wait_for(
+        lambda: (state := read_state(run / "status.json")) and state.roles["critic"].healthy,
+        "the launcher's own look",
+    )
     rank_of(run, "critic").suspend()
     assert healths(run) == {"critic": "not answering", "reward": "healthy", "trainer": "healthy"}
     rank_of(run, "critic").resume()
@@ -73,8 +78,15 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     code, _, error = finish(start(run), run)
     assert code == 0, error
     status = read_status(run)
-    assert (status.state, status.exit_code, status.resumable, status.note) == ("finished", 0, False, None)
-    assert describe_status(status).startswith("run: finished  step 7/7  reward 0.700  KL 0.0100  0.50 s/step  last step ")
+    assert (status.state, status.exit_code, status.resumable, status.note) == (
+        "finished",
+        0,
+        False,
+        None,
+    )
+    assert describe_status(status).startswith(
+        "run: finished  step 7/7  reward 0.700  KL 0.0100  0.50 s/step  last step "
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,17 +94,25 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
     [
         (
             "fail_rank_1",
-            "rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is nan for the prompt 'abc'",
+            (
+                "rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is"
+                " nan for the prompt 'abc'"
+            ),
         ),
         slow(
             "raise",
-            "rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the scorer returned nan",
+            "rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the"
+            " scorer returned nan",
         ),
         slow("killed", "rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
     ],
 )
-def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, behavior: str, reason: str) -> None:
-    code, _, error = finish(start(run, {"trainer": behavior}, "actor.parallel.pipeline=2", "run.max_restarts=0"), run)
+def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(
+    run: Path, behavior: str, reason: str
+) -> None:
+    code, _, error = finish(
+        start(run, {"trainer": behavior}, "actor.parallel.pipeline=2", "run.max_restarts=0"), run
+    )
     assert code == 1
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
@@ -100,14 +120,20 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(run: Path, beha
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
     rank = int(error.startswith("trainer rank 1"))
     told = reason.format(rank=rank, other=1 - rank)
-    assert status.note == f"trainer {told}; resume it with: {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
+    assert (
+        status.note == f"trainer {told}; resume it with:"
+        f" {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
+    )
 
 
 @pytest.mark.slow
 def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
     launcher = start(run, {"critic": "healthy_once", "trainer": "hang"})
     # Not by its status: the server dies once it was asked for its health.
-    wait_for(lambda: (state := read_state(run / "status.json")) and state.roles["critic"].restarts, "restart")
+    wait_for(
+        lambda: (state := read_state(run / "status.json")) and state.roles["critic"].restarts,
+        "restart",
+    )
     assert read_status(run).roles["critic"] == RoleStatus(ranks=1, health="restarting", restarts=1)
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, run)
@@ -122,19 +148,26 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     status = read_status(run)
     assert (status.state, status.exit_code) == ("stopped", None)
     assert status.note is not None and f"process {launcher.pid} on " in status.note
-    assert "is gone without having ended it; start it again with: aligner launch experiment=tiny_ppo" in status.note
+    assert (
+        "is gone without having ended it; start it again with: aligner launch experiment=tiny_ppo"
+        in status.note
+    )
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
 
 def made_run(directory: Path, state: LauncherState | None, steps: int, *overrides: str) -> Path:
     """A run directory as it is left by a run of five steps."""
     directory.mkdir()
-    composed = compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5", *overrides])
+    composed = compose_config(
+        ["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5", *overrides]
+    )
     save_config(composed, directory / "config.yaml")
     if state is not None:
         state.write(RunPaths(directory).status)
     records = [{"step": step, "reward/mean": 0.5, "time/step": 2.0} for step in range(1, steps + 1)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     return directory
 
 
@@ -143,11 +176,19 @@ def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path
     state = LauncherState(1, None, "node-17", time.time() - 500, roles, job="4242")
     run = made_run(tmp_path / "run", state, steps=2)
     status = read_status(run)
-    assert (status.state, status.job, status.roles["trainer"].health) == ("running", "4242", "healthy")
+    assert (status.state, status.job, status.roles["trainer"].health) == (
+        "running",
+        "4242",
+        "healthy",
+    )
     assert "ETA 0:00:06" in describe_status(status) and "job 4242" in describe_status(status)
     os.utime(run / "status.json", (time.time() - 400,) * 2)
     status = read_status(run)
-    assert status.state == "stopped" and status.note is not None and status.note.startswith("its launcher, job 4242, is gone")
+    assert (
+        status.state == "stopped"
+        and status.note is not None
+        and status.note.startswith("its launcher, job 4242, is gone")
+    )
 
 
 SBATCH = "start it again with: sbatch {run}/job.sh"
@@ -161,28 +202,58 @@ UNKNOWN = "where its job is in the queue (squeue --jobs=4242) it goes on by itse
         ("echo PENDING; echo PENDING", True, "queued", IN_QUEUE),
         ("echo RUNNING", True, "queued", IN_QUEUE),
         ("", True, "stopped", SBATCH),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True, "stopped", SBATCH),
+        (
+            "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+            True,
+            "stopped",
+            SBATCH,
+        ),
         ("echo COMPLETING", True, "stopped", UNKNOWN + SBATCH),
-        ("echo 'Unable to contact slurm controller' >&2; exit 1", True, "stopped", UNKNOWN + SBATCH),
+        (
+            "echo 'Unable to contact slurm controller' >&2; exit 1",
+            True,
+            "stopped",
+            UNKNOWN + SBATCH,
+        ),
         ("exec sleep 60", True, "stopped", UNKNOWN + SBATCH),
         ("echo PENDING", False, "stopped", SBATCH),
     ],
 )
 @pytest.mark.parametrize("exit_code", [143, None])
 def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, requeue: bool, state: str, note: str, exit_code: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    squeue: str,
+    requeue: bool,
+    state: str,
+    note: str,
+    exit_code: int | None,
 ) -> None:
     stand_in(tmp_path, monkeypatch, "squeue", squeue)
     monkeypatch.setattr("aligner.launcher.status._SLURM_S", 1.0)
     now = time.time()
     stopped = LauncherState(
-        1, None, "node-17", now - 500, {}, "4242", now if exit_code else None, exit_code, "stopped by SIGTERM"
+        1,
+        None,
+        "node-17",
+        now - 500,
+        {},
+        "4242",
+        now if exit_code else None,
+        exit_code,
+        "stopped by SIGTERM",
     )
-    run = made_run(tmp_path / "run", stopped, 2, "cluster=slurm", f"cluster.slurm.requeue={requeue}")
+    run = made_run(
+        tmp_path / "run", stopped, 2, "cluster=slurm", f"cluster.slurm.requeue={requeue}"
+    )
     if exit_code is None:
         os.utime(run / "status.json", (now - 400,) * 2)
     status = read_status(run)
-    why = "stopped by SIGTERM" if exit_code else "its launcher, job 4242, is gone without having ended it"
+    why = (
+        "stopped by SIGTERM"
+        if exit_code
+        else "its launcher, job 4242, is gone without having ended it"
+    )
     assert (status.state, status.note) == (state, f"{why}; {note.format(run=run)}")
 
 
@@ -192,7 +263,9 @@ def test_a_number_that_another_process_has_got_is_not_the_launchers(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("steps", "state"), [(5, "finished"), (2, "stopped")])
-def test_a_run_of_before_there_was_a_state_file_is_judged_by_its_steps(tmp_path: Path, steps: int, state: str) -> None:
+def test_a_run_of_before_there_was_a_state_file_is_judged_by_its_steps(
+    tmp_path: Path, steps: int, state: str
+) -> None:
     status = read_status(made_run(tmp_path / "run", None, steps))
     assert (status.state, status.step, status.roles) == (state, steps, {})
 
@@ -207,13 +280,19 @@ def test_a_run_that_has_ended_by_what_it_reached_has_finished_and_says_why(tmp_p
     (run / "end.txt").write_text(f"{why}\n")
     status = read_status(run)
     assert (status.state, status.resumable, status.note) == ("finished", False, why)
-    assert describe_status(status).startswith("run: finished  step 2/5") and describe_status(status).endswith(f"\n  {why}")
+    assert describe_status(status).startswith("run: finished  step 2/5") and describe_status(
+        status
+    ).endswith(f"\n  {why}")
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path / 'absent'}: no such directory; give a run directory"):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path / 'absent'}: no such directory; give a run directory"
+    ):
         read_status(tmp_path / "absent")
-    with pytest.raises(ConfigError, match=f"{tmp_path}: not a run directory, it has no config.yaml"):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}: not a run directory, it has no config.yaml"
+    ):
         read_status(tmp_path)
     run = made_run(tmp_path / "run", None, 1)
     (run / "status.json").write_text("[]")
@@ -229,8 +308,15 @@ def test_the_command_prints_a_line_or_an_object_and_watches_until_the_end(tmp_pa
     run = made_run(tmp_path / "run", None, 5)
     done = status(str(run), "--watch")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("run: finished  step 5/5  reward 0.500  2.00 s/step  last step 0:00:")
+    assert done.stdout.startswith(
+        "run: finished  step 5/5  reward 0.500  2.00 s/step  last step 0:00:"
+    )
     told = json.loads(status(str(run), "--json").stdout)
-    assert (told["state"], told["step"], told["metrics"]["reward/mean"], told["roles"]) == ("finished", 5, 0.5, {})
+    assert (told["state"], told["step"], told["metrics"]["reward/mean"], told["roles"]) == (
+        "finished",
+        5,
+        0.5,
+        {},
+    )
     refused = status(str(tmp_path / "absent"))
     assert refused.returncode == 2 and refused.stderr.startswith("aligner: error: ")

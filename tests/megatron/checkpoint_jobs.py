@@ -46,15 +46,21 @@ def losses(policy: Policy, steps: int) -> list[float]:
 
 
 def weights_of(policy: Policy) -> dict[str, Tensor]:
-    """This rank's slices of the model's own weights and of its adapters, as the parameters have them."""
+    """This rank's slices of the model's own weights and of its adapters, as the parameters have
+    them."""
     found = {}
-    for weights in {id(weights): weights for weights in (policy.runner.weights, policy.runner.trained)}.values():
-        found |= {name: weights.gather(name, weights.parameter(name).data).clone() for name in weights}
+    for weights in {
+        id(weights): weights for weights in (policy.runner.weights, policy.runner.trained)
+    }.values():
+        found |= {
+            name: weights.gather(name, weights.parameter(name).data).clone() for name in weights
+        }
     return found
 
 
 def save_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
-    """Two updates, a checkpoint, and the losses of the next five, which begin while it is written."""
+    """Two updates, a checkpoint, and the losses of the next five, which begin while it is
+    written."""
     policy = actor(directory, settings)
     losses(policy, 2)
     policy.begin_save(Path(checkpoint))
@@ -66,7 +72,8 @@ def save_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
 
 
 def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
-    """The losses of five updates from a checkpoint; and the tensors that are not, bit for bit, what lies in the files."""
+    """The losses of five updates from a checkpoint; and the tensors that are not, bit for bit, what
+    lies in the files."""
     policy = actor(directory, settings)
     policy.load(Path(checkpoint))
     runner, reader = policy.runner, CheckpointReader(Path(checkpoint))
@@ -77,14 +84,19 @@ def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
             parameter = weights.parameter(name)
             found = {WEIGHT: parameter.data}
             if parameter in state:
-                # Brought together on every rank in turn, so that each sees all of what it takes part in.
+                # Brought together on every rank in turn, so that each sees all of what it takes
+                # part in.
                 for rank in range(policy.world.size):
                     found = state.gather(parameter, rank) or found
-            muon = settings["optimizer"].get("kind") == "muon" and is_layer_matrix(weights.specs[name])
+            muon = settings["optimizer"].get("kind") == "muon" and is_layer_matrix(
+                weights.specs[name]
+            )
             kept = (MOMENTUM if muon else MOMENTS) if parameter in state else ()
             assert found.keys() == {WEIGHT, *kept}
             for kind, tensor in found.items():
-                if not torch.equal(weights.gather(name, tensor), reader.read(kind, weights.slices[name])):
+                if not torch.equal(
+                    weights.gather(name, tensor), reader.read(kind, weights.slices[name])
+                ):
                     different.append((name, kind))
             if not torch.equal(parameter.data, found[WEIGHT].to(parameter.dtype)):
                 different.append((name, "parameter"))
@@ -110,10 +122,14 @@ def save_critic(directory: str, layout: dict[str, Any], num_layers: int, checkpo
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
     settings = CriticConfig(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
-    critic = ValueModel(shape, world, path, settings, total_updates=4, loss=functools.partial(value_loss, clip=0.2))
+    critic = ValueModel(
+        shape, world, path, settings, total_updates=4, loss=functools.partial(value_loss, clip=0.2)
+    )
     experience = make_experience(shape.vocab_size)
     for _ in range(2):
-        critic.train(experience.tokens, experience.returns, experience.values, experience.mask.float())
+        critic.train(
+            experience.tokens, experience.returns, experience.values, experience.mask.float()
+        )
     values = critic.values(experience.tokens, experience.lengths)
     critic.save(Path(checkpoint))
     worlds.shutdown()
@@ -134,8 +150,11 @@ def refusal(directory: str, settings: Settings, checkpoint: str) -> str:
     return "no error"
 
 
-def failing_save(directory: str, settings: Settings, checkpoint: str, failing_rank: int, failure: str) -> str:
-    """The error of a save in which one rank's disk is full, or its memory, or it writes nothing, or too little."""
+def failing_save(
+    directory: str, settings: Settings, checkpoint: str, failing_rank: int, failure: str
+) -> str:
+    """The error of a save in which one rank's disk is full, or its memory, or it writes nothing, or
+    too little."""
     policy, write = actor(directory, settings), checkpoints.write_safetensors
 
     def fail(file: Path, *_: object) -> FileRecord | None:
@@ -162,7 +181,8 @@ def failing_save(directory: str, settings: Settings, checkpoint: str, failing_ra
 
 
 def save_of_a_lost_run(directory: str, settings: Settings, run: str) -> list[str]:
-    """The errors of a checkpoint that is finished, and of one that is begun, when another has taken the run."""
+    """The errors of a checkpoint that is finished, and of one that is begun, when another has taken
+    the run."""
     policy, config, errors = actor(directory, settings), Config(run=RunConfig(dir=run)), []
     try:
         if policy.world.rank == 0:

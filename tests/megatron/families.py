@@ -1,4 +1,5 @@
-"""Tiny random models of every family, and the same training steps by transformers and torch alone."""
+"""Tiny random models of every family, and the same training steps by transformers and torch
+alone."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
 from tests.megatron import jobs, reference
 
-# Where a gradient is rounding noise (a bias of keys has almost none), Adam at its usual epsilon makes full steps of the
-# noise, so that no two summation orders agree. An epsilon above the noise and below the gradients compares arithmetic.
+# Where a gradient is rounding noise (a bias of keys has almost none), Adam at its usual epsilon
+# makes full steps of the noise, so that no two summation orders agree. An epsilon above the noise
+# and below the gradients compares arithmetic.
 OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-5, "clip_grad_norm": 1e9, "schedule": "constant"}
 STEPS = 3
 
@@ -49,8 +51,15 @@ def _llama2(t: Any) -> Any:
 
 
 def _llama3(t: Any) -> Any:
-    # Of these sequences' lengths, so that every frequency band is there: kept, blended and stretched.
-    stretched = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+    # Of these sequences' lengths, so that every frequency band is there: kept, blended and
+    # stretched.
+    stretched = _rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    )
     return t.LlamaConfig(**{**_GROUPED, "tie_word_embeddings": True}, **stretched)
 
 
@@ -59,14 +68,28 @@ def _llama_linear(t: Any) -> Any:
 
 
 def _qwen3_moe(t: Any, *, normalized: bool) -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": normalized}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": normalized,
+    }
     return t.Qwen3MoeConfig(**_GROUPED, **_rope(), **experts, head_dim=32)
 
 
 def _gpt2(t: Any) -> Any:
-    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_inner": 96, "vocab_size": 72, "n_positions": 64}
+    sizes = {
+        "n_layer": 4,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": 96,
+        "vocab_size": 72,
+        "n_positions": 64,
+    }
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    return t.GPT2Config(**sizes, **dropout, initializer_range=0.15, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    return t.GPT2Config(
+        **sizes, **dropout, initializer_range=0.15, bos_token_id=1, eos_token_id=1, pad_token_id=0
+    )
 
 
 CONFIGS: Mapping[str, Callable[[Any], Any]] = {
@@ -78,7 +101,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
     "gpt2": _gpt2,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
-    "mixtral": lambda t: t.MixtralConfig(**_GROUPED, **_rope(), num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda t: t.MixtralConfig(
+        **_GROUPED, **_rope(), num_local_experts=4, num_experts_per_tok=2
+    ),
     "qwen3_moe": lambda t: _qwen3_moe(t, normalized=True),
     "qwen3_moe-raw": lambda t: _qwen3_moe(t, normalized=False),
 }
@@ -86,7 +111,8 @@ MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-raw")
 
 
 def save(family: str, directory: Path) -> Path:
-    """Write a random model; norms and biases differ from ones and zeros, so that one that is not read shows."""
+    """Write a random model; norms and biases differ from ones and zeros, so that one that is not
+    read shows."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -100,7 +126,8 @@ def save(family: str, directory: Path) -> Path:
 
 
 def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, Any]:
-    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the weight table.
+    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the
+    weight table.
 
     Tokens go through the experts of `routes` [B, S-1, L, K] where given.
     """
@@ -114,7 +141,11 @@ def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, 
         force_routes(model, routes)
     adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.epsilon, weight_decay=0.0
+        model.parameters(),
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.epsilon,
+        weight_decay=0.0,
     )
     experience = jobs.make_experience(model.config.vocab_size)
     result: dict[str, Any] = {"logits": _logits(model, experience.tokens, experience.lengths)}
@@ -124,16 +155,23 @@ def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, 
         loss, _ = jobs.loss(logprobs, logprobs, experience, float(experience.mask.sum()))
         loss.backward()
         if step == 0:
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            gradients = {
+                name: parameter.grad.clone() for name, parameter in model.named_parameters()
+            }
             norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-            result |= {"loss": loss.item(), "grad_norm": norm.item(), "gradients": revert_weight_conversion(model, gradients)}
+            result |= {
+                "loss": loss.item(),
+                "grad_norm": norm.item(),
+                "gradients": revert_weight_conversion(model, gradients),
+            }
         optimizer.step()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return result | {"weights": revert_weight_conversion(model, weights)}
 
 
 def force_routes(model: Any, routes: Tensor) -> None:
-    """Have transformers' routers send the tokens of row after row, over and over, through the experts of `routes`."""
+    """Have transformers' routers send the tokens of row after row, over and over, through the
+    experts of `routes`."""
 
     def force(layer: int) -> Callable[..., Any]:
         rows = itertools.cycle(routes[:, :, layer].long())
@@ -161,16 +199,24 @@ def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     return result
 
 
-def family_steps(directory: str, layout: dict[str, Any], *, routes: Tensor | None = None, **settings: Any) -> dict[str, Any]:
-    """The same on this rank of a layout: whole logits, statistics, and slices of gradients and weights."""
+def family_steps(
+    directory: str, layout: dict[str, Any], *, routes: Tensor | None = None, **settings: Any
+) -> dict[str, Any]:
+    """The same on this rank of a layout: whole logits, statistics, and slices of gradients and
+    weights."""
     settings["optimizer"] = {**OPTIMIZER, **settings.get("optimizer", {})}
     actor = jobs.policy(directory, layout, settings)
-    experience = dataclasses.replace(jobs.make_experience(actor.runner.shape.vocab_size), routes=routes)
+    experience = dataclasses.replace(
+        jobs.make_experience(actor.runner.shape.vocab_size), routes=routes
+    )
     result: dict[str, Any] = {"logits": jobs.policy_logits(actor, experience).numpy()}
     result["stats"], gradients = jobs.observed_train(actor, experience)
     for _ in range(STEPS - 1):
         actor.train(experience, jobs.loss)
-    result |= {"gradients": _arrays(gradients), "weights": _arrays(jobs.slices(actor.runner.weights))}
+    result |= {
+        "gradients": _arrays(gradients),
+        "weights": _arrays(jobs.slices(actor.runner.weights)),
+    }
     worlds.shutdown()
     return result
 
@@ -179,7 +225,10 @@ def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any)
     """`family_steps` of a rank that computes deterministically."""
     environment = dict(os.environ)
     worlds.compute_deterministically()
-    assert torch.are_deterministic_algorithms_enabled() and os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    )
     try:
         return family_steps(directory, layout, **settings)
     finally:
@@ -191,12 +240,16 @@ def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any)
 def overlapped_steps(
     directory: str, layout: dict[str, Any], *, optimizer: dict[str, Any], micro_batch_tokens: int
 ) -> dict[str, Any]:
-    """`family_steps` whose gradients are added up over the ranks meanwhile, in buckets as small as this model asks for.
+    """`family_steps` whose gradients are added up over the ranks meanwhile, in buckets as small as
+    this model asks for.
 
-    `early` is how many buckets were on their way before the backward pass had ended, `waits` how often somebody who reads
-    weights found buckets of the last update on their way.
+    `early` is how many buckets were on their way before the backward pass had ended, `waits` how
+    often somebody who reads weights found buckets of the last update on their way.
     """
-    make, start = gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready
+    make, start = (
+        gpt_model.DistributedDataParallelConfig,
+        _ParamAndGradBucketGroup.register_grad_ready,
+    )
     wait = parameter_gather._wait
     early, waits = [0], [0]
 
@@ -212,10 +265,16 @@ def overlapped_steps(
     gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
     _ParamAndGradBucketGroup.register_grad_ready, parameter_gather._wait = counted, counted_wait
     try:
-        chosen = {"optimizer": {"overlap_grad_reduce": True, **optimizer}, "micro_batch_tokens": micro_batch_tokens}
+        chosen = {
+            "optimizer": {"overlap_grad_reduce": True, **optimizer},
+            "micro_batch_tokens": micro_batch_tokens,
+        }
         return family_steps(directory, layout, **chosen) | {"early": early[0], "waits": waits[0]}
     finally:
-        gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready = make, start
+        gpt_model.DistributedDataParallelConfig, _ParamAndGradBucketGroup.register_grad_ready = (
+            make,
+            start,
+        )
         parameter_gather._wait = wait
 
 
@@ -224,7 +283,11 @@ def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> N
     assert found["stats"] == expected["stats"] and (found["logits"] == expected["logits"]).all()
     for kind in ("gradients", "weights"):
         assert found[kind].keys() == expected[kind].keys() != set()
-        assert [name for name, (_, array) in found[kind].items() if not (array == expected[kind][name][1]).all()] == []
+        assert [
+            name
+            for name, (_, array) in found[kind].items()
+            if not (array == expected[kind][name][1]).all()
+        ] == []
 
 
 def read_slices(directory: str, layout: dict[str, Any]) -> dict[str, tuple[Slice, Any]]:
@@ -244,8 +307,11 @@ def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
     return float((found - expected).abs().max() / scale.abs().max())
 
 
-def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each tensor of a file, over all ranks' slices; every tensor must be there."""
+def slice_errors(
+    directory: Path, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The relative error of each tensor of a file, over all ranks' slices; every tensor must be
+    there."""
     table = {spec.name: spec for spec in weight_table(directory_shape(directory, "model.path"))}
     errors: dict[str, float] = {}
     for part in parts:
@@ -253,7 +319,9 @@ def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: M
             stored = table[name].stored
             whole = tensors[stored.name]
             expected = (
-                whole if stored.axis is None else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
+                whole
+                if stored.axis is None
+                else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
             )
             if cut.axis is not None:
                 expected = expected.narrow(cut.axis, cut.start, cut.stop - cut.start)
@@ -265,9 +333,14 @@ def slice_errors(directory: Path, parts: Sequence[Mapping[str, Any]], tensors: M
 
 
 def grouped_steps(
-    directory: str, layout: dict[str, Any], *, steps: Callable[..., dict[str, Any]] = family_steps, **settings: Any
+    directory: str,
+    layout: dict[str, Any],
+    *,
+    steps: Callable[..., dict[str, Any]] = family_steps,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """`steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and how many in place."""
+    """`steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and
+    how many in place."""
     can_group, together, view = layers.can_group, grouped_experts._together, grouped_experts._view
     found = {"grouped": 0, "in_place": 0}
 
@@ -283,6 +356,8 @@ def grouped_steps(
         layers.can_group, grouped_experts._together = can_group, together
 
 
-def overlapped_grouped_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def overlapped_grouped_steps(
+    directory: str, layout: dict[str, Any], **settings: Any
+) -> dict[str, Any]:
     """`overlapped_steps` of a model whose experts are multiplied in groups."""
     return grouped_steps(directory, layout, steps=overlapped_steps, **settings)

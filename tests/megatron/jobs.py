@@ -21,14 +21,22 @@ from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel, build_critic
 from aligner.models.weight_slices import Coordinates, Slice
-from aligner.schema import ActorConfig, Config, CriticConfig, OptimizerConfig, ParallelConfig, RewardConfig
+from aligner.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+)
 from aligner.schema.keys import with_values
 
 # A rank's part of named tensors: which slice, and its numbers.
 Slices = dict[str, tuple[Slice, Tensor]]
 
 TEMPERATURE = 0.7
-# An epsilon at the size of the smallest gradients: below it, Adam would turn their rounding errors into whole steps.
+# An epsilon at the size of the smallest gradients: below it, Adam would turn their rounding errors
+# into whole steps.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
 
 
@@ -64,12 +72,27 @@ def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experienc
     )
 
 
-def loss(logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(logprobs, experience.old_logprobs, experience.advantages, experience.mask, denominator=denominator)
+def loss(
+    logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return policy_loss(
+        logprobs,
+        experience.old_logprobs,
+        experience.advantages,
+        experience.mask,
+        denominator=denominator,
+    )
 
 
-def policy(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None, *, exact: bool = False) -> Policy:
-    """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a dictionary."""
+def policy(
+    directory: str,
+    layout: dict[str, Any],
+    settings: dict[str, Any] | None = None,
+    *,
+    exact: bool = False,
+) -> Policy:
+    """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a
+    dictionary."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     section = ActorConfig(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
     path = Path(directory)
@@ -82,23 +105,36 @@ def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def slices(weights: NamedWeights) -> Slices:
-    """This rank's slices of the weights; those that are not called copies lie in their parameters."""
+    """This rank's slices of the weights; those that are not called copies lie in their
+    parameters."""
     for name in set(weights) - weights.copied:
-        assert weights.read(name).untyped_storage().data_ptr() == weights.parameter(name).untyped_storage().data_ptr(), name
+        assert (
+            weights.read(name).untyped_storage().data_ptr()
+            == weights.parameter(name).untyped_storage().data_ptr()
+        ), name
     return {name: (weights.slices[name], weights.read(name).clone()) for name in weights}
 
 
 def gradients(runner: ModelRunner) -> Slices:
-    """This rank's slices of the gradients, summed over all ranks, between the backward pass and the optimizer step."""
+    """This rank's slices of the gradients, summed over all ranks, between the backward pass and the
+    optimizer step."""
     for chunk in runner.ddp:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for bucket in buffer.buckets if chunk.ddp_config.use_distributed_optimizer else ():
                 group = buffer.data_parallel_group  # each rank has summed its own shard alone
                 dist.all_gather_into_tensor(
-                    bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()].clone(), group=group
+                    bucket.grad_data,
+                    bucket.grad_data.chunk(group.size())[group.rank()].clone(),
+                    group=group,
                 )
     weights = runner.trained
-    return {name: (weights.slices[name], weights.gather(name, weights.parameter(name).main_grad).clone()) for name in weights}
+    return {
+        name: (
+            weights.slices[name],
+            weights.gather(name, weights.parameter(name).main_grad).clone(),
+        )
+        for name in weights
+    }
 
 
 def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:
@@ -120,7 +156,8 @@ def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, flo
 def policy_step(
     directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None, steps: int = 2
 ) -> dict[str, Any]:
-    """Log-probs, updates, log-probs again; plus this rank's slices of weights before and after and of first gradients."""
+    """Log-probs, updates, log-probs again; plus this rank's slices of weights before and after and
+    of first gradients."""
     actor = policy(directory, layout, settings)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     before = slices(actor.runner.weights)
@@ -139,8 +176,11 @@ def policy_step(
     return result
 
 
-def shared_beginnings(directory: str, layout: dict[str, Any], settings: dict[str, Any], *, shared: bool) -> dict[str, Any]:
-    """Log-probs, an update's statistics and gradients where rows begin alike: computed once, or in each of the rows."""
+def shared_beginnings(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], *, shared: bool
+) -> dict[str, Any]:
+    """Log-probs, an update's statistics and gradients where rows begin alike: computed once, or in
+    each of the rows."""
     actor = policy(directory, layout, settings)
     assert actor.runner._cut.tree
     actor.runner._cut = dataclasses.replace(actor.runner._cut, tree=shared)
@@ -158,7 +198,9 @@ def shared_beginnings(directory: str, layout: dict[str, Any], settings: dict[str
     }
 
 
-def logits(directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> Tensor:
+def logits(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None
+) -> Tensor:
     """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
     actor = policy(directory, layout, settings)
     whole = policy_logits(actor, make_experience(read_shape(Path(directory)).vocab_size))
@@ -174,7 +216,9 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
 
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
         head = runner.chunks[-1].output_layer
-        return batch.unpack_tokens(ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float())
+        return batch.unpack_tokens(
+            ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
+        )
 
     batches = runner.share(experience.tokens, experience.lengths, routes=experience.routes)
     whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)
@@ -195,7 +239,9 @@ def critic_step(
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
     section = CriticConfig(parallel=world.layout, **_chosen(settings))
-    critic = ValueModel(shape, world, path, section, total_updates=4, loss=functools.partial(value_loss, clip=0.2))
+    critic = ValueModel(
+        shape, world, path, section, total_updates=4, loss=functools.partial(value_loss, clip=0.2)
+    )
     experience = make_experience(shape.vocab_size)
     before = critic.values(experience.tokens, experience.lengths)
     batch = (experience.tokens, experience.returns, experience.values, experience.mask.float())
@@ -210,8 +256,11 @@ def critic_step(
     return result
 
 
-def begun_critic(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """A critic that begins from `directory`: values, two updates, values again; `settings` are keys of its section."""
+def begun_critic(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """A critic that begins from `directory`: values, two updates, values again; `settings` are keys
+    of its section."""
     critic, experience = _critic(directory, layout, settings)
     before = critic.values(experience.tokens, experience.lengths)
     stats = [_critic_update(critic, experience) for _ in range(2)]
@@ -221,9 +270,15 @@ def begun_critic(directory: str, layout: dict[str, Any], settings: dict[str, Any
 
 
 def critic_updates(
-    directory: str, layout: dict[str, Any], settings: dict[str, Any], *, save: str | None = None, resume: str | None = None
+    directory: str,
+    layout: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    save: str | None = None,
+    resume: str | None = None,
 ) -> dict[str, Any]:
-    """A critic's weights before and after each of four updates, or of the last two, which follow the checkpoint `resume`.
+    """A critic's weights before and after each of four updates, or of the last two, which follow
+    the checkpoint `resume`.
 
     After two updates it saves the checkpoint `save`, if that is given.
     """
@@ -240,23 +295,33 @@ def critic_updates(
     return {"weights": weights, "stats": stats}
 
 
-def _critic(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> tuple[ValueModel, Experience]:
+def _critic(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any]
+) -> tuple[ValueModel, Experience]:
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     section = CriticConfig(parallel=world.layout, path=directory, **_chosen(settings))
-    config = with_values(Config(), {"critic": section, "run.steps": 4, "algorithm.epochs": 1, "algorithm.minibatches": 1})
+    config = with_values(
+        Config(),
+        {"critic": section, "run.steps": 4, "algorithm.epochs": 1, "algorithm.minibatches": 1},
+    )
     critic = build_critic(config, world, functools.partial(value_loss, clip=0.2))
     return critic, make_experience(critic.vocab_size)
 
 
 def _critic_update(critic: ValueModel, experience: Experience) -> dict[str, float]:
-    return critic.train(experience.tokens, experience.returns, experience.values, experience.mask.float())
+    return critic.train(
+        experience.tokens, experience.returns, experience.values, experience.mask.float()
+    )
 
 
 def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:
     """A reward model's numbers."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     model = ValueModel(
-        read_shape(Path(directory)), world, Path(directory), RewardConfig(parallel=world.layout, micro_batch_tokens=24)
+        read_shape(Path(directory)),
+        world,
+        Path(directory),
+        RewardConfig(parallel=world.layout, micro_batch_tokens=24),
     )
     experience = make_experience(model.vocab_size)
     values = model.values(experience.tokens, experience.lengths)
@@ -289,7 +354,8 @@ def attention_weights(attended: Tensor) -> Tensor:
 def attend(
     layout: dict[str, Any], whole: dict[str, Tensor], lengths: list[int], window: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Packed attention of rows of queries, keys and values [N, L, heads, dim]: its result and their gradients."""
+    """Packed attention of rows of queries, keys and values [N, L, heads, dim]: its result and their
+    gradients."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -305,13 +371,20 @@ def attend(
     rows, width = len(lengths), max(lengths)
     # Tokens that tell where each packed token comes from.
     counts = torch.tensor(lengths)
-    batch = pack(torch.arange(rows * width).view(rows, width), counts, alone(counts), world.device, cut)
+    batch = pack(
+        torch.arange(rows * width).view(rows, width), counts, alone(counts), world.device, cut
+    )
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
     packed = [leaf.flatten(0, 1)[batch.tokens[0]] for leaf in leaves.values()]
     config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, window_size=None if window is None else (window, 0)
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        window_size=None if window is None else (window, 0),
     )
-    attended = batch.unpack_tokens(PackedAttention(config)(*packed, None, packed_seq_params=batch.sequences))
+    attended = batch.unpack_tokens(
+        PackedAttention(config)(*packed, None, packed_seq_params=batch.sequences)
+    )
     (attended * attention_weights(attended)).sum().backward()
     gradients = {name: world.sum_(leaf.grad) for name, leaf in leaves.items()}
     worlds.shutdown()
@@ -324,7 +397,9 @@ def rms_norm(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
 
     from aligner.megatron.layers import RMSNorm
 
-    norm = RMSNorm(TransformerConfig(num_layers=1, hidden_size=len(weight), num_attention_heads=1), len(weight))
+    norm = RMSNorm(
+        TransformerConfig(num_layers=1, hidden_size=len(weight), num_attention_heads=1), len(weight)
+    )
     norm.weight = torch.nn.Parameter(weight)
     normed = norm(x.requires_grad_())
     return normed.detach(), *torch.autograd.grad(normed, (x, norm.weight), gradient)
@@ -372,7 +447,9 @@ def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) 
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     logprobs = actor.logprobs(experience.tokens, experience.lengths)
     # With the distributed optimizer a rank holds its own shard of the main weights, or none.
-    held = [parameter for _, parameter in actor.runner.parameters() if parameter.main_param is not None]
+    held = [
+        parameter for _, parameter in actor.runner.parameters() if parameter.main_param is not None
+    ]
     weights = [[parameter.detach().clone() for _, parameter in actor.runner.parameters()]]
     mains = [torch.cat([parameter.main_param.detach().flatten().clone() for parameter in held])]
     stats = actor.train(experience, loss)

@@ -21,7 +21,9 @@ from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, CriticConfig, LoraConfig, OptimizerConfig, ParallelConfig
 
 
-def model(entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any]) -> ModelRunner:
+def model(
+    entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any]
+) -> ModelRunner:
     """A model with small random weights at a layout, ready to be trained."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     runner = ModelRunner(read_config(entries, "test"), world, head, section(head, layout, settings))
@@ -31,17 +33,22 @@ def model(entries: dict[str, Any], layout: dict[str, Any], head: Head, settings:
     return runner
 
 
-def section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> ActorConfig | CriticConfig:
+def section(
+    head: Head, layout: dict[str, Any], settings: dict[str, Any]
+) -> ActorConfig | CriticConfig:
     """The role's section of the configuration."""
     chosen = dict(settings)
     chosen["optimizer"] = OptimizerConfig(**chosen.get("optimizer", {}))
     if "lora" in chosen:
         chosen["lora"] = LoraConfig(**chosen["lora"])
-    return (ActorConfig if head == "vocabulary" else CriticConfig)(parallel=ParallelConfig(**layout), **chosen)
+    return (ActorConfig if head == "vocabulary" else CriticConfig)(
+        parallel=ParallelConfig(**layout), **chosen
+    )
 
 
 class SavedTensors:
-    """How many bytes autograd keeps, and the most that it has kept; a storage counts once, the model's own do not."""
+    """How many bytes autograd keeps, and the most that it has kept; a storage counts once, the
+    model's own do not."""
 
     def __init__(self, model: ModelRunner) -> None:
         self._own = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
@@ -74,12 +81,20 @@ class _Held:
 
 
 def measure(
-    entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any], rows: int, length: int
+    entries: dict[str, Any],
+    layout: dict[str, Any],
+    head: Head,
+    settings: dict[str, Any],
+    rows: int,
+    length: int,
 ) -> dict[str, int]:
-    """Bytes on this rank of weights, gradients and Adam's state, and at the peak of saved tensors, of two equal updates."""
+    """Bytes on this rank of weights, gradients and Adam's state, and at the peak of saved tensors,
+    of two equal updates."""
     runner = model(entries, layout, head, settings)
     shape: ModelShape = runner.shape
-    tokens = torch.randint(2, shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        2, shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
     lengths = torch.full((rows,), length)
 
     def loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -87,7 +102,12 @@ def measure(
             value = batch.unpack_tokens(output[0, :, 0].float()).sum()
         else:
             scores, entropy = runner.chunks[-1].output_layer.logprobs(
-                output[0], batch.target_index, batch.targets, temperature=1.0, chunk_tokens=CHUNK, with_entropy=True
+                output[0],
+                batch.target_index,
+                batch.targets,
+                temperature=1.0,
+                chunk_tokens=CHUNK,
+                with_entropy=True,
             )
             value = (batch.unpack_targets(scores) + batch.unpack_targets(entropy)).sum()
         return value, {"value": value.detach()}
@@ -102,7 +122,9 @@ def measure(
     assert to_come == _bytes(_moments(runner)) and runner.optimizer_state().missing_bytes == 0
     measured = {
         "weights": _bytes(parameter for _, parameter in runner.parameters()),
-        "gradients": _bytes(parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad),
+        "gradients": _bytes(
+            parameter.main_grad for _, parameter in runner.parameters() if parameter.requires_grad
+        ),
         "optimizer": _bytes(_optimizer_state(runner)),
         "saved": saved.peak,
         "snapshot": _bytes(_snapshot(runner)),
@@ -127,13 +149,17 @@ def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
         if getattr(part, "is_stub_optimizer", False):
             continue
         for group in part.optimizer.param_groups:
-            yield from (main for main in group["params"] if main.untyped_storage().data_ptr() not in own)
+            yield from (
+                main for main in group["params"] if main.untyped_storage().data_ptr() not in own
+            )
     yield from _moments(runner)
 
 
 def _moments(runner: ModelRunner) -> Iterator[Tensor]:
     for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
-        for state in () if getattr(part, "is_stub_optimizer", False) else part.optimizer.state.values():
+        for state in (
+            () if getattr(part, "is_stub_optimizer", False) else part.optimizer.state.values()
+        ):
             yield from (state[name] for name in (*MOMENTS, *MOMENTUM) if name in state)
 
 
@@ -144,7 +170,13 @@ def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     yield from checkpoint._snapshot(state, units, runner.world.rank).values()
 
 
-def expected_section(head: Head, layout: dict[str, Any], settings: dict[str, Any]) -> ActorConfig | CriticConfig:
+def expected_section(
+    head: Head, layout: dict[str, Any], settings: dict[str, Any]
+) -> ActorConfig | CriticConfig:
     """The same section, with the chunk of logits that is measured."""
     chosen = section(head, layout, settings)
-    return dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK) if isinstance(chosen, ActorConfig) else chosen
+    return (
+        dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK)
+        if isinstance(chosen, ActorConfig)
+        else chosen
+    )

@@ -37,14 +37,22 @@ def _give_gradients(actor: Policy, step: int) -> None:
     weights = actor.runner.trained
     for name in weights:
         cut, whole = weights.slices[name], whole_gradient(name, weights.specs[name].shape, step)
-        piece = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        piece = (
+            whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        )
         weights.scatter(name, weights.parameter(name).main_grad, piece)
 
 
 def moment_devices(actor: Policy) -> set[str]:
     """Kinds of the devices that hold Adam's moments and its own copies of weights."""
-    states = [state for part in actor.runner.optimizer.chained_optimizers for state in part.optimizer.state.values()]
-    return {value.device.type for state in states for name, value in state.items() if name != "step"}
+    states = [
+        state
+        for part in actor.runner.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    return {
+        value.device.type for state in states for name, value in state.items() if name != "step"
+    }
 
 
 def optimizer_state(actor: Policy) -> list[Tensor]:
@@ -52,16 +60,27 @@ def optimizer_state(actor: Policy) -> list[Tensor]:
     parts = actor.runner.optimizer.chained_optimizers
     states = [state for part in parts for state in part.optimizer.state.values()]
     tensors = [torch.as_tensor(value) for state in states for value in state.values()]
-    return [tensor.clone() for tensor in (*tensors, *(parameter.detach() for _, parameter in actor.runner.parameters()))]
+    return [
+        tensor.clone()
+        for tensor in (
+            *tensors,
+            *(parameter.detach() for _, parameter in actor.runner.parameters()),
+        )
+    ]
 
 
 def guided_steps(
-    directory: str, layout: dict[str, Any], settings: dict[str, Any], gradients: Sequence[int], poison: Poison | None = None
+    directory: str,
+    layout: dict[str, Any],
+    settings: dict[str, Any],
+    gradients: Sequence[int],
+    poison: Poison | None = None,
 ) -> dict[str, Any]:
-    """Optimizer steps from the given gradients of `whole_gradient`, some of them spoiled where the weight is held.
+    """Optimizer steps from the given gradients of `whole_gradient`, some of them spoiled where the
+    weight is held.
 
-    Returns the statistics of every step, the weights at the end, where the optimizer's moments are, and for each spoiled step
-    whether it left everything as it was, bit for bit.
+    Returns the statistics of every step, the weights at the end, where the optimizer's moments are,
+    and for each spoiled step whether it left everything as it was, bit for bit.
     """
     actor = jobs.policy(directory, layout, settings)
     stats, untouched = [], []
@@ -102,9 +121,13 @@ def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[l
 def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
     """An update whose loss is not a number, a good one after it, and that good one alone."""
 
-    def bad_loss(logprobs: Tensor, entropy: Tensor, experience: Any, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def bad_loss(
+        logprobs: Tensor, entropy: Tensor, experience: Any, denominator: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         value, stats = jobs.loss(logprobs, entropy, experience, denominator)
-        return value * torch.nan, {name: value * torch.nan if name == "loss" else value for name, value in stats.items()}
+        return value * torch.nan, {
+            name: value * torch.nan if name == "loss" else value for name, value in stats.items()
+        }
 
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
     actor = jobs.policy(directory, layout)
@@ -112,13 +135,21 @@ def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
     spoiled = jobs.slices(actor.runner.weights)
     actor = jobs.policy(directory, layout)
     alone = actor.train(experience, jobs.loss)
-    result = {"stats": stats, "alone": alone, "after": spoiled, "after_alone": jobs.slices(actor.runner.weights)}
+    result = {
+        "stats": stats,
+        "alone": alone,
+        "after": spoiled,
+        "after_alone": jobs.slices(actor.runner.weights),
+    }
     worlds.shutdown()
     return result
 
 
-def adapted_policy(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Updates of a policy with adapters: log-probs, gradients, adapters, merged weights and the reference."""
+def adapted_policy(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Updates of a policy with adapters: log-probs, gradients, adapters, merged weights and the
+    reference."""
     actor = jobs.policy(directory, layout, settings)
     weights = actor.runner.weights
     assert isinstance(weights, LoraWeights)
@@ -147,8 +178,11 @@ def adapted_policy(directory: str, layout: dict[str, Any], settings: dict[str, A
     return result
 
 
-def trained_weights(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Updates; their statistics, the weights after them, and the size of this rank's gradient buffers."""
+def trained_weights(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Updates; their statistics, the weights after them, and the size of this rank's gradient
+    buffers."""
     actor = jobs.policy(directory, layout, settings)
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
     stats = [actor.train(experience, jobs.loss) for _ in range(steps)]
@@ -158,8 +192,11 @@ def trained_weights(directory: str, layout: dict[str, Any], settings: dict[str, 
     return result
 
 
-def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int) -> dict[str, Tensor]:
-    """Updates, then a verified publish to an engine whose every rank holds the whole model: the engine's views."""
+def published(
+    directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
+) -> dict[str, Tensor]:
+    """Updates, then a verified publish to an engine whose every rank holds the whole model: the
+    engine's views."""
     actor = jobs.policy(directory, layout, settings)
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
     for _ in range(steps):
@@ -168,7 +205,14 @@ def published(directory: str, layout: dict[str, Any], settings: dict[str, Any], 
     engine = EngineParallelConfig(tensor=1, data=world.size)
     plan = plan_resharding(actor.runner.shape, world.layout, engine)
     link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
-    publisher = Publisher(plan, link, read=weights.read, begin_update=sink.begin_update, bucket_bytes=1 << 20, verify_every=1)
+    publisher = Publisher(
+        plan,
+        link,
+        read=weights.read,
+        begin_update=sink.begin_update,
+        bucket_bytes=1 << 20,
+        verify_every=1,
+    )
     publisher.publish(version=1)
     worlds.shutdown()
     return sink.front

@@ -47,7 +47,9 @@ def save_reward_llama(directory: Path) -> Path:
     from transformers import LlamaForSequenceClassification
 
     torch.manual_seed(5)
-    LlamaForSequenceClassification(llama_config(tied=False, num_labels=1)).save_pretrained(directory)
+    LlamaForSequenceClassification(llama_config(tied=False, num_labels=1)).save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -82,12 +84,22 @@ def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:
         value, _ = loss(given, given, experience, float(experience.mask.sum()))
         value.backward()
         if step == 0:
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            gradients = {
+                name: parameter.grad.clone() for name, parameter in model.named_parameters()
+            }
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * (1 - step / 4)
         optimizer.step()
-        stats.append({"loss": value.item(), "grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]})
+        stats.append(
+            {"loss": value.item(), "grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]}
+        )
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     after = logprobs(model, experience.tokens, experience.lengths).detach()
-    return {"logprobs": first, "stats": stats, "gradients": gradients, "weights": weights, "after_logprobs": after}
+    return {
+        "logprobs": first,
+        "stats": stats,
+        "gradients": gradients,
+        "weights": weights,
+        "after_logprobs": after,
+    }

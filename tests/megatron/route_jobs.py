@@ -21,14 +21,17 @@ from tests.engines.engines import generate, load_directory
 from tests.megatron import jobs
 
 
-def random_routes(batch: int, tokens: int, layers: int = 4, experts: int = 4, chosen: int = 2) -> Tensor:
+def random_routes(
+    batch: int, tokens: int, layers: int = 4, experts: int = 4, chosen: int = 2
+) -> Tensor:
     """uint8 [B, T, L, K], of no router."""
     draws = torch.rand(batch, tokens, layers, experts, generator=torch.Generator().manual_seed(8))
     return draws.argsort(-1)[..., :chosen].byte()
 
 
 def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None = None) -> Tensor:
-    """The experts that each token but the last goes through, the likeliest first: uint8 [B, S-1, L, K], 0 at padding."""
+    """The experts that each token but the last goes through, the likeliest first: uint8 [B, S-1, L,
+    K], 0 at padding."""
     seen: list[Tensor] = []
 
     def observe(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -41,7 +44,9 @@ def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None 
 
     routers = [layer.mlp.router for layer in actor.runner.chunks[0].decoder.layers]
     hooks = [router.register_forward_hook(observe) for router in routers]
-    result = torch.zeros(len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8)
+    result = torch.zeros(
+        len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8
+    )
     batches = actor.runner.share(tokens, lengths, routes=routes)
     for batch, part in zip(batches, actor.runner.forward(batches, read), strict=True):
         result[batch.batch_rows, : part.shape[1]] = part.byte()
@@ -51,7 +56,8 @@ def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None 
 
 
 def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> dict[str, Any]:
-    """Log-probs, an update and the weights after it, with the trainer's own routes forced on it or without."""
+    """Log-probs, an update and the weights after it, with the trainer's own routes forced on it or
+    without."""
     actor = jobs.policy(directory, {}, settings)
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     if replayed:
@@ -60,7 +66,12 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
     differing = actor.runner.routes_differing
     stats, gradients = jobs.observed_train(actor, experience)
-    result = {"logprobs": logprobs, "stats": stats, "gradients": gradients, "after": jobs.slices(actor.runner.weights)}
+    result = {
+        "logprobs": logprobs,
+        "stats": stats,
+        "gradients": gradients,
+        "after": jobs.slices(actor.runner.weights),
+    }
     worlds.shutdown()
     return result | {"differing": differing, "updating": actor.runner.routes_differing}
 
@@ -69,7 +80,10 @@ def sampled(directory: str) -> SampleBatch:
     """What a bf16 engine draws, with its routes."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
-    prompts = [Prompt(at, "", torch.randint(2, shape.vocab_size, (3 + at,), generator=generator)) for at in range(4)]
+    prompts = [
+        Prompt(at, "", torch.randint(2, shape.vocab_size, (3 + at,), generator=generator))
+        for at in range(4)
+    ]
     engine = EmbeddedEngine(shape, EngineConfig(precision="bf16", batch_size=5), 0, seed=2)
     load_directory(engine, Path(directory))
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(4)]
@@ -97,7 +111,9 @@ def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
     return result
 
 
-def told_and_logprobs(directory: str, layout: dict[str, Any], routes: Tensor) -> tuple[list[float], Tensor, Tensor]:
+def told_and_logprobs(
+    directory: str, layout: dict[str, Any], routes: Tensor
+) -> tuple[list[float], Tensor, Tensor]:
     """The share of routes that differ, of each pass, and log-probs of policy and reference."""
     actor = jobs.policy(directory, layout, {"recompute": "full"})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)

@@ -64,7 +64,9 @@ def test_impossible_batches_are_refused(lengths, budget, count, message):
 @given(st.integers(1, 6), st.data())
 def test_shares_have_equal_counts_and_balanced_tokens(ranks, data):
     per_rank = data.draw(st.integers(0, 8))
-    lengths = data.draw(st.lists(st.integers(1, 500), min_size=ranks * per_rank, max_size=ranks * per_rank))
+    lengths = data.draw(
+        st.lists(st.integers(1, 500), min_size=ranks * per_rank, max_size=ranks * per_rank)
+    )
     shares = data_parallel_share(lengths, ranks)
     assert [len(share) for share in shares] == [per_rank] * ranks
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))

@@ -24,10 +24,16 @@ def test_swiglu_and_its_gradient_equal_autograds():
 
 
 def test_weighted_swiglu_and_its_gradients_equal_autograds():
-    y, weights, upstream = torch.randn(5, 12, requires_grad=True), torch.rand(5, 1, requires_grad=True), torch.randn(5, 6)
+    y, weights, upstream = (
+        torch.randn(5, 12, requires_grad=True),
+        torch.rand(5, 1, requires_grad=True),
+        torch.randn(5, 6),
+    )
     expected = plain_swiglu(y) * weights
     expected.backward(upstream)
-    torch.testing.assert_close(cpu_backend.weighted_swiglu(y.detach(), weights.detach()), expected.detach())
+    torch.testing.assert_close(
+        cpu_backend.weighted_swiglu(y.detach(), weights.detach()), expected.detach()
+    )
     for_y, for_weights = cpu_backend.weighted_swiglu_back(upstream, y.detach(), weights.detach())
     torch.testing.assert_close(for_y, y.grad)
     torch.testing.assert_close(for_weights, weights.grad)
@@ -48,7 +54,8 @@ def test_what_products_wrote_is_written_over_by_the_next_updates_first_and_all_e
     assert other.main_grad.tolist() == torch.zeros(2, 3).tolist()
     for _ in range(2):
         cpu_backend.add_product(product.main_grad, left, right)
-    cpu_backend._settled_before(lambda group: None)(buffer)  # as DDP begins to add up over the ranks
+    # as DDP begins to add up over the ranks
+    cpu_backend._settled_before(lambda group: None)(buffer)
     torch.testing.assert_close(product.main_grad, 2 * left @ right)
     assert idle.main_grad.tolist() == torch.zeros(2, 3).tolist()
     cpu_backend.add_product(idle.main_grad, left, right)

@@ -27,21 +27,31 @@ def normalized_llama(reward_llama: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @layouts("single", "tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2", "dp2-distributed")
-def test_a_critic_from_a_reward_model_begins_with_its_numbers_and_learns_alike(pool, normalized_llama, layout, settings):
+def test_a_critic_from_a_reward_model_begins_with_its_numbers_and_learns_alike(
+    pool, normalized_llama, layout, settings
+):
     rewards = pool.run(jobs.reward_values, 1, str(normalized_llama), {})[0]
     single = pool.run(jobs.begun_critic, 1, str(normalized_llama), {}, {})[0]
     torch.testing.assert_close(single["before"], GAIN * rewards, rtol=1e-4, atol=1e-5)
     assert rewards.abs().max() > 1e-3
     assert single["stats"][1]["loss"] < single["stats"][0]["loss"]
-    for result in pool.run(jobs.begun_critic, ranks(layout), str(normalized_llama), layout, settings):
+    for result in pool.run(
+        jobs.begun_critic, ranks(layout), str(normalized_llama), layout, settings
+    ):
         torch.testing.assert_close(result["before"], single["before"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(result["after"], single["after"], rtol=1e-4, atol=1e-4)
-        assert result["stats"] == [pytest.approx(stats, rel=1e-3, abs=1e-6) for stats in single["stats"]]
+        assert result["stats"] == [
+            pytest.approx(stats, rel=1e-3, abs=1e-6) for stats in single["stats"]
+        ]
 
 
 @pytest.mark.parametrize("source", ["cut", "language model"])
-def test_a_critic_begins_with_a_head_of_zeros_where_no_head_is_of_its_last_layer(pool, normalized_llama, untied_llama, source):
-    directory, settings = (normalized_llama, {"num_layers": 2}) if source == "cut" else (untied_llama, {})
+def test_a_critic_begins_with_a_head_of_zeros_where_no_head_is_of_its_last_layer(
+    pool, normalized_llama, untied_llama, source
+):
+    directory, settings = (
+        (normalized_llama, {"num_layers": 2}) if source == "cut" else (untied_llama, {})
+    )
     result = pool.run(jobs.begun_critic, 1, str(directory), {}, settings)[0]
     assert result["before"].abs().max() == 0 < result["after"].abs().max()
 
@@ -65,27 +75,54 @@ def updates(pool, normalized_llama):
     return pool.run(jobs.critic_updates, 1, str(normalized_llama), {}, OWN)[0]
 
 
-def test_the_heads_own_learning_rate_is_on_the_schedule_of_the_others(pool, normalized_llama, updates):
-    alike = pool.run(jobs.critic_updates, 1, str(normalized_llama), {}, OWN | {"head_learning_rate": None})[0]
+def test_the_heads_own_learning_rate_is_on_the_schedule_of_the_others(
+    pool, normalized_llama, updates
+):
+    alike = pool.run(
+        jobs.critic_updates, 1, str(normalized_llama), {}, OWN | {"head_learning_rate": None}
+    )[0]
     rates = [stats["lr"] for stats in updates["stats"]]
-    assert rates == [stats["lr"] for stats in alike["stats"]] == pytest.approx([0, 1e-3, 7.333e-4, 4.667e-4], rel=1e-3)
-    assert [stats["head_lr"] for stats in updates["stats"]] == pytest.approx([5 * rate for rate in rates], rel=1e-9)
+    assert (
+        rates
+        == [stats["lr"] for stats in alike["stats"]]
+        == pytest.approx([0, 1e-3, 7.333e-4, 4.667e-4], rel=1e-3)
+    )
+    assert [stats["head_lr"] for stats in updates["stats"]] == pytest.approx(
+        [5 * rate for rate in rates], rel=1e-9
+    )
     assert not any("head_lr" in stats for stats in alike["stats"])
     before, first, plain = whole(updates, 1), whole(updates, 2), whole(alike, 2)
     for name, weight in first.items():
         if name != HEAD:
             assert torch.equal(weight, plain[name]), name
-    torch.testing.assert_close(first[HEAD] - before[HEAD], 5 * (plain[HEAD] - before[HEAD]), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        first[HEAD] - before[HEAD], 5 * (plain[HEAD] - before[HEAD]), rtol=1e-4, atol=1e-7
+    )
     assert (first[HEAD] - before[HEAD]).abs().max() > 1e-3
 
 
-@layouts("tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2", "dp2-distributed", "pp2-dp2-distributed", "dp2-overlap")
-def test_the_heads_own_learning_rate_is_the_same_at_every_layout(pool, normalized_llama, updates, layout, settings):
-    results = pool.run(jobs.critic_updates, ranks(layout), str(normalized_llama), layout, own(settings))
+@layouts(
+    "tp2",
+    "pp2",
+    "tp2-sp-pp2",
+    "vpp2",
+    "cp2",
+    "dp2-distributed",
+    "pp2-dp2-distributed",
+    "dp2-overlap",
+)
+def test_the_heads_own_learning_rate_is_the_same_at_every_layout(
+    pool, normalized_llama, updates, layout, settings
+):
+    results = pool.run(
+        jobs.critic_updates, ranks(layout), str(normalized_llama), layout, own(settings)
+    )
     for result in results:
         for stats, expected in zip(result["stats"], updates["stats"], strict=True):
             assert stats == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert_slices_equal([result["weights"][-1] for result in results], whole(updates, 4), rtol=0, atol=5e-5)
+    assert_slices_equal(
+        [result["weights"][-1] for result in results], whole(updates, 4), rtol=0, atol=5e-5
+    )
 
 
 @layouts("single", "pp2", "dp2-distributed")
@@ -94,9 +131,15 @@ def test_a_critic_whose_head_has_its_own_learning_rate_resumes_as_if_nothing_had
 ):
     call, checkpoint = (str(normalized_llama), layout, own(settings)), str(tmp_path / "critic")
     through = pool.run(jobs.critic_updates, ranks(layout), *call, save=checkpoint)
-    for resumed, one in zip(pool.run(jobs.critic_updates, ranks(layout), *call, resume=checkpoint), through, strict=True):
+    for resumed, one in zip(
+        pool.run(jobs.critic_updates, ranks(layout), *call, resume=checkpoint), through, strict=True
+    ):
         assert resumed["stats"] == one["stats"][2:]
         for again, once in zip(resumed["weights"], one["weights"][2:], strict=True):
             assert all(torch.equal(tensor, once[name][1]) for name, (_, tensor) in again.items())
-    elsewhere = pool.run(jobs.critic_updates, 2, str(normalized_llama), {"tensor": 2}, OWN, resume=checkpoint)
-    assert_slices_equal([result["weights"][-1] for result in elsewhere], whole(updates, 4), rtol=0, atol=5e-5)
+    elsewhere = pool.run(
+        jobs.critic_updates, 2, str(normalized_llama), {"tensor": 2}, OWN, resume=checkpoint
+    )
+    assert_slices_equal(
+        [result["weights"][-1] for result in elsewhere], whole(updates, 4), rtol=0, atol=5e-5
+    )

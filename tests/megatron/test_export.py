@@ -24,7 +24,11 @@ def model(tmp_path_factory):
 
 
 def tensors(directory):
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same_tensors(found, expected):
@@ -37,27 +41,40 @@ def assert_same_tensors(found, expected):
 def logits(directory):
     from transformers import AutoModelForCausalLM
 
-    network, details = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    network, details = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", output_loading_info=True
+    )
     assert not any(details.values()), details
     return network.eval()(make_experience(72).tokens).logits
 
 
 @pytest.mark.parametrize("family", families.CONFIGS)
-def test_an_imported_model_comes_back_bit_for_bit_and_transformers_computes_the_same_with_it(pool, model, tmp_path, family):
-    layout = TP2PP2 | ({"sequence": True, "expert": 2, "expert_tensor": 1} if family in families.MIXTURES else {})
+def test_an_imported_model_comes_back_bit_for_bit_and_transformers_computes_the_same_with_it(
+    pool, model, tmp_path, family
+):
+    layout = TP2PP2 | (
+        {"sequence": True, "expert": 2, "expert_tensor": 1} if family in families.MIXTURES else {}
+    )
     pool.run(jobs.save, 4, str(model(family)), {"parallel": layout}, str(tmp_path / "policy"))
     notices = export(find_source(tmp_path / "policy"), tmp_path / "export", max_shard_bytes=100_000)
     assert notices == [f"no tokenizer was copied: {model(family)} has none"]
     assert_same_tensors(tensors(tmp_path / "export"), tensors(model(family)))
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    assert (
+        len(set(index["weight_map"].values()))
+        == len(list((tmp_path / "export").glob("*.safetensors")))
+        > 1
+    )
     assert torch.equal(logits(tmp_path / "export"), logits(model(family)))
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", {}), ("llama3", {"rank": 4, "alpha": 6.0}), ("gpt2", {"rank": 4, "alpha": 6.0})]
+    ("family", "lora"),
+    [("qwen3", {}), ("llama3", {"rank": 4, "alpha": 6.0}), ("gpt2", {"rank": 4, "alpha": 6.0})],
 )
-def test_a_trained_policy_computes_in_transformers_what_it_did_in_megatron(pool, model, tmp_path, family, lora):
+def test_a_trained_policy_computes_in_transformers_what_it_did_in_megatron(
+    pool, model, tmp_path, family, lora
+):
     from transformers import AutoModelForCausalLM
 
     settings = {"parallel": {"tensor": 2}, "lora": lora}
@@ -74,12 +91,18 @@ def test_a_trained_policy_computes_in_transformers_what_it_did_in_megatron(pool,
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "pythia", "mixtral"])
-def test_a_critic_of_the_first_layers_is_a_sequence_classifier_in_transformers(pool, model, tmp_path, family):
+def test_a_critic_of_the_first_layers_is_a_sequence_classifier_in_transformers(
+    pool, model, tmp_path, family
+):
     from transformers import AutoModelForSequenceClassification
 
-    values = pool.run(jobs.save_critic, 2, str(model(family)), {"pipeline": 2}, 2, str(tmp_path / "critic"))[0]
+    values = pool.run(
+        jobs.save_critic, 2, str(model(family)), {"pipeline": 2}, 2, str(tmp_path / "critic")
+    )[0]
     export(find_source(tmp_path / "critic"), tmp_path / "export")
-    network, details = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export", output_loading_info=True)
+    network, details = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "export", output_loading_info=True
+    )
     assert not any(details.values()), details
     experience = make_experience(72)
     for row, length in enumerate(experience.lengths.tolist()):

@@ -26,7 +26,8 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "TP2xPP2": {"tensor": 2, "pipeline": 2},
     "distributed": {"data": 2},
 }
-# megatron-core runs experts under tensor parallelism only with sequence parallelism; ETP is tensor parallelism inside them.
+# megatron-core runs experts under tensor parallelism only with sequence parallelism; ETP is tensor
+# parallelism inside them.
 MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     **{name: layout for name, layout in LAYOUTS.items() if name not in ("TP2", "TP2xPP2")},
     "TP2+SPxPP2": {"tensor": 2, "sequence": True, "pipeline": 2},
@@ -50,7 +51,9 @@ Errors = dict[tuple[str, str], float]
 TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2")
 """The layouts at which every family is of the first round of tests."""
 CELLS = [
-    pytest.param(family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow)
+    pytest.param(
+        family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow
+    )
     for family in CONFIGS
     for name in layouts(family)
 ]
@@ -77,14 +80,24 @@ def table(request) -> Iterator[Errors]:
     yield errors
     with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         for mixtures in (False, True):
-            print_table({cell: error for cell, error in errors.items() if (cell[0] in MIXTURES) is mixtures})
+            print_table(
+                {cell: error for cell, error in errors.items() if (cell[0] in MIXTURES) is mixtures}
+            )
 
 
 def print_table(errors: Errors) -> None:
     names = list(dict.fromkeys(name for _, name in errors))
     rows = [["largest relative error", *names]]
     for family in dict.fromkeys(family for family, _ in errors):
-        rows.append([family, *(f"{errors[family, name]:.0e}" if (family, name) in errors else "-" for name in names)])
+        rows.append(
+            [
+                family,
+                *(
+                    f"{errors[family, name]:.0e}" if (family, name) in errors else "-"
+                    for name in names
+                ),
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
     for row in rows:
@@ -94,24 +107,34 @@ def print_table(errors: Errors) -> None:
 def run(pool, directory, name, **settings):
     layout = dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
     settings["optimizer"] = {"distributed": "distributed" in name}
-    return pool.run(families.family_steps, ParallelConfig(**layout).ranks, str(directory), layout, **settings)
+    return pool.run(
+        families.family_steps, ParallelConfig(**layout).ranks, str(directory), layout, **settings
+    )
 
 
 def largest_errors(directory, results, expected) -> dict[str, float]:
-    """Relative error of the loss, the gradient norm, the logits, and every gradient and trained weight."""
+    """Relative error of the loss, the gradient norm, the logits, and every gradient and trained
+    weight."""
     errors = {}
     for key in ("loss", "grad_norm"):
         errors[key] = max(abs(result["stats"][key] / expected[key] - 1) for result in results)
     logits = expected["logits"]
-    errors["logits"] = max(families.relative_error(torch.from_numpy(result["logits"]), logits, logits) for result in results)
+    errors["logits"] = max(
+        families.relative_error(torch.from_numpy(result["logits"]), logits, logits)
+        for result in results
+    )
     for kind in ("gradients", "weights"):
-        parts = families.slice_errors(directory, [result[kind] for result in results], expected[kind])
+        parts = families.slice_errors(
+            directory, [result[kind] for result in results], expected[kind]
+        )
         errors |= {f"{kind}: {name}": error for name, error in parts.items()}
     return errors
 
 
 @pytest.mark.parametrize(("family", "name"), CELLS)
-def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(pool, model, table, family, name):
+def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(
+    pool, model, table, family, name
+):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name), expected)
     table[family, name] = max(errors.values())
@@ -122,13 +145,17 @@ def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(p
 def test_each_rank_reads_its_slices_of_the_files_bit_for_bit(pool, model, family):
     directory, _ = model(family)
     name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"
-    parts = pool.run(families.read_slices, 4, str(directory), dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name]))
+    parts = pool.run(
+        families.read_slices, 4, str(directory), dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
+    )
     errors = families.slice_errors(directory, parts, load_file(directory / "model.safetensors"))
     assert set(errors.values()) == {0.0}
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize(("family", "name"), [("pythia", "TP2+SP"), ("pythia", "PP2"), ("mixtral", "EP2")])
+@pytest.mark.parametrize(
+    ("family", "name"), [("pythia", "TP2+SP"), ("pythia", "PP2"), ("mixtral", "EP2")]
+)
 def test_recomputed_activations_change_nothing(pool, model, family, name, recompute):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name, recompute=recompute), expected)
@@ -139,23 +166,29 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
     ("family", "layout", "optimizer", "tokens"),
     [
         slow("llama2", {"data": 2}, {}, 24),
-        ("llama2", {"data": 4}, {"distributed": True}, 14),  # some ranks have no row for their last micro-batch
+        # some ranks have no row for their last micro-batch
+        ("llama2", {"data": 4}, {"distributed": True}, 14),
         slow("gpt2", {"data": 4}, {}, 14),
         slow("gpt2", {"data": 2, "tensor": 2}, {"distributed": True}, 24),
         ("mixtral", {"data": 2, "expert": 2}, {}, 24),
         slow("qwen3_moe", {"data": 2}, {"distributed": True}, 24),
     ],
 )
-def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool, tmp_path, family, layout, optimizer, tokens):
+def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(
+    pool, tmp_path, family, layout, optimizer, tokens
+):
     directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
     settings = {"optimizer": optimizer, "micro_batch_tokens": tokens}
     expected = pool.run(families.family_steps, ranks, directory, layout, **settings)
     found = pool.run(families.overlapped_steps, ranks, directory, layout, **settings)
     for one, other in zip(found, expected, strict=True):
-        assert one["early"] > families.STEPS  # the first update counts which gradients come, and how often
+        # the first update counts which gradients come, and how often
+        assert one["early"] > families.STEPS
         for kind in ("gradients", "weights"):
             for name, (_, array) in one[kind].items():
-                torch.testing.assert_close(array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}")
+                torch.testing.assert_close(
+                    array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -167,13 +200,23 @@ def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(pool,
         slow("pythia", {"data": 2, "pipeline": 2}),
     ],
 )
-def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_bit(pool, tmp_path, family, layout):
+def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_bit(
+    pool, tmp_path, family, layout
+):
     directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
     steps = families.overlapped_grouped_steps if "expert" in layout else families.overlapped_steps
     expected, found = (
-        pool.run(steps, ranks, directory, layout, optimizer={"distributed": True} | more, micro_batch_tokens=24)
+        pool.run(
+            steps,
+            ranks,
+            directory,
+            layout,
+            optimizer={"distributed": True} | more,
+            micro_batch_tokens=24,
+        )
         for more in ({}, {"overlap_param_gather": True})
     )
     for one, other in zip(found, expected, strict=True):
-        assert other["waits"] == 0 and one["waits"] >= families.STEPS  # each forward pass, and who reads at the end
+        # each forward pass, and who reads at the end
+        assert other["waits"] == 0 and one["waits"] >= families.STEPS
         families.assert_same_bits(one, other)

@@ -1,4 +1,5 @@
-"""Experts in grouped products, as on GPUs, compute what they do one after another; torch has such products on CPUs too."""
+"""Experts in grouped products, as on GPUs, compute what they do one after another; torch has such
+products on CPUs too."""
 
 from __future__ import annotations
 
@@ -14,24 +15,42 @@ from tests.megatron.test_families import MIXTURE_LAYOUTS
 from tests.rounds import typical
 
 LAYOUTS = ("single", "DP2", "PP2", "TP2+SPxEP2", "EP2 over TP2", "EP2 distributed", "CP2xEP2")
-TYPICAL = {("mixtral", "single"), ("mixtral", "TP2+SPxEP2"), ("qwen3_moe", "PP2"), ("qwen3_moe", "EP2 distributed")}
+TYPICAL = {
+    ("mixtral", "single"),
+    ("mixtral", "TP2+SPxEP2"),
+    ("qwen3_moe", "PP2"),
+    ("qwen3_moe", "EP2 distributed"),
+}
 
 
-@pytest.mark.parametrize(("family", "layout"), typical(itertools.product(families.MIXTURES, LAYOUTS), TYPICAL))
-def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_another(pool, tmp_path, family, layout):
+@pytest.mark.parametrize(
+    ("family", "layout"), typical(itertools.product(families.MIXTURES, LAYOUTS), TYPICAL)
+)
+def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_another(
+    pool, tmp_path, family, layout
+):
     place = dict(MIXTURE_LAYOUTS[layout])
     ranks = ParallelConfig(**place).ranks
     directory = str(families.save(family, tmp_path))
-    settings = {"optimizer": {"distributed": "distributed" in layout, "overlap_grad_reduce": layout == "DP2"}}
+    settings = {
+        "optimizer": {
+            "distributed": "distributed" in layout,
+            "overlap_grad_reduce": layout == "DP2",
+        }
+    }
     expected = pool.run(families.family_steps, ranks, directory, place, **settings)
     found = pool.run(families.grouped_steps, ranks, directory, place, **settings)
     for one, other in zip(found, expected, strict=True):
-        assert one["grouped"] and one["in_place"] == one["grouped"], "nothing is copied to be multiplied"
+        assert one["grouped"] and one["in_place"] == one["grouped"], (
+            "nothing is copied to be multiplied"
+        )
         torch.testing.assert_close(one["logits"], other["logits"], rtol=1e-6, atol=1e-6)
         for kind in ("gradients", "weights"):
             assert one[kind].keys() == other[kind].keys()
             for name, (_, array) in one[kind].items():
-                torch.testing.assert_close(array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}")
+                torch.testing.assert_close(
+                    array, other[kind][name][1], rtol=1e-6, atol=1e-6, msg=f"{kind} of {name}"
+                )
 
 
 def test_tensors_are_one_where_they_lie_in_order_and_equally_far_apart():
@@ -41,7 +60,11 @@ def test_tensors_are_one_where_they_lie_in_order_and_equally_far_apart():
     assert found is not None and torch.equal(found, torch.stack(parts))
     found.add_(1)
     assert memory[20] == 21 and memory[19] == 19
-    for others in (parts[::-1], [parts[0], parts[1], memory[41:47].view(2, 3)], [parts[0], parts[1].clone(), parts[2]]):
+    for others in (
+        parts[::-1],
+        [parts[0], parts[1], memory[41:47].view(2, 3)],
+        [parts[0], parts[1].clone(), parts[2]],
+    ):
         assert grouped_experts._view(others) is None
         assert torch.equal(grouped_experts._together(others), torch.stack(others))
 

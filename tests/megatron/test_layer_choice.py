@@ -24,21 +24,37 @@ from tests.megatron import families
 ARCHITECTURES = {"llama2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM"}
 
 
-def test_transformer_engine_has_the_layers_that_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16, fp32, plain, adapted = torch.bfloat16, torch.float32, ActorConfig(), ActorConfig(lora=LoraConfig(rank=8))
+def test_transformer_engine_has_the_layers_that_it_can_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bf16, fp32, plain, adapted = (
+        torch.bfloat16,
+        torch.float32,
+        ActorConfig(),
+        ActorConfig(lora=LoraConfig(rank=8)),
+    )
     assert not layers.uses_transformer_engine(plain, bf16), "it is not here"
     monkeypatch.setattr(layers, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert layers.uses_transformer_engine(plain, bf16) and layers.uses_transformer_engine(MegatronModelConfig(), bf16)
-    assert not layers.uses_transformer_engine(adapted, bf16), "a norm inside a linear layer changes what goes into an adapter"
-    assert not layers.uses_transformer_engine(plain, fp32), "its attention over packed sequences takes 16 bits"
+    assert layers.uses_transformer_engine(plain, bf16) and layers.uses_transformer_engine(
+        MegatronModelConfig(), bf16
+    )
+    assert not layers.uses_transformer_engine(adapted, bf16), (
+        "a norm inside a linear layer changes what goes into an adapter"
+    )
+    assert not layers.uses_transformer_engine(plain, fp32), (
+        "its attention over packed sequences takes 16 bits"
+    )
 
 
 def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, object())
     for family, swiglu in {"llama2": True, "pythia": False}.items():
-        entries = {**families.CONFIGS[family](transformers).to_dict(), "architectures": [ARCHITECTURES[family]]}
+        entries = {
+            **families.CONFIGS[family](transformers).to_dict(),
+            "architectures": [ARCHITECTURES[family]],
+        }
         shape = read_config(entries, family)
         fused = transformer_config(shape, ParallelConfig(), torch.bfloat16, transformer_engine=True)
         assert fused.apply_rope_fusion and fused.bias_activation_fusion == swiglu
@@ -46,15 +62,25 @@ def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_deterministic_kernels_are_megatron_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
+    shape = read_config(
+        families.CONFIGS["llama2"](transformers).to_dict()
+        | {"architectures": ["LlamaForCausalLM"]},
+        "llama2",
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
 
 
-def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
+def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = read_config(
+        families.CONFIGS["llama2"](transformers).to_dict()
+        | {"architectures": ["LlamaForCausalLM"]},
+        "llama2",
+    )
     for recipe, numbers in {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}.items():
         made = transformer_config(shape, ParallelConfig(), torch.bfloat16, fp8_recipe=recipe)
         assert (made.fp8, made.fp8_recipe, made.fp8_param) == (numbers, recipe, False)
@@ -69,10 +95,15 @@ def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(monke
     ("more", "named"),
     [
         (["critic.precision=fp8"], None),
-        (["actor.precision=fp8", "actor.lora.rank=8"], r"actor\.precision=fp8: layers with adapters"),
+        (
+            ["actor.precision=fp8", "actor.lora.rank=8"],
+            r"actor\.precision=fp8: layers with adapters",
+        ),
     ],
 )
-def test_fp8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch, more: list[str], named: str | None) -> None:
+def test_fp8_is_refused_where_it_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, more: list[str], named: str | None
+) -> None:
     config = compose_config(["experiment=tiny_ppo", *more])
     monkeypatch.setenv("ALIGNER_GPUS", "0")
     with pytest.raises(ConfigError, match=r"precision=fp8: needs GPUs with transformer-engine"):
@@ -82,14 +113,26 @@ def test_fp8_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch, 
         check(config)
 
 
-def test_gradients_are_added_by_the_products_where_apex_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict() | {"architectures": ["LlamaForCausalLM"]}, "llama2")
-    assert transformer_config(shape, ParallelConfig(), torch.float32).gradient_accumulation_fusion, "ours, on a CPU"
+def test_gradients_are_added_by_the_products_where_apex_has_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = read_config(
+        families.CONFIGS["llama2"](transformers).to_dict()
+        | {"architectures": ["LlamaForCausalLM"]},
+        "llama2",
+    )
+    assert transformer_config(
+        shape, ParallelConfig(), torch.float32
+    ).gradient_accumulation_fusion, "ours, on a CPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).gradient_accumulation_fusion
+    assert not transformer_config(
+        shape, ParallelConfig(), torch.bfloat16
+    ).gradient_accumulation_fusion
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: find("torch" if name == "fused_weight_gradient_mlp_cuda" else name)
+        importlib.util,
+        "find_spec",
+        lambda name: find("torch" if name == "fused_weight_gradient_mlp_cuda" else name),
     )
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).gradient_accumulation_fusion
 

@@ -1,4 +1,5 @@
-"""Attention over packed sequences, whole or cut over context ranks, equals dense attention with an explicit mask."""
+"""Attention over packed sequences, whole or cut over context ranks, equals dense attention with an
+explicit mask."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ from tests.megatron import jobs
 LENGTHS = [9, 1, 16, 6]
 
 
-def dense(whole: dict[str, torch.Tensor], window: int | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Attention [N, L, heads·dim] by softmax over explicit scores, and the gradients of a weighted sum of it."""
+def dense(
+    whole: dict[str, torch.Tensor], window: int | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Attention [N, L, heads·dim] by softmax over explicit scores, and the gradients of a weighted
+    sum of it."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
     query = leaves["query"]
-    key, value = (leaves[name].repeat_interleave(query.shape[2] // leaves[name].shape[2], 2) for name in ("key", "value"))
+    key, value = (
+        leaves[name].repeat_interleave(query.shape[2] // leaves[name].shape[2], 2)
+        for name in ("key", "value")
+    )
     scores = torch.einsum("nqhd,nkhd->nhqk", query, key) / query.shape[-1] ** 0.5
     distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])
     seen = (distance >= 0) & (distance <= (window if window is not None else query.shape[1]))
-    attended = torch.einsum("nhqk,nkhd->nqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).flatten(2)
+    attended = torch.einsum(
+        "nhqk,nkhd->nqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value
+    ).flatten(2)
     inside = torch.arange(query.shape[1]) < torch.tensor(LENGTHS)[:, None]
     attended = torch.where(inside[..., None], attended, 0.0)
     (attended * jobs.attention_weights(attended)).sum().backward()
@@ -26,13 +35,20 @@ def dense(whole: dict[str, torch.Tensor], window: int | None) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
-@pytest.mark.parametrize("layout", [{}, {"context": 2}, {"context": 4}], ids=["whole", "cp2", "cp4"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"context": 2}, {"context": 4}], ids=["whole", "cp2", "cp4"]
+)
 def test_packed_attention_and_its_gradients_equal_dense_ones(pool, layout, window):
     generator = torch.Generator().manual_seed(4)
     heads = {"query": 4, "key": 2, "value": 2}
-    whole = {name: torch.randn(len(LENGTHS), max(LENGTHS), count, 8, generator=generator) for name, count in heads.items()}
+    whole = {
+        name: torch.randn(len(LENGTHS), max(LENGTHS), count, 8, generator=generator)
+        for name, count in heads.items()
+    }
     expected, gradients = dense(whole, window)
-    for attended, given in pool.run(jobs.attend, layout.get("context", 1), layout, whole, LENGTHS, window):
+    for attended, given in pool.run(
+        jobs.attend, layout.get("context", 1), layout, whole, LENGTHS, window
+    ):
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(given[name], gradient, rtol=1e-5, atol=1e-5)
@@ -46,6 +62,8 @@ def test_a_norm_and_its_gradients_are_torchs(pool, dtype):
     [(normed, *gradients)] = pool.run(jobs.rms_norm, 1, x, weight, gradient)
     assert torch.equal(normed, torch.nn.functional.rms_norm(x, (48,), weight, 1e-5))
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    exact = torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (48,), leaves[1], 1e-5), leaves, gradient.double())
+    exact = torch.autograd.grad(
+        torch.nn.functional.rms_norm(leaves[0], (48,), leaves[1], 1e-5), leaves, gradient.double()
+    )
     for given, expected in zip(gradients, exact, strict=True):
         torch.testing.assert_close(given, expected.to(dtype))

@@ -17,7 +17,9 @@ from tests.megatron import jobs, reference
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAP = {"optimizer": {"overlap_grad_reduce": True}}
 OVERLAP_DISTRIBUTED = {"optimizer": {"overlap_grad_reduce": True, "distributed": True}}
-GATHER = {"optimizer": {"overlap_grad_reduce": True, "distributed": True, "overlap_param_gather": True}}
+GATHER = {
+    "optimizer": {"overlap_grad_reduce": True, "distributed": True, "overlap_param_gather": True}
+}
 # Layout, and keys of the actor's section that change how the model runs but not what it computes.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -46,15 +48,27 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2-overlap": ({"data": 2}, OVERLAP),
     "cp2-dp2-overlap-distributed": ({"context": 2, "data": 2}, OVERLAP_DISTRIBUTED),
     "pp2-dp2-overlap": ({"pipeline": 2, "data": 2}, OVERLAP),
-    "vpp2-dp2-overlap-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, OVERLAP_DISTRIBUTED),
+    "vpp2-dp2-overlap-distributed": (
+        {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
+        OVERLAP_DISTRIBUTED,
+    ),
     "dp2-gather-distributed": ({"data": 2}, GATHER),
     "vpp2-dp2-gather-distributed": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, GATHER),
-    "full-recompute-tp2-sp-dp2-gather": ({"tensor": 2, "sequence": True, "data": 2}, {"recompute": "full", **GATHER}),
+    "full-recompute-tp2-sp-dp2-gather": (
+        {"tensor": 2, "sequence": True, "data": 2},
+        {"recompute": "full", **GATHER},
+    ),
     "full-recompute-dp2-overlap": ({"data": 2}, {"recompute": "full", **OVERLAP}),
     "full-recompute": ({}, {"recompute": "full"}),
     "selective-recompute": ({}, {"recompute": "selective"}),
-    "full-recompute-tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {"recompute": "full"}),
-    "selective-recompute-cp2-vpp2": ({"context": 2, "pipeline": 2, "virtual_pipeline": 2}, {"recompute": "selective"}),
+    "full-recompute-tp2-sp-pp2": (
+        {"tensor": 2, "sequence": True, "pipeline": 2},
+        {"recompute": "full"},
+    ),
+    "selective-recompute-cp2-vpp2": (
+        {"context": 2, "pipeline": 2, "virtual_pipeline": 2},
+        {"recompute": "selective"},
+    ),
 }
 
 
@@ -63,9 +77,11 @@ TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "pp2
 
 
 def layouts(*names: str) -> Any:
-    """Parametrizes a test by the layouts of these names, or by all; the typical ones come in the first round."""
+    """Parametrizes a test by the layouts of these names, or by all; the typical ones come in the
+    first round."""
     rows = [
-        pytest.param(*LAYOUTS[name], id=name, marks=() if name in TYPICAL else pytest.mark.slow) for name in names or LAYOUTS
+        pytest.param(*LAYOUTS[name], id=name, marks=() if name in TYPICAL else pytest.mark.slow)
+        for name in names or LAYOUTS
     ]
     return pytest.mark.parametrize(("layout", "settings"), rows)
 
@@ -85,32 +101,61 @@ def assert_slices_equal(parts, tensors, **tolerance):
     for part in parts:
         for name, (cut, tensor) in part.items():
             whole = tensors[name]
-            expected = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
-            torch.testing.assert_close(tensor, expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+            expected = (
+                whole
+                if cut.axis is None
+                else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            )
+            torch.testing.assert_close(
+                tensor, expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+            )
             seen.add(name)
     assert seen == set(tensors) - {"lm_head.weight"} or seen == set(tensors)
 
 
 @layouts()
-def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(pool, untied_llama, layout, settings):
+def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(
+    pool, untied_llama, layout, settings
+):
     assert_steps_agree(pool, untied_llama, layout, settings)
 
 
-@layouts("single", "tp2", "pp2", "tp2-pp2", "pp2-uneven", "tp2-sp-pp2", "vpp2", "vpp2-cp2", "pp2-dp2-distributed")
-def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(pool, tied_llama, layout, settings):
+@layouts(
+    "single",
+    "tp2",
+    "pp2",
+    "tp2-pp2",
+    "pp2-uneven",
+    "tp2-sp-pp2",
+    "vpp2",
+    "vpp2-cp2",
+    "pp2-dp2-distributed",
+)
+def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(
+    pool, tied_llama, layout, settings
+):
     assert_steps_agree(pool, tied_llama, layout, settings)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
 def test_a_reference_that_stays_on_the_device_is_the_same_to_the_bit(pool, untied_llama, layout):
     steps = [
-        pool.run(jobs.policy_step, ranks(layout), str(untied_llama), layout, {"reference_on_device": on_device})
+        pool.run(
+            jobs.policy_step,
+            ranks(layout),
+            str(untied_llama),
+            layout,
+            {"reference_on_device": on_device},
+        )
         for on_device in (False, True)
     ]
     for waiting, resident in zip(*steps, strict=True):
         assert torch.equal(waiting["reference"], resident["reference"])
         assert not torch.equal(resident["reference"], resident["after_logprobs"])
-        assert all(torch.equal(tensor, waiting["after"][name][1]) for name, (_, tensor) in resident["after"].items())
+        assert all(
+            torch.equal(tensor, waiting["after"][name][1])
+            for name, (_, tensor) in resident["after"].items()
+        )
 
 
 def assert_steps_agree(pool, directory, layout, settings):
@@ -118,7 +163,9 @@ def assert_steps_agree(pool, directory, layout, settings):
     results = pool.run(jobs.policy_step, ranks(layout), str(directory), layout, settings)
     for result in results:
         torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(result["after_logprobs"], expected["after_logprobs"], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            result["after_logprobs"], expected["after_logprobs"], rtol=1e-3, atol=1e-3
+        )
         torch.testing.assert_close(result["reference"], expected["logprobs"], rtol=1e-4, atol=1e-4)
         for stats, wanted in zip(result["stats"], expected["stats"], strict=True):
             for key, value in wanted.items():
@@ -127,7 +174,9 @@ def assert_steps_agree(pool, directory, layout, settings):
             assert 0 < stats["entropy"] < math.log(72)
     stored = load_file(directory / "model.safetensors")
     assert_slices_equal([result["before"] for result in results], stored, rtol=0, atol=0)
-    assert_slices_equal([result["gradients"] for result in results], expected["gradients"], rtol=1e-4, atol=2e-6)
+    assert_slices_equal(
+        [result["gradients"] for result in results], expected["gradients"], rtol=1e-4, atol=2e-6
+    )
     weights = {name: expected["weights"][name] for name in stored}
     # A hundredth of the learning rate.
     assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-5)
@@ -141,7 +190,9 @@ def test_logits_equal_those_of_transformers(pool, untied_llama, layout, settings
     experience = jobs.make_experience(72)
     expected = torch.zeros(*experience.tokens.shape, 72)
     with torch.no_grad():
-        for row, (tokens, length) in enumerate(zip(experience.tokens, experience.lengths.tolist(), strict=True)):
+        for row, (tokens, length) in enumerate(
+            zip(experience.tokens, experience.lengths.tolist(), strict=True)
+        ):
             expected[row, :length] = model(tokens[None, :length]).logits[0]
     for logits in pool.run(jobs.logits, ranks(layout), str(untied_llama), layout, settings):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -170,15 +221,32 @@ def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
     assert places == [coordinates(rank, ParallelConfig(**layout)) for rank in range(len(places))]
 
 
-@layouts("single", "tp2", "pp2", "dp2", "tp2-sp", "tp2-sp-pp2", "vpp2", "cp2", "cp2-tp2-sp", "dp2-distributed")
-def test_critic_from_the_first_layers_learns_the_same_at_every_layout(pool, untied_llama, layout, settings):
+@layouts(
+    "single",
+    "tp2",
+    "pp2",
+    "dp2",
+    "tp2-sp",
+    "tp2-sp-pp2",
+    "vpp2",
+    "cp2",
+    "cp2-tp2-sp",
+    "dp2-distributed",
+)
+def test_critic_from_the_first_layers_learns_the_same_at_every_layout(
+    pool, untied_llama, layout, settings
+):
     layers = 4 if layout.get("virtual_pipeline") else 2
     single = pool.run(jobs.critic_step, 1, str(untied_llama), {}, layers)[0]
     assert single["before"].abs().max() == 0, "a fresh value head says zero"
     assert single["version"] == 2
-    for result in pool.run(jobs.critic_step, ranks(layout), str(untied_llama), layout, layers, settings):
+    for result in pool.run(
+        jobs.critic_step, ranks(layout), str(untied_llama), layout, layers, settings
+    ):
         torch.testing.assert_close(result["after"], single["after"], rtol=1e-4, atol=1e-5)
-        assert result["stats"] == [pytest.approx(stats, rel=1e-4, abs=1e-7) for stats in single["stats"]]
+        assert result["stats"] == [
+            pytest.approx(stats, rel=1e-4, abs=1e-7) for stats in single["stats"]
+        ]
     assert single["stats"][1]["loss"] < single["stats"][0]["loss"]
 
 
@@ -189,7 +257,9 @@ def test_reward_model_agrees_with_transformers(pool, reward_llama, layout, setti
     model = LlamaForSequenceClassification.from_pretrained(reward_llama, dtype=torch.float32).eval()
     experience = jobs.make_experience(72)
     with torch.no_grad():
-        hidden = model.model(experience.tokens, attention_mask=experience.tokens != 0).last_hidden_state
+        hidden = model.model(
+            experience.tokens, attention_mask=experience.tokens != 0
+        ).last_hidden_state
         expected = model.score(hidden)[..., 0]
     inside = torch.arange(expected.shape[1]) < experience.lengths[:, None]
     for values in pool.run(jobs.reward_values, ranks(layout), str(reward_llama), layout):
@@ -197,8 +267,12 @@ def test_reward_model_agrees_with_transformers(pool, reward_llama, layout, setti
 
 
 @pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_recomputation_runs_the_attention_core_again_in_the_backward_pass(pool, untied_llama, recompute, runs):
-    forward, update = pool.run(jobs.attention_calls, 1, str(untied_llama), {"recompute": recompute})[0]
+def test_recomputation_runs_the_attention_core_again_in_the_backward_pass(
+    pool, untied_llama, recompute, runs
+):
+    forward, update = pool.run(
+        jobs.attention_calls, 1, str(untied_llama), {"recompute": recompute}
+    )[0]
     assert update == runs * forward > 0
 
 
@@ -210,7 +284,9 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_main_weights(pool, untied_llama,
         # bf16 keeps 8 bits: logits of up to 20 are known to about 0.05.
         torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=0, atol=0.3)
         assert (result["logprobs"] - expected["logprobs"]).abs().max() > 1e-4
-        assert result["stats"]["grad_norm"] == pytest.approx(expected["stats"][0]["grad_norm"], rel=0.05)
+        assert result["stats"]["grad_norm"] == pytest.approx(
+            expected["stats"][0]["grad_norm"], rel=0.05
+        )
         before, after = result["weights"]
         assert all(weight.dtype == torch.bfloat16 for weight in before)
         same = torch.cat([torch.eq(*pair).flatten() for pair in zip(before, after, strict=True)])
@@ -222,12 +298,19 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_main_weights(pool, untied_llama,
 
 def test_a_sequence_longer_than_the_models_positions_is_refused_by_name(pool, untied_llama):
     message = pool.run(jobs.refused_sequence, 1, str(untied_llama), 129)[0]
-    assert message.startswith("AlignerError: sequence 1 of the batch has 129 tokens, but the model has 128 positions")
+    assert message.startswith(
+        "AlignerError: sequence 1 of the batch has 129 tokens, but the model has 128 positions"
+    )
 
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 4}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2, "data": 2}, {"tensor": 2, "sequence": True}],
+    [
+        {"data": 4},
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"context": 2, "data": 2},
+        {"tensor": 2, "sequence": True},
+    ],
     ids=["dp4", "vpp2", "cp2-dp2", "tp2-sp"],
 )
 def test_fewer_sequences_than_the_layout_wants_change_nothing(pool, untied_llama, layout):

@@ -1,4 +1,5 @@
-"""Log-probs and entropies from hidden states, chunk by chunk, against the dense computation in float64."""
+"""Log-probs and entropies from hidden states, chunk by chunk, against the dense computation in
+float64."""
 
 from __future__ import annotations
 
@@ -22,22 +23,35 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states [8, H], weight [V, H], places of the 7 tokens to score, and their targets."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (8, VOCABULARY))
-    return hidden, 2 * weight, torch.tensor([0, 1, 2, 4, 5, 6, 7]), torch.randint(0, VOCABULARY, (7,), generator=generator)
+    return (
+        hidden,
+        2 * weight,
+        torch.tensor([0, 1, 2, 4, 5, 6, 7]),
+        torch.randint(0, VOCABULARY, (7,), generator=generator),
+    )
 
 
 def kept_tokens() -> KeptTokens:
-    """Sets of the 7 targets: all tokens, the target alone, one half of the vocabulary, and anything; all with the target."""
+    """Sets of the 7 targets: all tokens, the target alone, one half of the vocabulary, and
+    anything; all with the target."""
     targets, halves = inputs()[3].tolist(), (range(8), range(8, 16))
     draw = torch.Generator().manual_seed(9)
     sets: list[list[int]] = [[], [targets[1]]]
-    sets += [[token for token in halves[targets[place] // 8] if token % 3 or token == targets[place]] for place in (2, 3)]
-    sets += [sorted({targets[place], *torch.randperm(16, generator=draw)[:5].tolist()}) for place in (4, 5, 6)]
+    sets += [
+        [token for token in halves[targets[place] // 8] if token % 3 or token == targets[place]]
+        for place in (2, 3)
+    ]
+    sets += [
+        sorted({targets[place], *torch.randperm(16, generator=draw)[:5].tolist()})
+        for place in (4, 5, 6)
+    ]
     counts = torch.tensor([len(ids) for ids in sets])
     return KeptTokens.in_order(counts, torch.tensor([token for ids in sets for token in ids]).int())
 
 
 def candidate_tokens(count: int) -> Tensor:
-    """int64 [7, count]: different tokens for each target, of one half of the vocabulary where they fit, with it or without."""
+    """int64 [7, count]: different tokens for each target, of one half of the vocabulary where they
+    fit, with it or without."""
     draw = torch.Generator().manual_seed(11)
     halves = [8 * (place % 2) + torch.randperm(8, generator=draw) for place in range(7)]
     return torch.stack([torch.cat([half, (half + 8) % 16])[:count] for half in halves])
@@ -57,24 +71,40 @@ def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     return total if entropy is None else total + (entropy * torch.linspace(3, -1, 7)).sum()
 
 
-def dense(with_entropy: bool, *, kept: bool = False, candidates: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs, entropies, and gradients of hidden states and weight; with so many candidates where there are any."""
+def dense(
+    with_entropy: bool, *, kept: bool = False, candidates: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropies, and gradients of hidden states and weight; with so many candidates
+    where there are any."""
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     left = outside() if kept else torch.zeros(7, VOCABULARY, dtype=torch.bool)
-    scores = (hidden[index] @ weight.t() / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
-    logprobs, entropy = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores.masked_fill(left, 0)).sum(-1)
+    scores = (
+        (hidden[index] @ weight.t() / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
+    )
+    logprobs, entropy = (
+        scores.gather(-1, targets[:, None])[:, 0],
+        -(scores.exp() * scores.masked_fill(left, 0)).sum(-1),
+    )
     if candidates:
         ids = candidate_tokens(candidates)
         rows = []
         for place in range(7):
             others = [token for token in range(VOCABULARY) if token not in ids[place].tolist()]
             rows.append(
-                torch.cat([logprobs[place, None], scores[place, ids[place]], scores[place, others].logsumexp(0)[None]])
+                torch.cat(
+                    [
+                        logprobs[place, None],
+                        scores[place, ids[place]],
+                        scores[place, others].logsumexp(0)[None],
+                    ]
+                )
             )
         logprobs = torch.stack(rows)
     objective(logprobs, entropy if with_entropy else None).backward()
-    return tuple(tensor.detach().float() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
+    return tuple(
+        tensor.detach().float() for tensor in (logprobs, entropy, hidden.grad, weight.grad)
+    )
 
 
 def head_results(
@@ -103,31 +133,54 @@ def head_results(
     hidden, weight, index, targets = inputs()
     if sequence:
         hidden = hidden.chunk(size)[world.rank].clone()
-    replaced = ColumnParallelLinear(HIDDEN, VOCABULARY, config=config, init_method=config.init_method, bias=False)
+    replaced = ColumnParallelLinear(
+        HIDDEN, VOCABULARY, config=config, init_method=config.init_method, bias=False
+    )
     replaced.weight.data.copy_(weight.chunk(size)[world.rank])
     head = VocabularyHead(replaced)
     results = []
     for chunk in CHUNKS:
         head.weight.grad, states = None, hidden.clone().requires_grad_()
         options = {"temperature": TEMPERATURE, "chunk_tokens": chunk, "with_entropy": with_entropy}
-        sets, ids = kept_tokens() if kept else None, candidate_tokens(candidates) if candidates else None
-        logprobs, entropy = head.logprobs(head(states)[0], index, targets, kept=sets, candidates=ids, **options)
+        sets, ids = (
+            kept_tokens() if kept else None,
+            (candidate_tokens(candidates) if candidates else None),
+        )
+        logprobs, entropy = head.logprobs(
+            head(states)[0], index, targets, kept=sets, candidates=ids, **options
+        )
         objective(logprobs, entropy).backward()
-        results.append((logprobs.detach(), None if entropy is None else entropy.detach(), states.grad, head.weight.grad))
+        results.append(
+            (
+                logprobs.detach(),
+                None if entropy is None else entropy.detach(),
+                states.grad,
+                head.weight.grad,
+            )
+        )
     worlds.shutdown()
     return results
 
 
 LAYOUTS = pytest.mark.parametrize(
-    ("size", "sequence"), [(1, False), (2, False), (4, False), (2, True)], ids=["1", "tp2", "tp4", "sp2"]
+    ("size", "sequence"),
+    [(1, False), (2, False), (4, False), (2, True)],
+    ids=["1", "tp2", "tp4", "sp2"],
 )
 
 
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @LAYOUTS
-def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(pool, size, sequence, kept, with_entropy):
-    check(pool.run(head_results, size, sequence, with_entropy, kept), dense(with_entropy, kept=kept), sequence, with_entropy)
+def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(
+    pool, size, sequence, kept, with_entropy
+):
+    check(
+        pool.run(head_results, size, sequence, with_entropy, kept),
+        dense(with_entropy, kept=kept),
+        sequence,
+        with_entropy,
+    )
 
 
 @LAYOUTS
@@ -137,7 +190,12 @@ def test_so_are_those_of_candidates_and_of_all_other_tokens_together(pool, size,
     check(ranks, dense(True, candidates=count), sequence, True)
 
 
-def check(ranks: list[list[tuple[Tensor, ...]]], expected: tuple[Tensor, ...], sequence: bool, with_entropy: bool) -> None:
+def check(
+    ranks: list[list[tuple[Tensor, ...]]],
+    expected: tuple[Tensor, ...],
+    sequence: bool,
+    with_entropy: bool,
+) -> None:
     """Every rank's results at every chunk size are as expected."""
     logprobs, entropy, grad_hidden, grad_weight = expected
     for results in zip(*ranks, strict=True):  # one chunk size, every rank
@@ -149,14 +207,21 @@ def check(ranks: list[list[tuple[Tensor, ...]]], expected: tuple[Tensor, ...], s
         parts = [torch.cat(hidden_parts)] if sequence else hidden_parts
         for part in parts:
             torch.testing.assert_close(part, grad_hidden, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([result[3] for result in results]), grad_weight, rtol=1e-4, atol=1e-5
+        )
 
 
-COMPILES = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")]
+COMPILES = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU"),
+]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda function: function, pytest.param(torch.compile, marks=COMPILES)], ids=["plain", "compiled"]
+    "make",
+    [lambda function: function, pytest.param(torch.compile, marks=COMPILES)],
+    ids=["plain", "compiled"],
 )
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
@@ -178,17 +243,23 @@ def test_one_pass_over_the_scores_gives_the_dense_ones_too(monkeypatch, with_ent
             kept=kept_tokens() if kept else None,
         )
         objective(logprobs, entropy).backward()
-        for got, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        for got, wanted in zip(
+            (logprobs, entropy, hidden.grad, weight.grad), expected, strict=True
+        ):
             if got is not None:
                 torch.testing.assert_close(got.detach(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """What this rank's half of the vocabulary gives where only tokens of the first half are left, and its two gradients."""
+    """What this rank's half of the vocabulary gives where only tokens of the first half are left,
+    and its two gradients."""
     import torch.distributed as dist
 
     generator = torch.Generator().manual_seed(4)
-    hidden, weight = torch.randn(5, HIDDEN, generator=generator), 100 * torch.randn(2, 8, HIDDEN, generator=generator)
+    hidden, weight = (
+        torch.randn(5, HIDDEN, generator=generator),
+        100 * torch.randn(2, 8, HIDDEN, generator=generator),
+    )
     hidden.requires_grad_()
     mine = weight[dist.get_rank()].requires_grad_()
     kept = KeptTokens.in_order(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
@@ -219,7 +290,9 @@ def test_a_rank_that_has_no_token_of_a_set_adds_exactly_nothing(pool, with_entro
 def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_do():
     hidden, weight, index, targets = inputs()
     hidden.requires_grad_()
-    logprobs, _ = vocab_parallel_logprobs(hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3)
+    logprobs, _ = vocab_parallel_logprobs(
+        hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3
+    )
     objective(logprobs, None).backward()
     torch.testing.assert_close(hidden.grad, dense(False)[2], rtol=1e-4, atol=1e-5)
     assert weight.grad is None
@@ -238,8 +311,14 @@ def test_an_entropy_alone_can_be_differentiated():
 def test_all_other_tokens_keep_their_log_prob_and_gradients_where_their_share_is_far_below_rounding():
     """Of exp(-60) and less, where 1 less the candidates' share would be 0."""
     hidden, weight = torch.eye(4), 60 * torch.eye(4).index_fill(1, torch.tensor(3), 0.0)
-    states, targets, ids = hidden[:1].clone().requires_grad_(), torch.tensor([1]), torch.tensor([[0]])
-    found, _ = vocab_parallel_logprobs(states, weight, targets, temperature=1.0, chunk_tokens=3, candidates=ids)
+    states, targets, ids = (
+        hidden[:1].clone().requires_grad_(),
+        torch.tensor([1]),
+        torch.tensor([[0]]),
+    )
+    found, _ = vocab_parallel_logprobs(
+        states, weight, targets, temperature=1.0, chunk_tokens=3, candidates=ids
+    )
     exact = (states.detach().double() @ weight.double().t()).requires_grad_()
     rest = exact.log_softmax(-1)[0, 1:].logsumexp(0)
     torch.testing.assert_close(found[0, -1], rest.float())
@@ -274,8 +353,12 @@ def test_scores_that_overflow_an_exponential_stay_finite():
         hidden[index], weight, targets, temperature=TEMPERATURE, chunk_tokens=3, with_entropy=True
     )
     objective(logprobs, entropy).backward()
-    expected = (hidden.detach()[index].double() @ weight.detach().double().t() / TEMPERATURE).log_softmax(-1)
-    torch.testing.assert_close(logprobs, expected.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-4, atol=1e-3)
+    expected = (
+        hidden.detach()[index].double() @ weight.detach().double().t() / TEMPERATURE
+    ).log_softmax(-1)
+    torch.testing.assert_close(
+        logprobs, expected.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-4, atol=1e-3
+    )
     assert all(tensor.isfinite().all() for tensor in (entropy, hidden.grad, weight.grad))
 
 
@@ -296,7 +379,9 @@ def test_bf16_products_have_float32_statistics():
 def test_nothing_to_score_gives_zero_gradients():
     hidden, weight, index, targets = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
-    logprobs, _ = vocab_parallel_logprobs(hidden[index[:0]], weight, targets[:0], temperature=1.0, chunk_tokens=3)
+    logprobs, _ = vocab_parallel_logprobs(
+        hidden[index[:0]], weight, targets[:0], temperature=1.0, chunk_tokens=3
+    )
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert not hidden.grad.any()
@@ -320,7 +405,10 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [16, 84])
 def test_logits_never_exist_for_more_tokens_than_a_chunk(tokens):
-    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 4, requires_grad=True),
+        torch.randn(64, 4, requires_grad=True),
+    )
     targets = torch.randint(0, 64, (tokens,))
     with LargestLogits() as seen:
         logprobs, entropy = vocab_parallel_logprobs(

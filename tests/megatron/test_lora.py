@@ -21,12 +21,16 @@ from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.reference import logprobs
 
 LORA = LoraConfig(rank=4, alpha=6.0)
-# An epsilon above a gradient's rounding noise, and steps that move the adapters well away from their start.
+# An epsilon above a gradient's rounding noise, and steps that move the adapters well away from
+# their start.
 OPTIMIZER = {"learning_rate": 2e-2, "epsilon": 1e-3, "clip_grad_norm": 0.5, "schedule": "constant"}
 STEPS = 3
 TP, SEQUENCE, PP, DP = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"data": 2}
 CASES = [
-    *(("llama3", layout, {}) for layout in ({}, TP, SEQUENCE, PP, DP, SEQUENCE | PP, PP | {"virtual_pipeline": 2})),
+    *(
+        ("llama3", layout, {})
+        for layout in ({}, TP, SEQUENCE, PP, DP, SEQUENCE | PP, PP | {"virtual_pipeline": 2})
+    ),
     ("llama3", SEQUENCE, {"recompute": "full"}),
     ("llama3", DP, {"optimizer": {"distributed": True}}),
     *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia")),
@@ -34,7 +38,10 @@ CASES = [
 ]
 TYPICAL = (0, 5, 8, 10, 12)
 """The places of the cases that are of the first round of tests."""
-IDS = ["-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())]) for family, layout, more in CASES]
+IDS = [
+    "-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())])
+    for family, layout, more in CASES
+]
 
 
 def lora_of(family):
@@ -48,22 +55,36 @@ class Adapted(torch.nn.Module):
         from transformers import AutoModelForCausalLM
 
         super().__init__()
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
         self.model, self.config = model.eval().requires_grad_(False), model.config
-        self.adapters, self.scale = adapter_map(weight_table(read_shape(directory)), lora), lora.alpha / lora.rank
+        self.adapters, self.scale = (
+            adapter_map(weight_table(read_shape(directory)), lora),
+            lora.alpha / lora.rank,
+        )
         self.factors = {}
         for spec in adapter_table(self.adapters):
-            start = initial_down(spec, seed=1) if spec.name.endswith(".lora_A.weight") else torch.zeros(spec.shape)
+            start = (
+                initial_down(spec, seed=1)
+                if spec.name.endswith(".lora_A.weight")
+                else torch.zeros(spec.shape)
+            )
             self.factors[spec.name] = start.requires_grad_()
 
     def merged(self):
-        """The adapted tensors by their names in the file; those of one tensor lie one after another in the table."""
+        """The adapted tensors by their names in the file; those of one tensor lie one after another
+        in the table."""
         parts, own = {}, dict(self.model.named_parameters())
         for adapter in self.adapters.values():
             product = self.scale * (self.factors[adapter.up.name] @ self.factors[adapter.down.name])
             stored = adapter.weight.stored
-            parts.setdefault((stored.name, stored.axis or 0), []).append(product.T if adapter.weight.transposed else product)
-        return {name: own[name] + torch.cat(products, axis) for (name, axis), products in parts.items()}
+            parts.setdefault((stored.name, stored.axis or 0), []).append(
+                product.T if adapter.weight.transposed else product
+            )
+        return {
+            name: own[name] + torch.cat(products, axis) for (name, axis), products in parts.items()
+        }
 
     def forward(self, tokens):
         return functional_call(self.model, self.merged(), (tokens,))
@@ -71,7 +92,8 @@ class Adapted(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """A family's directory, and what its adapters learn by torch's own optimizer, each made once."""
+    """A family's directory, and what its adapters learn by torch's own optimizer, each made
+    once."""
 
     @functools.cache
     def make(family):
@@ -86,7 +108,11 @@ def reference_steps(directory, lora):
     experience = jobs.make_experience(model.config.vocab_size)
     adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
     optimizer = torch.optim.AdamW(
-        model.factors.values(), lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.epsilon, weight_decay=0.0
+        model.factors.values(),
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.epsilon,
+        weight_decay=0.0,
     )
     with torch.no_grad():
         first = logprobs(model.model, experience.tokens, experience.lengths)
@@ -117,9 +143,15 @@ def assert_slices_close(part, tensors, tolerance):
     """A rank's slices are those of the whole tensors, to a share of their largest element."""
     for name, (cut, found) in part.items():
         whole = tensors[name]
-        wanted = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        wanted = (
+            whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+        )
         torch.testing.assert_close(
-            found, wanted, rtol=0, atol=tolerance * float(whole.abs().max()), msg=lambda text, name=name: f"{name}: {text}"
+            found,
+            wanted,
+            rtol=0,
+            atol=tolerance * float(whole.abs().max()),
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -134,7 +166,9 @@ def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, l
     directory, wanted = expected(family)
     settings = more | {"lora": lora_of(family), "optimizer": OPTIMIZER | more.get("optimizer", {})}
     ranks = ParallelConfig(**layout).ranks
-    results = pool.run(optimizer_jobs.adapted_policy, ranks, str(directory), layout, settings, STEPS)
+    results = pool.run(
+        optimizer_jobs.adapted_policy, ranks, str(directory), layout, settings, STEPS
+    )
     for result in results:
         for key in ("logprobs", "after_logprobs"):
             torch.testing.assert_close(result[key], wanted[key], rtol=1e-4, atol=1e-4)
@@ -145,7 +179,10 @@ def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, l
             assert_slices_close(seen, gradients, 1e-4)
         assert_slices_close(result["adapters"], wanted["factors"], 1e-4)
         assert result["base_untouched"]
-        assert result["buffered"] < 1.5 * sum(tensor.numel() for _, tensor in result["adapters"].values()) + 1000
+        assert (
+            result["buffered"]
+            < 1.5 * sum(tensor.numel() for _, tensor in result["adapters"].values()) + 1000
+        )
         check_merged(result["merged"], wanted)
     assert set().union(*(result["adapters"] for result in results)) == set(wanted["factors"])
     moved = (wanted["after_logprobs"] - wanted["logprobs"]).abs().max()
@@ -153,13 +190,18 @@ def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, l
 
 
 def check_merged(merged, wanted):
-    """What a reader of weights sees is W + (alpha / rank) B A, and what has no adapter as it was."""
-    adapted = {name for name, spec in wanted["table"].items() if spec.stored.name in wanted["merged"]}
+    """What a reader of weights sees is W + (alpha / rank) B A, and what has no adapter as it
+    was."""
+    adapted = {
+        name for name, spec in wanted["table"].items() if spec.stored.name in wanted["merged"]
+    }
     for name, (cut, found) in merged.items():
         stored = wanted["table"][name].stored
         whole = (wanted["merged"] if name in adapted else wanted["stored"])[stored.name]
         if stored.axis is not None:
-            whole = whole.narrow(stored.axis, stored.start, wanted["table"][name].shape[stored.axis])
+            whole = whole.narrow(
+                stored.axis, stored.start, wanted["table"][name].shape[stored.axis]
+            )
         assert_slices_close({name: (cut, found)}, {name: whole}, 1e-4 if name in adapted else 0)
 
 
@@ -168,7 +210,12 @@ def test_every_layout_starts_from_the_same_adapters_which_add_nothing(pool, expe
     settings = {"lora": LORA, "optimizer": OPTIMIZER}
     for layout in ({}, TP):
         for result in pool.run(
-            optimizer_jobs.adapted_policy, ParallelConfig(**layout).ranks, str(directory), layout, settings, 0
+            optimizer_jobs.adapted_policy,
+            ParallelConfig(**layout).ranks,
+            str(directory),
+            layout,
+            settings,
+            0,
         ):
             for name, (_, tensor) in result["fresh"].items():
                 bound = 1 / math.sqrt(wanted["factors"][name].shape[1])

@@ -37,26 +37,34 @@ GPT2 = {
     "n_positions": 128,
     "activation_function": "gelu_new",
 }
-MIXTRAL = SIZES | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = SIZES | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 ROWS, LENGTH, MICRO_BATCH = 12, 32, 96
 SP = {"tensor": 2, "sequence": True}
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 BOUND = 0.02
-"""Relative error of the tensors that autograd saves: a few indices and statistics a token are not counted."""
+"""Relative error of the tensors that autograd saves: a few indices and statistics a token are not
+counted."""
 EXPERTS_BOUND = 0.06
 """The same where a router chooses experts, which are taken to be used evenly."""
 SNAPSHOT_BOUND = 0.04
-"""By how much less is copied for a checkpoint: what several ranks hold alike is counted on each, and written by one."""
+"""By how much less is copied for a checkpoint: what several ranks hold alike is counted on each,
+and written by one."""
 FROZEN_BOUND = 0.12
-"""By how much less is kept under frozen weights, which is not counted: it depends on which these are."""
+"""By how much less is kept under frozen weights, which is not counted: it depends on which these
+are."""
 
 CASES = {
     "llama": (LLAMA, {}, "vocabulary", {}),
     "llama-selective": (LLAMA, {}, "vocabulary", {"recompute": "selective"}),
     "llama-full": (LLAMA, {}, "vocabulary", {"recompute": "full"}),
     "llama-bf16": (LLAMA, {}, "vocabulary", {"precision": "bf16"}),
-    "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 2}}),  # what adapters keep is not counted: rank over hidden
+    # what adapters keep is not counted: rank over hidden
+    "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 2}}),
     "llama-frozen": (LLAMA, {}, "vocabulary", {"frozen": ["model.embed_tokens.*"]}),
     "critic": (LLAMA, {}, "scalar", {}),
     "tied": (TIED, {}, "vocabulary", {}),
@@ -83,11 +91,26 @@ CASES = {
     "tp2-etp1": (MIXTRAL, SP | {"expert": 2, "expert_tensor": 1}, "vocabulary", {}),
 }
 
-TYPICAL = ("llama", "llama-full", "llama-lora", "critic", "gpt2", "mixtral", "tp2-sp", "pp2-vpp2", "cp2", "tp2-pp2", "ep2")
+TYPICAL = (
+    "llama",
+    "llama-full",
+    "llama-lora",
+    "critic",
+    "gpt2",
+    "mixtral",
+    "tp2-sp",
+    "pp2-vpp2",
+    "cp2",
+    "tp2-pp2",
+    "ep2",
+)
 """The cases of the first round of tests."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES],
+)
 def test_a_models_memory_is_what_was_computed(pool, name):
     entries, layout, head, settings = CASES[name]
     settings = {"micro_batch_tokens": MICRO_BATCH} | settings
@@ -95,7 +118,9 @@ def test_a_models_memory_is_what_was_computed(pool, name):
     role = memory_jobs.expected_section(head, layout, settings)
     device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
     load = Load(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
-    ranks = pool.run(memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH)
+    ranks = pool.run(
+        memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH
+    )
     written = 0
     for measured in ranks:
         stage = measured["stage"]
@@ -109,7 +134,8 @@ def test_a_models_memory_is_what_was_computed(pool, name):
         written += states.snapshot
         if not role.optimizer.distributed:
             assert measured["optimizer"] == states.optimizer
-    if role.optimizer.distributed:  # each rank has its share of the whole, cut where the gradient buffer is
+    # each rank has its share of the whole, cut where the gradient buffer is
+    if role.optimizer.distributed:
         replicas = parallel.data * parallel.context
         whole = replicas * trained_states(shape, head, role, 0, device).optimizer
         assert math.isclose(sum(rank["optimizer"] for rank in ranks), whole, rel_tol=1e-3)

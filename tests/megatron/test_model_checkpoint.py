@@ -32,14 +32,18 @@ def identity(value):
     if not isinstance(value, dict):
         return str(value)
     return "-".join(
-        f"{key}{size}" for key, size in (value["parallel"] | value["optimizer"]).items() if size not in (False, "adam")
+        f"{key}{size}"
+        for key, size in (value["parallel"] | value["optimizer"]).items()
+        if size not in (False, "adam")
     )
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A family's directory, made once."""
-    return functools.cache(lambda family: str(families.save(family, tmp_path_factory.mktemp(family))))
+    return functools.cache(
+        lambda family: str(families.save(family, tmp_path_factory.mktemp(family)))
+    )
 
 
 TP2PP2, DP2 = at(tensor=2, pipeline=2), at(data=2)
@@ -63,15 +67,23 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
         ("llama3", at(kind="muon", tensor=2), at(kind="muon", pipeline=2)),
         slow("llama3", at(kind="muon", data=2, **LORA), at(kind="muon", tensor=2, **LORA)),
-        slow("mixtral", at(kind="muon", data=2, expert=2), at(kind="muon", tensor=2, sequence=True)),
+        slow(
+            "mixtral", at(kind="muon", data=2, expert=2), at(kind="muon", tensor=2, sequence=True)
+        ),
         slow("gpt2", at(kind="muon", pipeline=2), at(kind="muon", tensor=2, data=2)),
     ],
     ids=identity,
 )
-def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_one(pool, model, tmp_path, family, saved, read):
-    expected = pool.run(jobs.save_and_go_on, ranks(saved), model(family), saved, str(tmp_path / "policy"))[0]["losses"]
+def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_one(
+    pool, model, tmp_path, family, saved, read
+):
+    expected = pool.run(
+        jobs.save_and_go_on, ranks(saved), model(family), saved, str(tmp_path / "policy")
+    )[0]["losses"]
     assert len({round(loss, 4) for loss in expected}) == 5, "the losses move"
-    for result in pool.run(jobs.load_and_go_on, ranks(read), model(family), read, str(tmp_path / "policy")):
+    for result in pool.run(
+        jobs.load_and_go_on, ranks(read), model(family), read, str(tmp_path / "policy")
+    ):
         assert result["different"] == []
         assert result["losses"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -89,8 +101,12 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
     ids=identity,
 )
 def test_a_run_goes_on_at_its_own_layout_bit_for_bit(pool, model, tmp_path, settings):
-    expected = pool.run(jobs.save_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy"))
-    results = pool.run(jobs.load_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy"))
+    expected = pool.run(
+        jobs.save_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+    )
+    results = pool.run(
+        jobs.load_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+    )
     for result, wanted in zip(results, expected, strict=True):
         assert result["different"] == []
         assert result["losses"] == wanted["losses"]
@@ -143,8 +159,16 @@ def flip(file, place):
     ("family", "harm", "told"),
     [
         ("llama2", shutil.rmtree, "no complete checkpoint here: the directory does not exist"),
-        ("llama2", lambda path: (path / "manifest.json").unlink(), "manifest.json is missing, which is written last"),
-        ("llama2", lambda path: (path / "rank_1.safetensors").unlink(), "incomplete: rank_1.safetensors is missing"),
+        (
+            "llama2",
+            lambda path: (path / "manifest.json").unlink(),
+            "manifest.json is missing, which is written last",
+        ),
+        (
+            "llama2",
+            lambda path: (path / "rank_1.safetensors").unlink(),
+            "incomplete: rank_1.safetensors is missing",
+        ),
         ("llama2", truncate, "the checkpoint is incomplete: rank_1.safetensors has "),
         (
             "llama2",
@@ -156,21 +180,45 @@ def flip(file, place):
             lambda path: flip(path / "rank_0.safetensors", 30),
             "is damaged: rank_0.safetensors is damaged: ",
         ),
-        ("llama2", lambda path: flip(path / "manifest.json", -50), "manifest.json: damaged: its content is not what"),
-        ("llama2", lambda path: edit(path, files={}), "rank_0.safetensors, which holds tensors, is not among its files"),
-        ("llama2", lambda path: edit(path, format=99), "a checkpoint of format 99; this release of aligner reads format 4"),
         (
             "llama2",
-            lambda path: (path / "manifest.json").write_text('{\n "format": 3,\n "aligner": "0.9"\n}'),
+            lambda path: flip(path / "manifest.json", -50),
+            "manifest.json: damaged: its content is not what",
+        ),
+        (
+            "llama2",
+            lambda path: edit(path, files={}),
+            "rank_0.safetensors, which holds tensors, is not among its files",
+        ),
+        (
+            "llama2",
+            lambda path: edit(path, format=99),
+            "a checkpoint of format 99; this release of aligner reads format 4",
+        ),
+        (
+            "llama2",
+            lambda path: (path / "manifest.json").write_text(
+                '{\n "format": 3,\n "aligner": "0.9"\n}'
+            ),
             "a checkpoint of format 3; this release of aligner reads format 4",
         ),
-        ("llama2", lambda path: edit(path, extra=1), "not a model's checkpoint; missing or unknown entries: extra"),
-        ("llama2", lambda path: edit(path, head="scalar"), "of another model: its head is scalar, the model's vocabulary"),
+        (
+            "llama2",
+            lambda path: edit(path, extra=1),
+            "not a model's checkpoint; missing or unknown entries: extra",
+        ),
+        (
+            "llama2",
+            lambda path: edit(path, head="scalar"),
+            "of another model: its head is scalar, the model's vocabulary",
+        ),
         ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),
         ("qwen2", lambda path: None, "qkv_bias is False, the model's True"),
     ],
 )
-def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(pool, model, complete, tmp_path, family, harm, told):
+def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(
+    pool, model, complete, tmp_path, family, harm, told
+):
     shutil.copytree(complete, tmp_path / "policy")
     harm(tmp_path / "policy")
     message = pool.run(jobs.refusal, 1, model(family), at(), str(tmp_path / "policy"))[0]
@@ -185,7 +233,9 @@ def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, c
     extra = index.pop("model.norm.weight")
     index["model.layers.0.mlp.up_proj.weight"][1] = False
     edit(tmp_path / "policy", index={**index, "model.other.weight": extra})
-    for message in pool.run(jobs.refusal, 2, model("llama2"), at(pipeline=2), str(tmp_path / "policy")):
+    for message in pool.run(
+        jobs.refusal, 2, model("llama2"), at(pipeline=2), str(tmp_path / "policy")
+    ):
         assert "model.norm.weight (64,) is missing" in message
         assert "model.other.weight (64,) is unknown" in message
         assert "model.layers.0.mlp.up_proj.weight was frozen and has no optimizer state" in message
@@ -197,9 +247,14 @@ def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp
 
 
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, model, complete):
-    for message in pool.run(jobs.refusal, 2, model("llama2"), at(kind="muon", tensor=2), str(complete)):
+    for message in pool.run(
+        jobs.refusal, 2, model("llama2"), at(kind="muon", tensor=2), str(complete)
+    ):
         assert message.startswith("AlignerError: ")
-        assert f"{complete}: a checkpoint of optimizer.kind=adam, whose state is not that of optimizer.kind=muon" in message
+        assert (
+            f"{complete}: a checkpoint of optimizer.kind=adam, whose state is not that of"
+            " optimizer.kind=muon" in message
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,14 +266,20 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, mode
         ("short", "rank_1.safetensors has 8 bytes of 9"),
     ],
 )
-def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(pool, model, tmp_path, failure, told):
-    for message in pool.run(jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1, failure):
+def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(
+    pool, model, tmp_path, failure, told
+):
+    for message in pool.run(
+        jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1, failure
+    ):
         assert "could not be written" in message
         assert told in message
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trainer_that_has_lost_its_run_gives_no_checkpoint_its_name_and_begins_none(pool, model, tmp_path):
+def test_a_trainer_that_has_lost_its_run_gives_no_checkpoint_its_name_and_begins_none(
+    pool, model, tmp_path
+):
     for errors in pool.run(jobs.save_of_a_lost_run, 2, model("llama2"), DP2, str(tmp_path)):
         assert len(errors) == 2 and all("attempt 1, process " in error for error in errors), errors
     (left,) = (path.name for path in tmp_path.iterdir() if path.name != "claim")

@@ -39,11 +39,18 @@ def random_matrix(rows, columns, seed=0):
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize(
     "matrix",
-    [random_matrix(24, 40), random_matrix(40, 24), random_matrix(32, 32), random_matrix(40, 3) @ random_matrix(3, 24)],
+    [
+        random_matrix(24, 40),
+        random_matrix(40, 24),
+        random_matrix(32, 32),
+        random_matrix(40, 3) @ random_matrix(3, 24),
+    ],
     ids=["wide", "tall", "square", "of rank 3"],
 )
 def test_newton_schulz_moves_each_singular_value_and_leaves_its_vectors(matrix, steps):
-    torch.testing.assert_close(orthogonalize(matrix, steps).double(), by_singular_values(matrix, steps), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        orthogonalize(matrix, steps).double(), by_singular_values(matrix, steps), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (96, 64)])
@@ -62,7 +69,14 @@ def test_five_steps_are_orthogonal_within_the_known_tolerance(rows, columns):
 def test_in_bf16_the_steps_are_torchs(rows, columns):
     weight, gradient = torch.nn.Parameter(torch.zeros(rows, columns)), random_matrix(rows, columns)
     weight.grad = gradient
-    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.Muon(
+        [weight],
+        lr=1.0,
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    ).step()
     update = orthogonalize(gradient.bfloat16(), 5).float() * 0.2 * math.sqrt(max(rows, columns))
     torch.testing.assert_close(update, -weight.detach(), rtol=1e-2, atol=1e-3)
 
@@ -77,17 +91,23 @@ def is_matrix(name, weight):
 
 
 def clipped_gradients(weights, settings, step):
-    gradients = {name: optimizer_jobs.whole_gradient(name, weight.shape, step) for name, weight in weights.items()}
+    gradients = {
+        name: optimizer_jobs.whole_gradient(name, weight.shape, step)
+        for name, weight in weights.items()
+    }
     norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
     return {
-        name: gradient.double() * min(1.0, settings.clip_grad_norm / (norm + 1e-6)) for name, gradient in gradients.items()
+        name: gradient.double() * min(1.0, settings.clip_grad_norm / (norm + 1e-6))
+        for name, gradient in gradients.items()
     }
 
 
 def muon(weights, settings, steps):
     """Muon for the layers' matrices and AdamW for the rest, in float64."""
     found = adam(weights, settings, len(steps))
-    matrices = {name: weight.double() for name, weight in weights.items() if is_matrix(name, weight)}
+    matrices = {
+        name: weight.double() for name, weight in weights.items() if is_matrix(name, weight)
+    }
     momenta = dict.fromkeys(matrices, torch.zeros((), dtype=torch.float64))
     for step in steps:
         gradients = clipped_gradients(weights, settings, step)
@@ -110,7 +130,12 @@ def guided(pool, untied_llama):
     def run(layout, **changes):
         settings = GUIDED | changes
         results = pool.run(
-            optimizer_jobs.guided_steps, ranks(layout), str(untied_llama), layout, {"optimizer": settings}, STEPS
+            optimizer_jobs.guided_steps,
+            ranks(layout),
+            str(untied_llama),
+            layout,
+            {"optimizer": settings},
+            STEPS,
         )
         return results, muon(weights, dataclasses.replace(jobs.OPTIMIZER, **settings), STEPS)
 
@@ -132,7 +157,8 @@ def guided(pool, untied_llama):
 )
 def test_steps_are_muons_for_the_layers_matrices_and_adams_for_the_rest(guided, layout, changes):
     results, expected = guided(layout, **changes)
-    # The key/value groups' queries, keys and values, gates and ups are matrices each: of a whole parameter none would agree.
+    # The key/value groups' queries, keys and values, gates and ups are matrices each: of a whole
+    # parameter none would agree.
     assert_slices_equal([result["after"] for result in results], expected, rtol=1e-5, atol=2e-6)
 
 
@@ -140,7 +166,11 @@ def test_steps_are_torchs_but_for_its_bf16(guided, untied_llama):
     ((result,), _), weights = guided({}), load_file(untied_llama / "model.safetensors")
     settings = dataclasses.replace(jobs.OPTIMIZER, **GUIDED | {"update_rms": 0.2})
     (result,), _ = guided({}, update_rms=0.2)
-    matrices = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items() if is_matrix(name, weight)}
+    matrices = {
+        name: torch.nn.Parameter(weight.clone())
+        for name, weight in weights.items()
+        if is_matrix(name, weight)
+    }
     optimizer = torch.optim.Muon(
         matrices.values(),
         lr=settings.learning_rate,
@@ -161,7 +191,13 @@ def test_steps_are_torchs_but_for_its_bf16(guided, untied_llama):
 def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(pool, untied_llama):
     poison = {1: ("model.layers.0.mlp.up_proj.weight", math.nan)}
     layout = {"tensor": 2}
-    call = (optimizer_jobs.guided_steps, 2, str(untied_llama), layout, {"optimizer": GUIDED | {"schedule": "linear"}})
+    call = (
+        optimizer_jobs.guided_steps,
+        2,
+        str(untied_llama),
+        layout,
+        {"optimizer": GUIDED | {"schedule": "linear"}},
+    )
     spoiled, good = pool.run(*call, [1, 9, 2], poison), pool.run(*call, [1, 2])
     for with_it, without in zip(spoiled, good, strict=True):
         assert with_it["untouched"] == [True]
@@ -206,25 +242,37 @@ def test_updates_are_the_same_at_every_layout(pool, family, alone, name, layout)
     expected, weights = alone(name)
     layout, _ = LAYOUTS[layout]
     assert_updates_agree(
-        pool.run(jobs.policy_step, ranks(layout), family(name), layout, {"optimizer": MUON}, 3), expected, weights
+        pool.run(jobs.policy_step, ranks(layout), family(name), layout, {"optimizer": MUON}, 3),
+        expected,
+        weights,
     )
 
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 2, "expert": 2}, slow({"tensor": 2, "sequence": True, "data": 2, "expert": 2, "expert_tensor": 1})],
+    [
+        {"data": 2, "expert": 2},
+        slow({"tensor": 2, "sequence": True, "data": 2, "expert": 2, "expert_tensor": 1}),
+    ],
 )
 def test_experts_are_dealt_out_over_their_own_ranks(pool, family, alone, layout):
     expected, weights = alone("mixtral")
-    results = pool.run(jobs.policy_step, ranks(layout), family("mixtral"), layout, {"optimizer": MUON}, 3)
+    results = pool.run(
+        jobs.policy_step, ranks(layout), family("mixtral"), layout, {"optimizer": MUON}, 3
+    )
     assert_updates_agree(results, expected, weights)
 
 
 def assert_updates_agree(results, expected, weights):
     for result in results:
         for stats, wanted in zip(result["stats"], expected["stats"], strict=True):
-            assert stats == {key: pytest.approx(value, rel=1e-3, abs=1e-6) for key, value in wanted.items()}
-    moved = max(float((weights[name] - tensor).abs().max()) for name, (_, tensor) in expected["before"].items())
+            assert stats == {
+                key: pytest.approx(value, rel=1e-3, abs=1e-6) for key, value in wanted.items()
+            }
+    moved = max(
+        float((weights[name] - tensor).abs().max())
+        for name, (_, tensor) in expected["before"].items()
+    )
     assert moved > 1e-3
     assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-5)
 

@@ -1,4 +1,5 @@
-"""The optimizer against Adam and schedules from their formulas, and its guard against gradients that are not finite."""
+"""The optimizer against Adam and schedules from their formulas, and its guard against gradients
+that are not finite."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def adam(weights, settings: OptimizerConfig, steps: int):
     second = {name: np.zeros_like(weight) for name, weight in weights.items()}
     for step in range(1, steps + 1):
         gradients = {
-            name: optimizer_jobs.whole_gradient(name, weight.shape, step).double().numpy() for name, weight in weights.items()
+            name: optimizer_jobs.whole_gradient(name, weight.shape, step).double().numpy()
+            for name, weight in weights.items()
         }
         norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
         for name, gradient in gradients.items():
@@ -56,7 +58,9 @@ def adam(weights, settings: OptimizerConfig, steps: int):
             else:
                 root = np.sqrt(second[name] / correction2) + settings.epsilon
                 change = settings.learning_rate * first[name] / correction1 / root
-            decay = settings.learning_rate * settings.weight_decay if weights[name].ndim > 1 else 0.0
+            decay = (
+                settings.learning_rate * settings.weight_decay if weights[name].ndim > 1 else 0.0
+            )
             weights[name] = (1 - decay) * weights[name] - change
     return {name: torch.from_numpy(weight).float() for name, weight in weights.items()}
 
@@ -67,16 +71,31 @@ def adam(weights, settings: OptimizerConfig, steps: int):
     [(SINGLE, False), (TP, False), (PP, False), (DP, True)],
     ids=["single", "tp2", "pp2", "dp2-distributed"],
 )
-def test_steps_are_adams_with_epsilon_where_it_is_placed(pool, untied_llama, layout, distributed, placement):
+def test_steps_are_adams_with_epsilon_where_it_is_placed(
+    pool, untied_llama, layout, distributed, placement
+):
     settings = SETTINGS | {"epsilon_placement": placement, "distributed": distributed}
     steps = list(range(1, 5))
-    results = pool.run(optimizer_jobs.guided_steps, ranks(layout), str(untied_llama), layout, {"optimizer": settings}, steps)
+    results = pool.run(
+        optimizer_jobs.guided_steps,
+        ranks(layout),
+        str(untied_llama),
+        layout,
+        {"optimizer": settings},
+        steps,
+    )
     weights = load_file(untied_llama / "model.safetensors")
     expected = adam(weights, dataclasses.replace(jobs.OPTIMIZER, **settings), len(steps))
     assert_slices_equal([result["after"] for result in results], expected, rtol=1e-5, atol=1e-6)
     elsewhere = {"pytorch": "tensorflow", "tensorflow": "pytorch"}[placement]
-    other = adam(weights, dataclasses.replace(jobs.OPTIMIZER, **settings | {"epsilon_placement": elsewhere}), len(steps))
-    assert (other["lm_head.weight"] - expected["lm_head.weight"]).abs().max() > 1e-3, "the placement matters here"
+    other = adam(
+        weights,
+        dataclasses.replace(jobs.OPTIMIZER, **settings | {"epsilon_placement": elsewhere}),
+        len(steps),
+    )
+    assert (other["lm_head.weight"] - expected["lm_head.weight"]).abs().max() > 1e-3, (
+        "the placement matters here"
+    )
 
 
 def closed_form(settings: OptimizerConfig, step: int, total: int) -> float:
@@ -84,21 +103,32 @@ def closed_form(settings: OptimizerConfig, step: int, total: int) -> float:
     if step < warmup:
         return peak * step / warmup
     done = (step - warmup) / (total - warmup)
-    kept = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
+    kept = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        settings.schedule
+    ]
     return least + (peak - least) * kept
 
 
 def test_learning_rates_follow_the_schedules_closed_forms(pool, untied_llama):
     grid = [
-        {"schedule": schedule, "warmup_steps": warmup, "min_learning_rate": least, "learning_rate": 1e-3}
+        {
+            "schedule": schedule,
+            "warmup_steps": warmup,
+            "min_learning_rate": least,
+            "learning_rate": 1e-3,
+        }
         for schedule in ("constant", "linear", "cosine")
         for warmup in (0, 2)
         for least in (0.0, 2e-4)
         if schedule != "constant" or not least
     ]
-    for settings, rates in zip(grid, pool.run(optimizer_jobs.learning_rates, 1, str(untied_llama), grid)[0], strict=True):
+    for settings, rates in zip(
+        grid, pool.run(optimizer_jobs.learning_rates, 1, str(untied_llama), grid)[0], strict=True
+    ):
         optimizer = dataclasses.replace(jobs.OPTIMIZER, **settings)
-        assert rates == pytest.approx([closed_form(optimizer, step, 4) for step in range(4)], rel=1e-9), settings
+        assert rates == pytest.approx(
+            [closed_form(optimizer, step, 4) for step in range(4)], rel=1e-9
+        ), settings
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
@@ -107,8 +137,19 @@ def test_learning_rates_follow_the_schedules_closed_forms(pool, untied_llama):
     [(PP, False), ({"tensor": 2, "pipeline": 2}, False), (DP, True)],
     ids=["pp2", "tp2pp2", "dp2-distributed"],
 )
-def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(pool, untied_llama, layout, distributed, value):
-    settings = {"optimizer": SETTINGS | {"epsilon_placement": "tensorflow", "schedule": "linear", "distributed": distributed}}
+def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(
+    pool, untied_llama, layout, distributed, value
+):
+    settings = {
+        "optimizer": (
+            SETTINGS
+            | {
+                "epsilon_placement": "tensorflow",
+                "schedule": "linear",
+                "distributed": distributed,
+            }
+        )
+    }
     # Of the first pipeline stage alone: the others must know.
     poison = {1: ("model.layers.0.mlp.up_proj.weight", value)}
     call = (optimizer_jobs.guided_steps, ranks(layout), str(untied_llama), layout, settings)
@@ -129,7 +170,9 @@ def test_too_many_in_a_row_end_the_run_with_the_weights_named(pool, untied_llama
     bad = (name, math.nan)
     call = (optimizer_jobs.guided_steps, 2, str(untied_llama), PP, settings)
     apart = pool.run(*call, [1, 2, 3, 4], {0: bad, 2: bad})
-    assert [[stats["skipped"] for stats in result["stats"]] for result in apart] == [[1, 0, 1, 0]] * 2
+    assert [[stats["skipped"] for stats in result["stats"]] for result in apart] == [
+        [1, 0, 1, 0]
+    ] * 2
     for result in pool.run(*call, [1, 2, 3], {1: bad, 2: bad}):
         assert len(result["stats"]) == 2
         message = result["error"]
@@ -143,13 +186,17 @@ def test_too_many_in_a_row_end_the_run_with_the_weights_named(pool, untied_llama
 def test_an_overflowing_norm_is_told_from_a_gradient_that_is_not_finite(pool, untied_llama):
     poison = {0: ("lm_head.weight", 3e38)}
     settings = {"optimizer": {"max_skipped_steps": 1}}
-    (result,) = pool.run(optimizer_jobs.guided_steps, 1, str(untied_llama), {}, settings, [1], poison)
+    (result,) = pool.run(
+        optimizer_jobs.guided_steps, 1, str(untied_llama), {}, settings, [1], poison
+    )
     assert "norm was inf at 1 updates in a row" in result["error"]
     assert "none of a single parameter, their sum overflows" in result["error"]
 
 
 @pytest.mark.parametrize("layout", [SINGLE, {"tensor": 2, "pipeline": 2}], ids=["single", "tp2pp2"])
-def test_an_update_with_a_loss_that_is_not_a_number_is_skipped_and_counted(pool, untied_llama, layout):
+def test_an_update_with_a_loss_that_is_not_a_number_is_skipped_and_counted(
+    pool, untied_llama, layout
+):
     for result in pool.run(optimizer_jobs.spoiled_update, ranks(layout), str(untied_llama), layout):
         bad, good = result["stats"]
         assert (bad["skipped"], bad["skipped_total"]) == (1, 1)
@@ -197,18 +244,30 @@ def frozen_steps(untied_llama):
     ],
     ids=["single", "recompute", "tp2-sequence", "pp2-whole-stage", "vpp2", "pp2dp2-distributed"],
 )
-def test_frozen_weights_stay_and_the_others_learn_as_without_them(pool, untied_llama, frozen_steps, layout, settings):
+def test_frozen_weights_stay_and_the_others_learn_as_without_them(
+    pool, untied_llama, frozen_steps, layout, settings
+):
     frozen, expected, norms = frozen_steps
     optimizer = {"schedule": "constant", "epsilon": 1e-6} | settings.get("optimizer", {})
     settings = settings | {"frozen": FROZEN, "optimizer": optimizer}
-    results = pool.run(optimizer_jobs.trained_weights, ranks(layout), str(untied_llama), layout, settings, 2)
+    results = pool.run(
+        optimizer_jobs.trained_weights, ranks(layout), str(untied_llama), layout, settings, 2
+    )
     stored = load_file(untied_llama / "model.safetensors")
     for result in results:
         assert [stats["grad_norm"] for stats in result["stats"]] == pytest.approx(norms, rel=1e-4)
         for name, (cut, tensor) in result["after"].items():
             whole = stored[name] if name in frozen else expected[name]
-            part = whole if cut.axis is None else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            part = (
+                whole
+                if cut.axis is None
+                else whole.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            )
             tolerance = {"rtol": 0, "atol": 0} if name in frozen else {"rtol": 0, "atol": 5e-5}
-            torch.testing.assert_close(tensor, part, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-        held = sum(tensor.numel() for name, (_, tensor) in result["after"].items() if name not in frozen)
+            torch.testing.assert_close(
+                tensor, part, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+            )
+        held = sum(
+            tensor.numel() for name, (_, tensor) in result["after"].items() if name not in frozen
+        )
         assert result["buffered"] < held + 1000, "frozen weights have no gradient buffers"

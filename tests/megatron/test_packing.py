@@ -10,7 +10,11 @@ from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
 from aligner.megatron.prefixes import alone
 
 CPU = torch.device("cpu")
-CUTS = st.builds(lambda context, sequence: (context, sequence), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8]))
+CUTS = st.builds(
+    lambda context, sequence: (context, sequence),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 4, 8]),
+)
 LENGTHS = st.lists(st.integers(1, 17), min_size=1, max_size=6)
 
 
@@ -22,10 +26,15 @@ def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Ten
     return tokens, torch.tensor(lengths)
 
 
-def parts(tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int) -> list[PackedBatch]:
+def parts(
+    tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int
+) -> list[PackedBatch]:
     """The micro-batch as each context rank has it."""
     chosen = [single for single in alone(lengths) if single.rows[0] in rows]
-    return [pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank)) for rank in range(context)]
+    return [
+        pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank))
+        for rank in range(context)
+    ]
 
 
 @settings(deadline=None)
@@ -102,16 +111,28 @@ def test_a_filler_holds_padding_alone_in_the_same_unit(cut):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(17, 40))
-def test_data_ranks_have_equally_many_micro_batches_within_the_budget(lengths, ranks, multiple, budget):
+def test_data_ranks_have_equally_many_micro_batches_within_the_budget(
+    lengths, ranks, multiple, budget
+):
     tokens, counts = rows_of(lengths)
     shares = [
-        pack_share(tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, multiple=multiple)
+        pack_share(
+            tokens,
+            counts,
+            data_rank=rank,
+            data_size=ranks,
+            budget=budget,
+            device=CPU,
+            multiple=multiple,
+        )
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) % multiple == 0
     batches = [batch for share in shares for batch in share]
-    assert sorted(row for batch in batches for row in batch.batch_rows.tolist()) == list(range(len(lengths)))
+    assert sorted(row for batch in batches for row in batch.batch_rows.tolist()) == list(
+        range(len(lengths))
+    )
     assert all(len(batch.token_index) <= budget for batch in batches)
 
 
@@ -122,7 +143,9 @@ def test_rows_that_belong_together_are_in_one_micro_batch_in_their_order(lengths
     budget = group * max(lengths) + 8
     seen = []
     for rank in range(ranks):
-        for batch in pack_share(tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, group=group):
+        for batch in pack_share(
+            tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, group=group
+        ):
             units = batch.batch_rows.view(-1, group)
             assert torch.equal(units, units[:, :1] + torch.arange(group))
             assert (units[:, 0] % group == 0).all()

@@ -15,12 +15,17 @@ from aligner.schema import ParallelConfig
 from tests.megatron import jobs
 
 CPU = torch.device("cpu")
-GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=5)), min_size=1, max_size=4)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=4,
+)
 """Prompts and their responses, in tokens"""
 
 
 def batch_of(groups: list[tuple[int, list[int]]], order: int = 0) -> tuple[Tensor, Tensor]:
-    """Right-padded rows of each prompt with each of its responses, in an order of their own; no two responses begin alike."""
+    """Right-padded rows of each prompt with each of its responses, in an order of their own; no two
+    responses begin alike."""
     rows, next_token = [], 1
     for prompt, responses in groups:
         beginning = torch.arange(next_token, next_token + prompt)
@@ -30,11 +35,19 @@ def batch_of(groups: list[tuple[int, list[int]]], order: int = 0) -> tuple[Tenso
             next_token += response
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order))
     shuffled = [rows[index] for index in chosen]
-    return torch.nn.utils.rnn.pad_sequence(shuffled, batch_first=True), torch.tensor([len(row) for row in shuffled])
+    return torch.nn.utils.rnn.pad_sequence(shuffled, batch_first=True), torch.tensor(
+        [len(row) for row in shuffled]
+    )
 
 
 def shared_pack(tokens: Tensor, lengths: Tensor, sequence: int = 1) -> PackedBatch:
-    return pack(tokens, lengths, bundles(tokens, lengths, most=10_000), CPU, Cut(sequence=sequence, tree=True))
+    return pack(
+        tokens,
+        lengths,
+        bundles(tokens, lengths, most=10_000),
+        CPU,
+        Cut(sequence=sequence, tree=True),
+    )
 
 
 @settings(deadline=None)
@@ -43,7 +56,9 @@ def test_the_samples_of_a_prompt_are_bundled_wherever_they_stand(groups, order):
     tokens, lengths = batch_of(groups, order)
     found = bundles(tokens, lengths, most=10_000)
     assert sorted(row for bundle in found for row in bundle.rows) == list(range(len(lengths)))
-    fewest = sum(sum(sizes) + prompt * (1 if prompt >= 4 else len(sizes)) for prompt, sizes in groups)
+    fewest = sum(
+        sum(sizes) + prompt * (1 if prompt >= 4 else len(sizes)) for prompt, sizes in groups
+    )
     assert sum(bundle.tokens for bundle in found) == fewest
 
 
@@ -51,7 +66,9 @@ def test_the_samples_of_a_prompt_are_bundled_wherever_they_stand(groups, order):
 @given(GROUPS, st.integers(1, 60))
 def test_no_bundle_is_larger_than_allowed_unless_one_row_is(groups, most):
     tokens, lengths = batch_of(groups)
-    assert all(bundle.tokens <= most or len(bundle.rows) == 1 for bundle in bundles(tokens, lengths, most))
+    assert all(
+        bundle.tokens <= most or len(bundle.rows) == 1 for bundle in bundles(tokens, lengths, most)
+    )
 
 
 def test_rows_that_a_loss_compares_stay_together_and_in_their_order():
@@ -98,18 +115,25 @@ def separately(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Te
     key, value = (tensor.repeat_interleave(each, 2) for tensor in (key, value))
     scores = torch.einsum("nqhd,nkhd->nhqk", query, key) * query.shape[-1] ** -0.5
     seen = torch.ones(width, width, dtype=torch.bool).tril()
-    attended = torch.einsum("nhqk,nkhd->nqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    attended = torch.einsum(
+        "nhqk,nkhd->nqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value
+    )
     return torch.where((torch.arange(width) < lengths[:, None])[..., None, None], attended, 0.0)
 
 
 @settings(deadline=None, max_examples=40)
 @given(GROUPS, st.integers(0, 3), st.sampled_from([(2, 2), (6, 2)]), st.sampled_from([1, 3]))
-def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradients(groups, order, heads, sequence):
+def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradients(
+    groups, order, heads, sequence
+):
     tokens, lengths = batch_of(groups, order)
     batch = shared_pack(tokens, lengths, sequence)
     draw = torch.Generator().manual_seed(0)
     # What a token's query, key and value are hangs on the token alone.
-    tables = [torch.randn(int(tokens.max()) + 1, count, 8, generator=draw) for count in (heads[0], heads[1], heads[1])]
+    tables = [
+        torch.randn(int(tokens.max()) + 1, count, 8, generator=draw)
+        for count in (heads[0], heads[1], heads[1])
+    ]
     weights = torch.randn(len(lengths), tokens.shape[1], heads[0], 8, generator=draw)
     results = []
     for shared in (True, False):
@@ -124,7 +148,10 @@ def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradi
         results.append([attended.detach(), *(leaf.grad for leaf in leaves)])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(
-            ours[1:] if ours.dim() == 3 else ours, expected[1:] if ours.dim() == 3 else expected, atol=3e-6, rtol=2e-6
+            ours[1:] if ours.dim() == 3 else ours,
+            expected[1:] if ours.dim() == 3 else expected,
+            atol=3e-6,
+            rtol=2e-6,
         )
 
 
@@ -132,7 +159,10 @@ def test_gradients_in_bf16_are_rounded_once_however_many_rows_share_a_prompt():
     tokens, lengths = batch_of([(40, [5] * 64)])
     batch = shared_pack(tokens, lengths)
     draw = torch.Generator().manual_seed(0)
-    values = [torch.randn(batch.tokens.shape[1], heads, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
+    values = [
+        torch.randn(batch.tokens.shape[1], heads, 8, generator=draw).bfloat16()
+        for heads in (4, 2, 2)
+    ]
     weights = torch.randn(values[0].shape, generator=draw).bfloat16()
     gradients = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -148,7 +178,9 @@ def test_nothing_is_shared_without_a_tree():
     (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)
     assert batch.tokens.numel() == int(lengths.sum())
     assert batch.sequences.tree is None
-    (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU, cut=Cut(tree=True))
+    (batch,) = pack_share(
+        tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU, cut=Cut(tree=True)
+    )
     assert batch.tokens.numel() == 9 + 3 + 4
 
 
@@ -161,7 +193,9 @@ def test_a_filler_has_a_tree_too():
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3]])
 def test_rows_alone_are_bundles_of_one(lengths):
-    assert [bundle.rows for bundle in alone(torch.tensor(lengths))] == [(row,) for row in range(len(lengths))]
+    assert [bundle.rows for bundle in alone(torch.tensor(lengths))] == [
+        (row,) for row in range(len(lengths))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,15 +210,23 @@ def test_rows_alone_are_bundles_of_one(lengths):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 64}, {"micro_batch_tokens": 40, "recompute": "full"}], ids=str)
-def test_what_is_computed_once_teaches_what_it_teaches_in_each_row(pool, untied_llama, layout, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"micro_batch_tokens": 64}, {"micro_batch_tokens": 40, "recompute": "full"}],
+    ids=str,
+)
+def test_what_is_computed_once_teaches_what_it_teaches_in_each_row(
+    pool, untied_llama, layout, settings
+):
     count = ParallelConfig(**layout).ranks
     shared, separate = (
-        pool.run(jobs.shared_beginnings, count, str(untied_llama), layout, settings, shared=shared) for shared in (True, False)
+        pool.run(jobs.shared_beginnings, count, str(untied_llama), layout, settings, shared=shared)
+        for shared in (True, False)
     )
     assert sum(rank["saved"] for rank in shared) > sum(rank["saved"] for rank in separate)
     for once, each in zip(shared, separate, strict=True):
-        # In another order of sums, by a few of float32's last digits; how many hangs on the processor's products.
+        # In another order of sums, by a few of float32's last digits; how many hangs on the
+        # processor's products.
         torch.testing.assert_close(once["logprobs"], each["logprobs"], atol=2e-6, rtol=1e-6)
         assert once["stats"] == pytest.approx(each["stats"], rel=1e-5, abs=1e-6)
         assert once["gradients"].keys() == each["gradients"].keys()

@@ -21,7 +21,8 @@ TYPICAL = [(LAYOUTS[0], "none"), *((name, "full") for name in LAYOUTS[1:4])]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A family's directory and what transformers makes of it with the routes forced, computed once."""
+    """A family's directory and what transformers makes of it with the routes forced, computed
+    once."""
     made = {}
 
     def make(family):
@@ -36,19 +37,26 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "name", "recompute"),
     [
-        pytest.param(family, name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow)
+        pytest.param(
+            family, name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow
+        )
         for family in MIXTURES
         for name in LAYOUTS
         if name in layouts(family)
         for recompute in ("none", "selective", "full")
     ],
 )
-def test_gradients_and_trained_weights_under_forced_routes_equal_those_of_transformers(pool, model, family, name, recompute):
-    """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when it is recomputed too."""
+def test_gradients_and_trained_weights_under_forced_routes_equal_those_of_transformers(
+    pool, model, family, name, recompute
+):
+    """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when
+    it is recomputed too."""
     directory, expected = model(family)
     layout = dict(MIXTURE_LAYOUTS[name])
     ranks = ParallelConfig(**layout).ranks
-    results = pool.run(families.family_steps, ranks, str(directory), layout, routes=ROUTES, recompute=recompute)
+    results = pool.run(
+        families.family_steps, ranks, str(directory), layout, routes=ROUTES, recompute=recompute
+    )
     errors = largest_errors(directory, results, expected)
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
 
@@ -60,14 +68,20 @@ def test_forced_routes_are_not_what_the_routers_choose(model):
 
 
 @pytest.mark.parametrize("name", typical(["TP2+SPxEP2", "CP2xEP2", "PP2"], ["TP2+SPxEP2"]))
-def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_reference_too(pool, model, name):
+def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_reference_too(
+    pool, model, name
+):
     directory, _ = model("qwen3_moe")
     layout = dict(MIXTURE_LAYOUTS[name])
-    ((told, logprobs, reference),) = pool.run(route_jobs.told_and_logprobs, 1, str(directory), {}, ROUTES)
+    ((told, logprobs, reference),) = pool.run(
+        route_jobs.told_and_logprobs, 1, str(directory), {}, ROUTES
+    )
     assert told == [told[0]] * 3
     assert 0.5 < told[0] < 1, "of six pairs of four experts the router's is one"
     torch.testing.assert_close(reference, logprobs, rtol=0, atol=0)
-    for result in pool.run(route_jobs.told_and_logprobs, ParallelConfig(**layout).ranks, str(directory), layout, ROUTES):
+    for result in pool.run(
+        route_jobs.told_and_logprobs, ParallelConfig(**layout).ranks, str(directory), layout, ROUTES
+    ):
         assert result[0] == pytest.approx(told, abs=1e-9)
         torch.testing.assert_close(result[1], logprobs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(result[2], logprobs, rtol=1e-4, atol=1e-4)
@@ -99,8 +113,20 @@ def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, f
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (ROUTES[:, :, :3], r"routes of (3, 2) layers and experts a token, up to expert 3: the model has (4, 2), of 4 experts"),
-        (ROUTES + 1, r"routes of (4, 2) layers and experts a token, up to expert 4: the model has (4, 2), of 4 experts"),
+        (
+            ROUTES[:, :, :3],
+            (
+                r"routes of (3, 2) layers and experts a token, up to expert 3: the model has (4,"
+                r" 2), of 4 experts"
+            ),
+        ),
+        (
+            ROUTES + 1,
+            (
+                r"routes of (4, 2) layers and experts a token, up to expert 4: the model has (4,"
+                r" 2), of 4 experts"
+            ),
+        ),
     ],
 )
 def test_routes_of_another_model_are_refused(pool, model, routes, message):

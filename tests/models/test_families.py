@@ -1,4 +1,5 @@
-"""The tables against what transformers itself calls and shapes the weights, and how it turns positions."""
+"""The tables against what transformers itself calls and shapes the weights, and how it turns
+positions."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ SIZES = {
     "vocab_size": 32,
     "max_position_embeddings": 64,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -38,7 +44,13 @@ CONFIGS = {
     "MixtralForCausalLM": SIZES | EXPERTS,
     "Qwen3MoeForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
     "GPTNeoXForCausalLM": SIZES,
-    "GPT2LMHeadModel": {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 64},
+    "GPT2LMHeadModel": {
+        "n_layer": 2,
+        "n_embd": 16,
+        "n_head": 4,
+        "vocab_size": 32,
+        "n_positions": 64,
+    },
 }
 
 
@@ -70,11 +82,17 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
 
     config = LlamaConfig(**(SIZES | {"hidden_size": 256}), rope_parameters=rope)
     shape = read_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "test")
-    torch.testing.assert_close(torch.tensor(inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq)
+    torch.testing.assert_close(
+        torch.tensor(inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq
+    )
 
 
 def test_an_older_configuration_reads_like_a_new_one():
-    old = SIZES | {"architectures": ["LlamaForCausalLM"], "rope_theta": 500.0, "rope_scaling": LLAMA3 | {"rope_theta": 500.0}}
+    old = SIZES | {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 500.0,
+        "rope_scaling": LLAMA3 | {"rope_theta": 500.0},
+    }
     new = SIZES | {"architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3}
     assert read_config(old, "test") == read_config(new, "test")
     pythia = SIZES | {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"}
@@ -85,15 +103,24 @@ def test_an_older_configuration_reads_like_a_new_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM': must be a list of names"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures='LlamaForCausalLM': must be a list of names",
+        ),
         ({"architectures": [["LlamaForCausalLM"]]}, "must be a list of names"),
-        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not supported; supported: LlamaForCausalLM, Mistral"),
+        (
+            {"architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM is not supported; supported: LlamaForCausalLM, Mistral",
+        ),
         ({"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
         (
             {"rope_parameters": {"rope_type": "yarn"}},
             "rope scaling 'yarn' is not supported; supported: default, linear, llama3",
         ),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope scaling llama3 lacks factor, low_freq_factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "rope scaling llama3 lacks factor, low_freq_factor",
+        ),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
         ({"hidden_size": None}, "the model's configuration lacks hidden_size"),
     ],
@@ -107,7 +134,10 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
 
 @pytest.mark.parametrize("content", [[], "llama", 3, None])
 def test_what_is_no_configuration_is_refused_as_such(content):
-    with pytest.raises(ConfigError, match=r"^here: a config\.json is an object of entries, got (list|str|int|NoneType)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^here: a config\.json is an object of entries, got (list|str|int|NoneType)$",
+    ):
         read_config(content, "here")
 
 

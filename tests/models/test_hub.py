@@ -39,7 +39,9 @@ def cached(hub: Path, name: str, *files: str) -> Path:
     return snapshot
 
 
-def find(hub: Path, name: str, what: str = "weights", **environment: str) -> subprocess.CompletedProcess[str]:
+def find(
+    hub: Path, name: str, what: str = "weights", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the library reads its variables when it is imported."""
     command = [sys.executable, "-c", FIND, name, what]
     environment = {**os.environ, "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", **environment}
@@ -51,7 +53,9 @@ def test_a_model_that_the_cache_holds_is_found(tmp_path: Path) -> None:
     assert find(tmp_path, "org/name").stdout.strip() == str(snapshot)
 
 
-def test_a_model_without_its_weights_is_enough_to_check_a_run_and_not_to_start_one(tmp_path: Path) -> None:
+def test_a_model_without_its_weights_is_enough_to_check_a_run_and_not_to_start_one(
+    tmp_path: Path,
+) -> None:
     snapshot = cached(tmp_path, "org/name", "config.json", "tokenizer.json")
     assert find(tmp_path, "org/name", "no weights").stdout.strip() == str(snapshot)
     assert "not complete in the Hugging Face cache" in find(tmp_path, "org/name").stderr
@@ -67,19 +71,29 @@ def test_a_model_of_which_a_shard_is_missing_is_not_complete(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}]
+    "environment",
+    [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}],
 )
-def test_where_there_is_no_network_it_is_told_what_to_do(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_where_there_is_no_network_it_is_told_what_to_do(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     done = find(tmp_path, "org/absent", **environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"model.path=org/absent: no such directory, not complete in the Hugging Face cache ({tmp_path})" in done.stderr
+    assert (
+        "model.path=org/absent: no such directory, not complete in the Hugging Face cache"
+        f" ({tmp_path})" in done.stderr
+    )
     assert "run `hf download org/absent`" in done.stderr and "HF_HUB_CACHE" in done.stderr
 
 
 class Hub(BaseHTTPRequestHandler):
     """What a download asks of the Hub: which files a revision has, and the files."""
 
-    files: ClassVar[dict[str, bytes]] = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    files: ClassVar[dict[str, bytes]] = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"weights",
+    }
 
     def do_HEAD(self) -> None:
         self.answer(with_body=False)
@@ -91,9 +105,14 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/org/name"):
             siblings = [{"rfilename": name} for name in self.files]
-            tree = [{"type": "file", "path": name, "oid": "1" * 40, "size": len(body)} for name, body in self.files.items()]
+            tree = [
+                {"type": "file", "path": name, "oid": "1" * 40, "size": len(body)}
+                for name, body in self.files.items()
+            ]
             content = json.dumps(
-                tree if "/tree/" in path else {"id": "org/name", "sha": REVISION, "siblings": siblings}
+                tree
+                if "/tree/" in path
+                else {"id": "org/name", "sha": REVISION, "siblings": siblings}
             ).encode()
         else:
             content = self.files.get(path.rpartition("/")[2], b"")
@@ -109,14 +128,23 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_what_the_cache_lacks_is_downloaded_and_to_check_a_run_without_the_weights(tmp_path: Path) -> None:
+def test_what_the_cache_lacks_is_downloaded_and_to_check_a_run_without_the_weights(
+    tmp_path: Path,
+) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        there = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        there = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
         try:
             small = find(tmp_path, "org/name", "no weights", **there)
             assert small.returncode == 0, small.stderr
-            assert {file.name for file in Path(small.stdout.strip()).iterdir()} == {"config.json", "tokenizer.json"}
+            assert {file.name for file in Path(small.stdout.strip()).iterdir()} == {
+                "config.json",
+                "tokenizer.json",
+            }
             whole = find(tmp_path, "org/name", **there)
             assert whole.returncode == 0, whole.stderr
             assert (Path(whole.stdout.strip()) / "model.safetensors").read_bytes() == b"weights"

@@ -7,7 +7,14 @@ import pytest
 
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
-from aligner.models.weight_slices import Slice, coordinates, engine_slices, stage_layers, trainer_slices, weight_table
+from aligner.models.weight_slices import (
+    Slice,
+    coordinates,
+    engine_slices,
+    stage_layers,
+    trainer_slices,
+    weight_table,
+)
 from aligner.placement.placement_table import describe_layout
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
@@ -20,7 +27,11 @@ LLAMA = {
     "intermediate_size": 24,
     "vocab_size": 32,
 }
-MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "hidden_act": "silu"}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "hidden_act": "silu",
+}
 DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
 
 
@@ -30,12 +41,24 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
         (DENSE, {"tensor": 3}, "actor.parallel.tensor=3: the model's 4 attention heads"),
         (DENSE, {"sequence": True}, "sequence=true: it cuts tokens over the tensor ranks"),
         (DENSE, {"virtual_pipeline": 2}, "virtual_pipeline=2: it interleaves pipeline stages"),
-        (DENSE, {"pipeline": 2, "virtual_pipeline": 3}, "8 layers do not divide by 2 stages x 3 chunks"),
-        (DENSE, {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2}, "an interleaved pipeline has equal chunks"),
+        (
+            DENSE,
+            {"pipeline": 2, "virtual_pipeline": 3},
+            "8 layers do not divide by 2 stages x 3 chunks",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2},
+            "an interleaved pipeline has equal chunks",
+        ),
         (DENSE, {"expert": 2, "data": 2}, "expert=2: the model has no experts"),
         (EXPERTS, {"expert": 3, "data": 3}, "expert=3: the model's 4 experts do not divide by 3"),
         (EXPERTS, {"expert": 2}, "do not divide the 1 ranks of a pipeline stage"),
-        (EXPERTS, {"tensor": 2, "sequence": True, "expert_tensor": 5}, "expert_tensor=5: the model's 24 feed-forward rows"),
+        (
+            EXPERTS,
+            {"tensor": 2, "sequence": True, "expert_tensor": 5},
+            "expert_tensor=5: the model's 24 feed-forward rows",
+        ),
         (EXPERTS, {"tensor": 2}, "a mixture of experts needs actor.parallel.sequence=true"),
     ],
 )
@@ -43,7 +66,10 @@ def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
     assert message in "\n".join(layout_problems("actor.parallel", ParallelConfig(**layout), shape))
 
 
-@pytest.mark.parametrize("layout", [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 4}, {"tensor": 2, "sequence": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 4}, {"tensor": 2, "sequence": True}],
+)
 def test_a_layout_that_fits_has_no_problems(layout):
     assert not list(layout_problems("actor.parallel", ParallelConfig(**layout), DENSE))
 
@@ -73,13 +99,17 @@ def test_the_ranks_together_hold_every_weight_equally_often(layout):
         for name, piece in trainer_slices(table, EXPERTS.num_layers, layout, rank).items():
             spec = next(spec for spec in table if spec.name == name)
             held[name] += (
-                spec.numel if piece.axis is None else spec.numel // spec.shape[piece.axis] * (piece.stop - piece.start)
+                spec.numel
+                if piece.axis is None
+                else spec.numel // spec.shape[piece.axis] * (piece.stop - piece.start)
             )
     for spec in table:
         of_expert = spec.expert is not None
         inside = layout.expert_tensor_size if of_expert else layout.tensor
         ranks = layout.ranks // layout.pipeline // (layout.expert if of_expert else 1)
-        assert held[spec.name] == spec.numel * (ranks if spec.axis is None else ranks // inside), spec.name
+        assert held[spec.name] == spec.numel * (ranks if spec.axis is None else ranks // inside), (
+            spec.name
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +117,10 @@ def test_the_ranks_together_hold_every_weight_equally_often(layout):
     [
         ({"pipeline": 2}, [[range(4)], [range(4, 8)]]),
         ({"pipeline": 2, "last_stage_layers": 2}, [[range(6)], [range(6, 8)]]),
-        ({"pipeline": 2, "virtual_pipeline": 2}, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2},
+            [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
+        ),
     ],
 )
 def test_stages_hold_the_layers_that_megatron_core_gives_them(layout, expected):
@@ -112,7 +145,9 @@ def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
     table = weight_table(tied)
     assert all(spec.name != "lm_head.weight" for spec in table)
     for rank in range(2):
-        assert "model.embed_tokens.weight" in trainer_slices(table, 8, ParallelConfig(pipeline=2), rank)
+        assert "model.embed_tokens.weight" in trainer_slices(
+            table, 8, ParallelConfig(pipeline=2), rank
+        )
 
 
 def test_an_engine_that_pads_the_vocabulary_has_the_rows_that_are_not_padding():
@@ -123,4 +158,6 @@ def test_an_engine_that_pads_the_vocabulary_has_the_rows_that_are_not_padding():
     even = [engine_slices(table, EngineParallelConfig(tensor=2), rank) for rank in range(2)]
     assert [slices[name] for slices in even] == [Slice(name, 0, 0, 36), Slice(name, 0, 36, 72)]
     for with_padding, without in zip(ranks, even, strict=True):
-        assert {at for at in table if with_padding[at.name] != without[at.name]} == {at for at in table if 72 in at.shape}
+        assert {at for at in table if with_padding[at.name] != without[at.name]} == {
+            at for at in table if 72 in at.shape
+        }

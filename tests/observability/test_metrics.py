@@ -10,7 +10,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aligner.errors import AlignerError
-from aligner.observability.metrics import FileFollower, MetricsWriter, RecordWriter, read_metrics, read_records
+from aligner.observability.metrics import (
+    FileFollower,
+    MetricsWriter,
+    RecordWriter,
+    read_metrics,
+    read_records,
+)
 from aligner.observability.sinks import TensorBoardSink
 from aligner.paths import RunPaths
 
@@ -18,12 +24,16 @@ from aligner.paths import RunPaths
 def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(RunPaths(tmp_path / "run"))
     writer.write(1, {"reward/mean": 1, "policy/loss": -0.5})
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 1.0, "policy/loss": -0.5}\n'
+    assert (
+        tmp_path / "run" / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "reward/mean": 1.0, "policy/loss": -0.5}\n'
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(tmp_path: Path, value: float) -> None:
+def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, value: float
+) -> None:
     writer = MetricsWriter(RunPaths(tmp_path))
     with pytest.raises(AlignerError, match=f"step 3: metric policy/loss is {value}"):
         writer.write(3, {"reward/mean": 1.0, "policy/loss": value})
@@ -39,11 +49,19 @@ def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> No
         file.write('{"step": 5, "rewa')
     writer.truncate_after(2)
     writer.write(3, {"reward/mean": 30})
-    assert [(record["step"], record["reward/mean"]) for record in read_metrics(paths.metrics)] == [(1, 1), (2, 2), (3, 30)]
+    assert [(record["step"], record["reward/mean"]) for record in read_metrics(paths.metrics)] == [
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
 
 
-@pytest.mark.parametrize("line", ["\0" * 40, '{"step": 3, "rewa', "3", "[]", '{"reward/mean": 1.0}', '{"step": "3"}'])
-def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["\0" * 40, '{"step": 3, "rewa', "3", "[]", '{"reward/mean": 1.0}', '{"step": "3"}']
+)
+def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(
+    tmp_path: Path, line: str
+) -> None:
     paths = RunPaths(tmp_path)
     writer = MetricsWriter(paths)
     for step in (1, 2):
@@ -51,7 +69,10 @@ def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(tmp_path: P
     content = f"{paths.metrics.read_text()}{line}\n"
     paths.metrics.write_text(content)
     for read in (lambda: read_metrics(paths.metrics), lambda: writer.truncate_after(3)):
-        with pytest.raises(AlignerError, match=f"{paths.metrics}: line 3 is not a JSON object with a step; remove the line"):
+        with pytest.raises(
+            AlignerError,
+            match=f"{paths.metrics}: line 3 is not a JSON object with a step; remove the line",
+        ):
             read()
     assert paths.metrics.read_text() == content
     writer.truncate_after(1)
@@ -82,9 +103,14 @@ def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path)
     writer.amend(2, {"eval/loss": 0.5})
     writer.write(3, {"reward/mean": 30})
     whole = {"reward/mean": 2.0, "eval/loss": 0.5}
-    assert read_metrics(paths.metrics) == [{"step": 1, "reward/mean": 1}, {"step": 2, **whole}, {"step": 3, "reward/mean": 30}]
+    assert read_metrics(paths.metrics) == [
+        {"step": 1, "reward/mean": 1},
+        {"step": 2, **whole},
+        {"step": 3, "reward/mean": 30},
+    ]
     assert sink.seen == [(1, {}), (2, whole), (3, {"reward/mean": 30})]
-    assert len(paths.metrics.read_text().splitlines()) == 4  # nobody who follows the file loses his place
+    # nobody who follows the file loses his place
+    assert len(paths.metrics.read_text().splitlines()) == 4
 
 
 def test_resuming_drops_later_samples(tmp_path: Path) -> None:
@@ -108,7 +134,10 @@ def test_tensorboard_shows_the_scalars_and_hides_what_a_resumed_run_repeats(tmp_
     writer.close()
     events = EventAccumulator(str(paths.tensorboard))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 1.0),
+        (2, 20.0),
+    ]
 
 
 def test_a_follower_waits_for_whole_lines_and_follows_a_cut_back_file(tmp_path: Path) -> None:
@@ -136,10 +165,13 @@ def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
 
 def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from aligner.paths import RunPaths\n"
-        "from aligner.observability.metrics import MetricsWriter\n"
-        "from aligner.observability.sinks import TensorBoardSink; paths = RunPaths(Path(sys.argv[1]))\n"
-        "with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer: writer.write(1, {'a': 1})\n"
-        "print([name for name in ('torch', 'tensorflow') if name in sys.modules])"
+        "import sys; from pathlib import Path; from aligner.paths import RunPaths\nfrom"
+        " aligner.observability.metrics import MetricsWriter\nfrom aligner.observability.sinks"
+        " import TensorBoardSink; paths = RunPaths(Path(sys.argv[1]))\nwith MetricsWriter(paths,"
+        " [TensorBoardSink(paths.tensorboard)]) as writer: writer.write(1, {'a': 1})\nprint([name"
+        " for name in ('torch', 'tensorflow') if name in sys.modules])"
     )
-    assert subprocess.check_output([sys.executable, "-c", program, str(tmp_path)], text=True).strip() == "[]"
+    assert (
+        subprocess.check_output([sys.executable, "-c", program, str(tmp_path)], text=True).strip()
+        == "[]"
+    )

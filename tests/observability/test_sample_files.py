@@ -20,14 +20,25 @@ ROWS = [
         "score": 1.0,
         "cut": False,
     },
-    {"group": 0, "sample": 1, "branch": 0, "prompt": "2+2=", "response": "five", "response_tokens": 1, "score": None},
+    {
+        "group": 0,
+        "sample": 1,
+        "branch": 0,
+        "prompt": "2+2=",
+        "response": "five",
+        "response_tokens": 1,
+        "score": None,
+    },
 ]
 ROWS[0]["score_parts"] = {"math": 0.75, "length": 0.25}
 
 
 def columns(rows: list[dict]) -> dict[str, list]:
     """What is missing is null."""
-    return {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
+    return {
+        name: [row.get(name) for row in rows]
+        for name in {name: None for row in rows for name in row}
+    }
 
 
 TOKENS = {
@@ -52,12 +63,28 @@ def noise(count: int) -> dict[str, np.ndarray]:
 def test_what_was_written_is_read_and_what_is_missing_is_null(tmp_path: Path) -> None:
     writer = files(tmp_path)
     writer.write(12, columns(ROWS), TOKENS)
-    assert sorted(file.name for file in (tmp_path / "samples").iterdir()) == ["step_000012.parquet", "tokens_000012.parquet"]
+    assert sorted(file.name for file in (tmp_path / "samples").iterdir()) == [
+        "step_000012.parquet",
+        "tokens_000012.parquet",
+    ]
     first, second = read_samples(tmp_path).to_pylist()
-    assert (first["step"], first["score"], first["score_parts"]) == (12, 1.0, [("math", 0.75), ("length", 0.25)])
-    assert (second["sample"], second["response"], second["score"], second["advantage"]) == (1, "five", None, None)
+    assert (first["step"], first["score"], first["score_parts"]) == (
+        12,
+        1.0,
+        [("math", 0.75), ("length", 0.25)],
+    )
+    assert (second["sample"], second["response"], second["score"], second["advantage"]) == (
+        1,
+        "five",
+        None,
+        None,
+    )
     first, second = read_samples(tmp_path, tokens=True).to_pylist()
-    assert (first["text"], first["drawn"], first["version"]) == (["4", "."], [True, False], [3, None])
+    assert (first["text"], first["drawn"], first["version"]) == (
+        ["4", "."],
+        [True, False],
+        [3, None],
+    )
     assert (first["engine_logprob"], second["engine_logprob"]) == ([-0.5, None], [-2.0])
     assert (second["step"], second["sample"], second["entropy"]) == (12, 1, None)
 
@@ -81,7 +108,8 @@ def test_a_step_is_replaced_and_a_resumed_run_has_none_of_later_steps(tmp_path: 
     (tmp_path / "samples" / "step_000004.parquet.tmp").write_bytes(b"PAR1")
     writer.truncate_after(2)
     assert (
-        sorted(file.name[-14:] for file in (tmp_path / "samples").iterdir()) == ["000001.parquet"] * 2 + ["000002.parquet"] * 2
+        sorted(file.name[-14:] for file in (tmp_path / "samples").iterdir())
+        == ["000001.parquet"] * 2 + ["000002.parquet"] * 2
     )
     writer.write(2, columns([{**ROWS[1], "response": "again"}]), {})
     assert read_samples(tmp_path, columns=["step", "response"]).to_pydict() == {
@@ -90,7 +118,9 @@ def test_a_step_is_replaced_and_a_resumed_run_has_none_of_later_steps(tmp_path: 
     }
 
 
-def test_the_oldest_token_files_go_first_then_the_oldest_step_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_oldest_token_files_go_first_then_the_oldest_step_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     writer, row = files(tmp_path), {**ROWS[0], "response_tokens": 120_000, "prompt": "p"}
     for step in range(1, 6):  # 0.4 MiB each
@@ -99,7 +129,9 @@ def test_the_oldest_token_files_go_first_then_the_oldest_step_files(tmp_path: Pa
     assert read_samples(tmp_path, tokens=True, columns=["step"])["step"].to_pylist() == [4, 5]
     letters = np.random.default_rng(0).integers(97, 123, (5, 500_000), dtype=np.uint8)
     for step, text in zip((6, 7, 8, 9, 10), letters, strict=True):
-        writer.write(step, columns([{**row, "response": text.tobytes().decode(), "response_tokens": 0}]), {})
+        writer.write(
+            step, columns([{**row, "response": text.tobytes().decode(), "response_tokens": 0}]), {}
+        )
     assert sample_steps(tmp_path)[-1] == 10 and sample_steps(tmp_path)[0] > 5
     assert sum(file.stat().st_size for file in (tmp_path / "samples").iterdir()) <= 2**20
     assert caplog.text.count("logging.samples_mib=1") == 1

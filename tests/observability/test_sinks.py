@@ -14,7 +14,13 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.observability.metrics import MetricsSink, MetricsWriter, Record, read_metrics
-from aligner.observability.sinks import SUPERSEDED, BackgroundSink, MlflowSink, TensorBoardSink, open_sinks
+from aligner.observability.sinks import (
+    SUPERSEDED,
+    BackgroundSink,
+    MlflowSink,
+    TensorBoardSink,
+    open_sinks,
+)
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 from tests.observability.tracker_readers import (
@@ -33,16 +39,24 @@ ON = [f"logging.{name}.enabled=true" for name in TRACKERS]
 
 @pytest.fixture(autouse=True)
 def _as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # as the sink sets it, for the reader here
+    # as the sink sets it, for the reader here
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
 def configured(directory: Path, *overrides: str) -> Config:
     directory.mkdir(exist_ok=True)
-    return compose_config(["experiment=tiny_ppo", f"run.dir={directory}", "logging.tensorboard=false", *overrides])
+    return compose_config(
+        ["experiment=tiny_ppo", f"run.dir={directory}", "logging.tensorboard=false", *overrides]
+    )
 
 
 def metrics(step: int, more: float = 0.0) -> dict[str, float]:
-    return {"reward/mean": step / 10 + more, "policy/loss": -0.5, "eval/pass@1": 0.1, "time/step": 1e-300 * step}
+    return {
+        "reward/mean": step / 10 + more,
+        "policy/loss": -0.5,
+        "eval/pass@1": 0.1,
+        "time/step": 1e-300 * step,
+    }
 
 
 def named(steps: Steps) -> Steps:
@@ -86,30 +100,52 @@ def test_a_killed_and_resumed_run_is_in_every_tracker_as_in_metrics_jsonl(tmp_pa
         for step in (4, 5, 6):
             writer.write(step, metrics(step, more=0.5))
     expected = read_metrics(paths.metrics)
-    assert [step["step"] for step in expected] == list(range(7)) and expected[4]["reward/mean"] == 0.9
+    assert [step["step"] for step in expected] == list(range(7)) and expected[4][
+        "reward/mean"
+    ] == 0.9
     assert wandb_steps(paths) == expected
     assert mlflow_steps(paths) == named(expected)
     assert {name: paths.tracker_run(name).read_text() for name in ids} == ids
     run = mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text())
-    assert (run.info.status, run.info.run_name, run.data.params["rollout.prompts_per_step"]) == ("FINISHED", "run", "16")
+    assert (run.info.status, run.info.run_name, run.data.params["rollout.prompts_per_step"]) == (
+        "FINISHED",
+        "run",
+        "16",
+    )
 
 
 def test_a_tracked_run_has_its_name_tags_and_whole_configuration(tmp_path: Path) -> None:
-    config = configured(tmp_path / "run", *ON, "logging.wandb.tags=[a,b]", "+logging.mlflow.tags.team=x")
+    config = configured(
+        tmp_path / "run", *ON, "logging.wandb.tags=[a,b]", "+logging.mlflow.tags.team=x"
+    )
     paths = run_paths(config)
-    with pytest.raises(ValueError, match="diverged"), MetricsWriter(paths, open_sinks(config, paths)) as writer:
+    with (
+        pytest.raises(ValueError, match="diverged"),
+        MetricsWriter(paths, open_sinks(config, paths)) as writer,
+    ):
         writer.write(1, metrics(1))
         raise ValueError("diverged")
     (file,) = paths.wandb.glob("offline-run-*/*.wandb")
     records = {record.WhichOneof("record_type"): record for record in wandb_records(file)}
     run = records["run"].run
-    assert (run.run_id, run.display_name, run.project) == (paths.tracker_run("wandb").read_text(), "run", "aligner")
+    assert (run.run_id, run.display_name, run.project) == (
+        paths.tracker_run("wandb").read_text(),
+        "run",
+        "aligner",
+    )
     assert [*run.tags] == ["a", "b"]
     assert {item.key for item in run.config.update} >= {"rollout", "actor", "seed"}
     assert records["exit"].exit.exit_code == 1
     stored = mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text())
-    assert (stored.info.status, stored.info.run_name, stored.data.tags["team"]) == ("FAILED", "run", "x")
-    assert (stored.data.params["seed"], stored.data.params["model.config.hidden_size"]) == ("1", "64")
+    assert (stored.info.status, stored.info.run_name, stored.data.tags["team"]) == (
+        "FAILED",
+        "run",
+        "x",
+    )
+    assert (stored.data.params["seed"], stored.data.params["model.config.hidden_size"]) == (
+        "1",
+        "64",
+    )
 
 
 TOLD_TO_END = """
@@ -134,7 +170,9 @@ def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_pat
     paths = run_paths(configured(tmp_path / "run"))
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
     command = [sys.executable, "-c", TOLD_TO_END, *overrides]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None and run.stdout.readline() == "ready\n"
         while not paths.tracker_run("wandb").exists() or not paths.tracker_run("mlflow").exists():
             assert run.poll() is None
@@ -143,10 +181,15 @@ def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_pat
         assert run.wait(60) == -signal.SIGTERM
     assert wandb_steps(paths) == read_metrics(paths.metrics)
     assert mlflow_steps(paths) == named(read_metrics(paths.metrics))
-    assert mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text()).info.status == "FAILED"
+    assert (
+        mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text()).info.status
+        == "FAILED"
+    )
 
 
-def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest(tmp_path: Path) -> None:
+def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest(
+    tmp_path: Path,
+) -> None:
     config = configured(tmp_path / "run", ON[0])
     paths = run_paths(config)
     for first in (0, 2):
@@ -154,7 +197,11 @@ def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest
             writer.truncate_after(first)
             for step in range(first + 1, first + 4):
                 writer.write(step, metrics(step))
-    assert len(list(paths.wandb.glob("offline-run-*"))) == len(list((paths.wandb / SUPERSEDED).iterdir())) == 1
+    assert (
+        len(list(paths.wandb.glob("offline-run-*")))
+        == len(list((paths.wandb / SUPERSEDED).iterdir()))
+        == 1
+    )
     assert wandb_steps(paths) == read_metrics(paths.metrics)
 
 
@@ -164,7 +211,12 @@ def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
     config = configured(tmp_path / "run", ON[1])
     paths = run_paths(config)
     paths.mlflow.write_text("in the way")
-    sink = BackgroundSink("mlflow", lambda: MlflowSink(config, paths), lambda: read_metrics(paths.metrics), retry_s=0.0)
+    sink = BackgroundSink(
+        "mlflow",
+        lambda: MlflowSink(config, paths),
+        lambda: read_metrics(paths.metrics),
+        retry_s=0.0,
+    )
     with MetricsWriter(paths, [sink]) as writer:
         for step in (1, 2, 3):
             writer.write(step, metrics(step))
@@ -174,12 +226,21 @@ def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
             time.sleep(0.05)
         paths.mlflow.unlink()
         writer.write(4, metrics(4))
-    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "aligner.observability.sinks"]
+    assert (
+        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        and len(read_metrics(paths.metrics)) == 4
+    )
+    (told,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "aligner.observability.sinks"
+    ]
     assert told.startswith("mlflow does not record the metrics, but the run goes on: ")
 
 
-def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_before(tmp_path: Path) -> None:
+def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_before(
+    tmp_path: Path,
+) -> None:
     config = configured(tmp_path / "run", ON[1])
     paths = run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
@@ -202,7 +263,10 @@ def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_be
             assert time.monotonic() < deadline
             time.sleep(0.05)
         is_back.set()
-    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 4
+    assert (
+        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        and len(read_metrics(paths.metrics)) == 4
+    )
 
 
 def test_a_run_that_was_killed_while_its_end_was_written_goes_on_in_mlflow(tmp_path: Path) -> None:
@@ -218,7 +282,10 @@ def test_a_run_that_was_killed_while_its_end_was_written_goes_on_in_mlflow(tmp_p
         writer.write(2, metrics(2))
     run = mlflow_client(paths).get_run(begun)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 2
+    assert (
+        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        and len(read_metrics(paths.metrics)) == 2
+    )
 
 
 def test_a_step_of_which_a_killed_run_has_recorded_a_part_is_completed(tmp_path: Path) -> None:
@@ -233,7 +300,10 @@ def test_a_step_of_which_a_killed_run_has_recorded_a_part_is_completed(tmp_path:
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.truncate_after(2)
         writer.write(3, metrics(3))
-    assert mlflow_steps(paths) == named(read_metrics(paths.metrics)) and len(read_metrics(paths.metrics)) == 3
+    assert (
+        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        and len(read_metrics(paths.metrics)) == 3
+    )
 
 
 def in_tensorboard(step: int, more: float = 0.0) -> dict[str, float]:
@@ -248,12 +318,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+# of TensorBoard's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_path: Path) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     away = paths.root / "away"
     sink = BackgroundSink(
-        "tensorboard", lambda: TensorBoardSink(paths.tensorboard), lambda: read_metrics(paths.metrics), retry_s=0.0
+        "tensorboard",
+        lambda: TensorBoardSink(paths.tensorboard),
+        lambda: read_metrics(paths.metrics),
+        retry_s=0.0,
     )
     with MetricsWriter(paths, [sink]) as writer:
         writer.truncate_after(0)
@@ -270,11 +344,16 @@ def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_
         away.rename(paths.tensorboard)
         for step in (6, 7):
             writer.write(step, in_tensorboard(step))
-    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 8
+    assert (
+        tensorboard_steps(paths) == read_metrics(paths.metrics)
+        and len(read_metrics(paths.metrics)) == 8
+    )
     assert tensorboard_writes(paths) == [*range(8)]
 
 
-def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_later_before(tmp_path: Path) -> None:
+def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_later_before(
+    tmp_path: Path,
+) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer:
         for step in range(1, 6):
@@ -287,14 +366,19 @@ def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_late
             raise OSError("away")
         return TensorBoardSink(paths.tensorboard)
 
-    sink = BackgroundSink("tensorboard", open_sink, lambda: read_metrics(paths.metrics), retry_s=0.0)
+    sink = BackgroundSink(
+        "tensorboard", open_sink, lambda: read_metrics(paths.metrics), retry_s=0.0
+    )
     with MetricsWriter(paths, [sink]) as writer:
         writer.truncate_after(2)
         for step in (3, 4):
             writer.write(step, in_tensorboard(step, more=0.5))
         wait_until(lambda: sink.failures == 3)
         is_back.set()
-    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 4
+    assert (
+        tensorboard_steps(paths) == read_metrics(paths.metrics)
+        and len(read_metrics(paths.metrics)) == 4
+    )
     assert tensorboard_writes(paths) == [1, 2, 3, 4, 5, 3, 4]
 
 
@@ -315,7 +399,10 @@ def test_a_resumed_run_gives_tensorboard_what_the_attempts_before_could_not(tmp_
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.truncate_after(4)
         writer.write(5, in_tensorboard(5, more=0.5))
-    assert tensorboard_steps(paths) == read_metrics(paths.metrics) and len(read_metrics(paths.metrics)) == 5
+    assert (
+        tensorboard_steps(paths) == read_metrics(paths.metrics)
+        and len(read_metrics(paths.metrics)) == 5
+    )
     assert tensorboard_writes(paths) == [1, 2, 5, 3, 4, 5]
 
 
@@ -350,14 +437,18 @@ def test_a_store_that_never_takes_anything_is_given_up_at_the_end_and_said_to_la
             writer.write(step, metrics(step))
     assert time.monotonic() - started < 10
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1999
-    assert caplog.messages[-1] == f"mlflow failed {failures} times and lacks steps; metrics.jsonl has all"
+    assert (
+        caplog.messages[-1]
+        == f"mlflow failed {failures} times and lacks steps; metrics.jsonl has all"
+    )
 
 
 def test_a_tracker_that_is_off_is_not_imported() -> None:
     program = (
-        "import sys; from aligner.schema import Config; from aligner.paths import RunPaths\n"
-        "from pathlib import Path; from aligner.observability.sinks import open_sinks; config = Config()\n"
-        "config.logging.tensorboard = False; assert open_sinks(config, RunPaths(Path('run'))) == []\n"
-        "print([name for name in ('wandb', 'mlflow', 'tensorboard') if name in sys.modules])"
+        "import sys; from aligner.schema import Config; from aligner.paths import RunPaths\nfrom"
+        " pathlib import Path; from aligner.observability.sinks import open_sinks; config ="
+        " Config()\nconfig.logging.tensorboard = False; assert open_sinks(config,"
+        " RunPaths(Path('run'))) == []\nprint([name for name in ('wandb', 'mlflow', 'tensorboard')"
+        " if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

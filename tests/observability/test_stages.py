@@ -36,5 +36,9 @@ def test_what_takes_long_is_told_once_and_then_how_long_it_took(tmp_path: Path) 
 
 def test_only_the_first_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    tell_stage(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"]), "trainer", "reading the data")
+    tell_stage(
+        compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"]),
+        "trainer",
+        "reading the data",
+    )
     assert not list(tmp_path.iterdir())

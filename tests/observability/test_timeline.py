@@ -14,7 +14,14 @@ import pytest
 
 from aligner.errors import AlignerError
 from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
-from aligner.observability.trace import Span, busy_shares, innermost, read_spans, steps_window, write_trace
+from aligner.observability.trace import (
+    Span,
+    busy_shares,
+    innermost,
+    read_spans,
+    steps_window,
+    write_trace,
+)
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from tests.observability.traces import checked_trace
@@ -45,7 +52,9 @@ def spend(timeline: Timeline, clock: Clock, name: str, seconds: float, **about: 
 
 def of(spans: list[Span], role: str) -> list[tuple[str, float, float, int | None]]:
     """Name, start and end in seconds of the clock, and step."""
-    return [(s.name, s.start / 1e6 - 1000, s.end / 1e6 - 1000, s.step) for s in spans if s.role == role]
+    return [
+        (s.name, s.start / 1e6 - 1000, s.end / 1e6 - 1000, s.step) for s in spans if s.role == role
+    ]
 
 
 def test_a_timers_phases_are_spans_of_the_step_they_end_in(tmp_path: Path) -> None:
@@ -60,7 +69,8 @@ def test_a_timers_phases_are_spans_of_the_step_they_end_in(tmp_path: Path) -> No
         with timer.phase("reshard"):
             clock.now += 1
         assert timer.take() == {"time/step": 3, "time/train": 2, "time/reshard": 1}
-    assert of(read_spans(paths), "trainer") == [("train", 5, 7, 1), ("publish", 7, 8, 1)]  # the last step's are pending
+    # the last step's are pending
+    assert of(read_spans(paths), "trainer") == [("train", 5, 7, 1), ("publish", 7, 8, 1)]
     own.flush()
     assert of(read_spans(paths), "trainer")[2:] == [("train", 8, 10, 2), ("publish", 10, 11, 2)]
 
@@ -96,7 +106,9 @@ def test_other_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
     write_trace(paths)
     checked_trace(paths.trace)
     events = json.loads(paths.trace.read_text())["traceEvents"]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert threads[0] == "rank 0" and threads[1] == "rank 1"
     assert sorted(threads.values()) == ["rank 0", "rank 0 pipeline", "rank 1", "rank 1 pipeline"]
 
@@ -117,7 +129,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_writer_loses_its_last_step_and_the_next_one_goes_on(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     file = paths.timeline / "trainer-0.jsonl"
-    assert subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False).returncode
+        == -signal.SIGKILL
+    )
     assert [span.step for span in read_spans(paths)] == [1, 2]
     with file.open("a") as torn:
         torn.write('{"name": "tra')  # the machine went down while a line was written
@@ -131,7 +146,8 @@ def test_a_killed_writer_loses_its_last_step_and_the_next_one_goes_on(tmp_path: 
 
 
 def train(paths: RunPaths, clock: Clock, done: int, last: int) -> None:
-    """A trainer of one rank and a critic, from their start to the trainer's step `last`, 3 s a step."""
+    """A trainer of one rank and a critic, from their start to the trainer's step `last`, 3 s a
+    step."""
     critic = timeline(paths.timeline / "critic-0.jsonl", clock)
     trainer = timeline(paths.timeline / "trainer-0.jsonl", clock)
     spend(critic, clock, "restore", 1)
@@ -152,7 +168,8 @@ def test_what_a_resumed_run_does_again_is_there_once(tmp_path: Path) -> None:
     assert [step for *_, step in of(spans, "trainer")] == [1, 2, 3, 4, 5]
     assert [start for _, start, _, _ in of(spans, "trainer")] == [6, 9, 101, 104, 107]
     values = [(start, step) for name, start, _, step in of(spans, "critic") if name == "values"]
-    assert values == [(8, 1), (103, 3), (106, 4), (109, 5)]  # of step 2 the trainer had not waited for it
+    # of step 2 the trainer had not waited for it
+    assert values == [(8, 1), (103, 3), (106, 4), (109, 5)]
     clock.now = 200
     train(paths, clock, 4, 5)
     assert [start for _, start, _, _ in of(read_spans(paths), "trainer")] == [6, 9, 101, 104, 201]
@@ -189,13 +206,17 @@ def test_of_a_long_timeline_the_newest_part_is_read_from_one_moment_on(tmp_path:
     assert {span.role for span in newest} == {"trainer", "critic"}
 
 
-def test_a_timeline_that_is_too_long_keeps_its_newer_half_and_is_read_from_one_moment_on(tmp_path: Path) -> None:
+def test_a_timeline_that_is_too_long_keeps_its_newer_half_and_is_read_from_one_moment_on(
+    tmp_path: Path,
+) -> None:
     """Also where the one process's timeline is short, and goes back further."""
     whole = RunPaths(tmp_path / "whole")
     for paths, limit in ((whole, sys.maxsize), (RunPaths(tmp_path / "cut"), 4000)):
         clock = Clock()
         for done in (0, 90):
-            trainer = Timeline(paths.timeline / "trainer-0.jsonl", clock=clock, wall_clock=clock.wall, limit=limit)
+            trainer = Timeline(
+                paths.timeline / "trainer-0.jsonl", clock=clock, wall_clock=clock.wall, limit=limit
+            )
             critic = timeline(paths.timeline / "critic-0.jsonl", clock)
             trainer.begin_run(done)
             for step in range(done + 1, done + 101):
@@ -235,7 +256,9 @@ def spans(rank: int, *named: tuple[str, int, int]) -> list[Span]:
 
 
 def test_a_moment_belongs_to_the_innermost_span() -> None:
-    cut = innermost(spans(0, ("evaluate", 0, 10), ("generate", 2, 4), ("score", 4, 5), ("train", 12, 13)))
+    cut = innermost(
+        spans(0, ("evaluate", 0, 10), ("generate", 2, 4), ("score", 4, 5), ("train", 12, 13))
+    )
     assert [(span.name, span.start, span.end) for span in cut] == [
         ("evaluate", 0, 2),
         ("generate", 2, 4),
@@ -246,11 +269,18 @@ def test_a_moment_belongs_to_the_innermost_span() -> None:
 
 
 def test_busy_shares_are_means_over_ranks_without_what_is_waited() -> None:
-    both = spans(0, ("train", 0, 60), ("wait", 60, 100)) + spans(1, ("train", 0, 100), ("score", 50, 70), ("wait", 80, 90))
+    both = spans(0, ("train", 0, 60), ("wait", 60, 100)) + spans(
+        1, ("train", 0, 100), ("score", 50, 70), ("wait", 80, 90)
+    )
     other = [Span("trainer", 0, "score", 80, 120, thread="pipeline")]
     assert steps_window(both, 3) == (0, 100)
     shares = busy_shares([*both, *other], (0, 100))
-    assert shares == {"trainer": {"train": pytest.approx((0.6 + 0.7) / 2), "score": pytest.approx((0.2 + 0.2) / 2)}}
+    assert shares == {
+        "trainer": {
+            "train": pytest.approx((0.6 + 0.7) / 2),
+            "score": pytest.approx((0.2 + 0.2) / 2),
+        }
+    }
 
 
 def ticking(times: list[float]) -> Iterator[float]:
@@ -286,7 +316,11 @@ def test_a_phase_is_counted_when_its_block_raises() -> None:
 
 def test_a_phase_inside_itself_an_open_phase_and_the_name_step_are_refused() -> None:
     timer = PhaseTimer()
-    with pytest.raises(ValueError, match="'train' is already being timed"), timer.phase("train"), timer.phase("train"):
+    with (
+        pytest.raises(ValueError, match="'train' is already being timed"),
+        timer.phase("train"),
+        timer.phase("train"),
+    ):
         pass
     with pytest.raises(ValueError, match="still being timed: train"), timer.phase("train"):
         timer.take()

@@ -31,7 +31,10 @@ def wandb_steps(paths: RunPaths) -> Steps:
     steps = []
     for record in wandb_records(file):
         if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             metrics = {key: value for key, value in row.items() if not key.startswith("_")}
             steps.append({"step": row["_step"], **metrics})
     return steps
@@ -49,7 +52,9 @@ def mlflow_steps(paths: RunPaths) -> Steps:
     client, run = mlflow_client(paths), paths.tracker_run("mlflow").read_text()
     found: list[tuple[int, str, float]] = []
     for key in client.get_run(run).data.metrics:
-        found += [(metric.step, key, metric.value) for metric in client.get_metric_history(run, key)]
+        found += [
+            (metric.step, key, metric.value) for metric in client.get_metric_history(run, key)
+        ]
     return _by_step(found)
 
 
@@ -59,7 +64,11 @@ def tensorboard_steps(paths: RunPaths) -> Steps:
 
     events = EventAccumulator(str(paths.tensorboard))
     events.Reload()
-    found = [(event.step, key, event.value) for key in events.Tags()["scalars"] for event in events.Scalars(key)]
+    found = [
+        (event.step, key, event.value)
+        for key in events.Tags()["scalars"]
+        for event in events.Scalars(key)
+    ]
     return _by_step(found)
 
 
@@ -68,11 +77,17 @@ def tensorboard_writes(paths: RunPaths) -> list[int]:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     files = sorted(paths.tensorboard.iterdir())
-    return [event.step for file in files for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
+    return [
+        event.step
+        for file in files
+        for event in LegacyEventFileLoader(str(file)).Load()
+        if event.HasField("summary")
+    ]
 
 
 def _by_step(found: list[tuple[int, str, float]]) -> Steps:
     assert len({(step, key) for step, key, _ in found}) == len(found), "a step is there twice"
     return [
-        {"step": step, **{key: value for at, key, value in found if at == step}} for step in sorted({at for at, _, _ in found})
+        {"step": step, **{key: value for at, key, value in found if at == step}}
+        for step in sorted({at for at, _, _ in found})
     ]

@@ -20,7 +20,11 @@ from aligner.placement.placement_table import placements
 from aligner.schema import Config
 
 WIDE = ("actor.parallel.data=2", "engine.parallel.data=2", "critic.parallel.tensor=2")
-SERVED = ("engine.placement=server", "rollout.max_staleness=1", "algorithm.truncated_importance=token")
+SERVED = (
+    "engine.placement=server",
+    "rollout.max_staleness=1",
+    "algorithm.truncated_importance=token",
+)
 REWARD_MODEL = ("reward.kind=model", "reward.path=models/absent", "reward.replicas=2")
 
 
@@ -53,7 +57,9 @@ def test_named_devices_are_a_roles_own_and_the_others_get_what_is_free() -> None
 
 def test_roles_that_name_the_same_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "1")
-    with pytest.raises(ConfigError, match=r"trainer 1, critic 1, and 1 of this machine.s 1 are free"):
+    with pytest.raises(
+        ConfigError, match=r"trainer 1, critic 1, and 1 of this machine.s 1 are free"
+    ):
         check(configured())
     config = configured("cluster.devices.trainer=0", "cluster.devices.critic=0")
     check(config)
@@ -70,12 +76,30 @@ def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (["cluster.devices.critic=8"], "cluster.devices.critic=8: allowed are different ones from 0 to 7"),
-        (["cluster.devices.critic='1,1'"], "cluster.devices.critic=1,1: allowed are different ones"),
-        (["cluster.devices.critic=all"], "cluster.devices.critic=all: allowed are numbers and ranges"),
-        ([*WIDE, "cluster.devices.critic=3"], "cluster.devices.critic=3: 2 ranks need a device each"),
-        ([*SERVED, "cluster.devices.trainer=1", "cluster.devices.generator=1"], "device 1 is the trainer's, and NCCL"),
-        (["actor.parallel.data=8", "engine.parallel.data=8"], "trainer 8, critic 1, and 8 of this machine's 8 are free"),
+        (
+            ["cluster.devices.critic=8"],
+            "cluster.devices.critic=8: allowed are different ones from 0 to 7",
+        ),
+        (
+            ["cluster.devices.critic='1,1'"],
+            "cluster.devices.critic=1,1: allowed are different ones",
+        ),
+        (
+            ["cluster.devices.critic=all"],
+            "cluster.devices.critic=all: allowed are numbers and ranges",
+        ),
+        (
+            [*WIDE, "cluster.devices.critic=3"],
+            "cluster.devices.critic=3: 2 ranks need a device each",
+        ),
+        (
+            [*SERVED, "cluster.devices.trainer=1", "cluster.devices.generator=1"],
+            "device 1 is the trainer's, and NCCL",
+        ),
+        (
+            ["actor.parallel.data=8", "engine.parallel.data=8"],
+            "trainer 8, critic 1, and 8 of this machine's 8 are free",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(overrides: list[str], error: str) -> None:
@@ -84,7 +108,9 @@ def test_what_cannot_be_is_refused_by_its_key(overrides: list[str], error: str) 
     assert error in str(caught.value)
 
 
-def test_ranks_see_their_roles_devices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_see_their_roles_devices_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real processes, each of which tells what it sees."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     config = configured(*WIDE, f"run.dir={tmp_path}", "cluster.devices.critic=1-2")
@@ -100,10 +126,15 @@ def test_ranks_see_their_roles_devices_alone(tmp_path: Path, monkeypatch: pytest
     seen = {file.stem: file.read_text().split() for file in (tmp_path / "logs").iterdir()}
     assert seen["trainer-0"] == ["GPU-a,GPU-d", "0"] and seen["trainer-1"] == ["GPU-a,GPU-d", "1"]
     assert seen["critic-0"] == ["GPU-b,GPU-c", "0"] and seen["critic-1"] == ["GPU-b,GPU-c", "1"]
-    assert seen["reward-0"] == [os.environ["CUDA_VISIBLE_DEVICES"], "0"], "a function of the user's may use any"
+    assert seen["reward-0"] == [
+        os.environ["CUDA_VISIBLE_DEVICES"],
+        "0",
+    ], "a function of the user's may use any"
 
 
-def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ALIGNER_GPUS")
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path / Path(path).relative_to("/"))
     assert roles.gpu_count() == 0

@@ -28,7 +28,11 @@ def layout(*overrides: str):
 
 
 def problems(*overrides: str) -> str:
-    return "\n".join(cluster.problems(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]), None, {}))
+    return "\n".join(
+        cluster.problems(
+            compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]), None, {}
+        )
+    )
 
 
 def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first() -> None:
@@ -43,8 +47,16 @@ def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first(
 
 
 def test_a_function_needs_no_device_and_a_role_without_devices_asks_for_none() -> None:
-    assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [1, 4, 0]
-    assert [part.devices_per_node for part in layout("cluster.slurm.gpus=none").components] == [0, 0, 0]
+    assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [
+        1,
+        4,
+        0,
+    ]
+    assert [part.devices_per_node for part in layout("cluster.slurm.gpus=none").components] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_roles_share_nodes_by_ranges_of_devices() -> None:
@@ -52,7 +64,10 @@ def test_roles_share_nodes_by_ranges_of_devices() -> None:
         *("actor.parallel.data=6", f"{NODES}.trainer.devices=0-5", "critic.parallel.data=2"),
         *(f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices=6-7"),
     )
-    assert [(part.role, part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [
+    assert [
+        (part.role, part.nodes, part.ranks_per_node, part.devices_per_node)
+        for part in found.components
+    ] == [
         ("trainer", 1, 8, 8),
         ("reward", 1, 1, 0),
     ]
@@ -61,16 +76,29 @@ def test_roles_share_nodes_by_ranges_of_devices() -> None:
 
 
 def test_a_function_beside_the_only_role_with_devices_divides_none() -> None:
-    found = layout("algorithm=grpo", "actor.parallel.data=16", "engine.parallel.data=16", f"{NODES}.reward.beside=trainer")
-    assert [(part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components] == [(2, 9, 8)]
+    found = layout(
+        "algorithm=grpo",
+        "actor.parallel.data=16",
+        "engine.parallel.data=16",
+        f"{NODES}.reward.beside=trainer",
+    )
+    assert [
+        (part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components
+    ] == [(2, 9, 8)]
     assert found.places["trainer"] == Place(0, 0, 2, 8, None)
     assert found.places["reward"] == Place(0, 0, 1, 1, None)
 
 
-def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> None:
+def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> (
+    None
+):
     found = layout("cluster.slurm.heterogeneous=false", "actor.parallel.data=16")
     assert [(part.nodes, part.ranks_per_node) for part in found.components] == [(4, 8)]
-    assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [range(2), range(2, 3), range(3, 4)]
+    assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [
+        range(2),
+        range(2, 3),
+        range(3, 4),
+    ]
 
 
 @functools.cache
@@ -106,7 +134,9 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         assert place.nodes * place.ranks_per_node == ranks
         for node in place.node_range:
             assert node < found.components[place.component].nodes
-            loads[place.component, node] = loads.get((place.component, node), 0) + place.ranks_per_node
+            loads[place.component, node] = (
+                loads.get((place.component, node), 0) + place.ranks_per_node
+            )
     assert max(loads.values()) <= slots
     assert len(loads) == sum(part.nodes for part in found.components)  # none is asked for in vain
 
@@ -116,47 +146,98 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
     [
         (
             ["actor.parallel.data=9"],
-            "cluster.slurm.roles.trainer.nodes=null: 9 ranks do not go evenly on nodes of 8 devices",
+            (
+                "cluster.slurm.roles.trainer.nodes=null: 9 ranks do not go evenly on nodes of 8"
+                " devices"
+            ),
         ),
-        (["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"], "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go"),
-        (["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"], "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go"),
-        ([f"{NODES}.critic.beside=critic"], "cluster.slurm.roles.critic.beside=critic: name a role with nodes of its own"),
+        (
+            ["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"],
+            "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go",
+        ),
+        (
+            ["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"],
+            "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go",
+        ),
+        (
+            [f"{NODES}.critic.beside=critic"],
+            "cluster.slurm.roles.critic.beside=critic: name a role with nodes of its own",
+        ),
         (
             [f"{NODES}.critic.beside=generator"],
-            "roles.critic.beside=generator: the run has no such role; it has trainer, critic, reward",
+            (
+                "roles.critic.beside=generator: the run has no such role; it has trainer, critic,"
+                " reward"
+            ),
         ),
         (
             [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.nodes=1"],
             "it runs on the nodes of trainer; leave",
         ),
-        ([f"{NODES}.critic.beside=trainer"], "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes"),
-        ([f"{NODES}.trainer.devices=0-8"], "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7"),
+        (
+            [f"{NODES}.critic.beside=trainer"],
+            "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes",
+        ),
+        (
+            [f"{NODES}.trainer.devices=0-8"],
+            "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7",
+        ),
         (
             [f"{NODES}.trainer.devices=0-300000000000"],
-            "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones from 0 to 7",
+            (
+                "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones"
+                " from 0 to 7"
+            ),
         ),
-        ([f"{NODES}.trainer.devices=3-0"], "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7"),
-        ([f"{NODES}.trainer.devices=a"], "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges"),
         (
-            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices='0'", f"{NODES}.trainer.devices='0'"],
+            [f"{NODES}.trainer.devices=3-0"],
+            "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7",
+        ),
+        (
+            [f"{NODES}.trainer.devices=a"],
+            "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges",
+        ),
+        (
+            [
+                f"{NODES}.critic.beside=trainer",
+                f"{NODES}.critic.devices='0'",
+                f"{NODES}.trainer.devices='0'",
+            ],
             "cluster.slurm.roles.critic.devices=0: device 0 is trainer's",
         ),
         (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),
         (["cluster.slurm.image=/nowhere.sqsh"], "cluster.slurm.image=/nowhere.sqsh: no such file"),
-        (["cluster.slurm.image='a b'"], "cluster.slurm.image=a b: neither a file nor an image's name"),
-        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"], "/nowhere:/data: /nowhere does not exist"),
-        (["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"], "cluster.slurm.mounts: /tmp is not SOURCE:TARGET"),
+        (
+            ["cluster.slurm.image='a b'"],
+            "cluster.slurm.image=a b: neither a file nor an image's name",
+        ),
+        (
+            ["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"],
+            "/nowhere:/data: /nowhere does not exist",
+        ),
+        (
+            ["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"],
+            "cluster.slurm.mounts: /tmp is not SOURCE:TARGET",
+        ),
         (
             [*REPLICAS_OF_4, "actor.parallel.data=8", "cluster.devices_per_node=2"],
-            "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must be on one node, but the trainer has 2 ranks"
-            " on each of 4 nodes (cluster.devices_per_node); give more ranks a node, or a size that divides 2",
+            (
+                "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must be on one"
+                " node, but the trainer has 2 ranks on each of 4 nodes (cluster.devices_per_node);"
+                " give more ranks a node, or a size that divides 2"
+            ),
         ),
         (
             [*REPLICAS_OF_4, "actor.parallel.data=8", f"{NODES}.trainer.devices=0-1"],
             "the trainer has 2 ranks on each of 4 nodes (cluster.slurm.roles.trainer.devices)",
         ),
         (
-            [*REPLICAS_OF_4, "engine.placement=server", "engine.sleep=false", f"{NODES}.generator.nodes=8"],
+            [
+                *REPLICAS_OF_4,
+                "engine.placement=server",
+                "engine.sleep=false",
+                f"{NODES}.generator.nodes=8",
+            ],
             "the generator has 1 ranks on each of 8 nodes (cluster.slurm.roles.generator.nodes)",
         ),
     ],
@@ -169,7 +250,11 @@ def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], probl
 def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
-    given = (f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", f"data.path={prompts}")
+    given = (
+        f"run.dir={tmp_path}/run",
+        "cluster.slurm.image='REGISTRY#NAME:1'",
+        f"data.path={prompts}",
+    )
     assert f"data.path={prompts}: the container does not see it" in problems(*given)
     assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
 
@@ -204,7 +289,9 @@ def passed_on(tmp_path: Path, cluster: Path) -> list[str]:
     command.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_CLUSTER": str(cluster)}
     called = ["bash", SCRIPTS / "submit_slurm.sh", "tiny_ppo", "run.name=mine"]
-    return subprocess.run(called, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        called, env=environment, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
@@ -212,13 +299,25 @@ def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
     assert given[0] == "launch"
     config = compose_config(given[1:])
     assert config.cluster.slurm.sbatch == ["--exclusive", "--mem=0"]
-    assert (config.cluster.slurm.partition, config.cluster.device_memory_gib, config.run.name) == ("gpu", 76, "mine")
+    assert (config.cluster.slurm.partition, config.cluster.device_memory_gib, config.run.name) == (
+        "gpu",
+        76,
+        "mine",
+    )
 
 
 def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> None:
-    flags = ["--comment=it's a test", "--comment=two 'words'", r"--comment=a\b \' c\\", "--comment=a,b=[c]", '--comment="d"']
+    flags = [
+        "--comment=it's a test",
+        "--comment=two 'words'",
+        r"--comment=a\b \' c\\",
+        "--comment=a,b=[c]",
+        '--comment="d"',
+    ]
     cluster = tmp_path / "cluster.sh"
-    cluster.write_text(f"SLURM_SBATCH=({' '.join(map(shlex.quote, flags))})\nSLURM_CONSTRAINT={shlex.quote(flags[0])}\n")
+    cluster.write_text(
+        f"SLURM_SBATCH=({' '.join(map(shlex.quote, flags))})\nSLURM_CONSTRAINT={shlex.quote(flags[0])}\n"
+    )
     slurm = compose_config(passed_on(tmp_path, cluster)[1:]).cluster.slurm
     assert (slurm.sbatch, slurm.constraint) == (flags, flags[0])
 

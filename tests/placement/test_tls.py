@@ -16,24 +16,34 @@ from aligner.schema import Config, RunConfig, ServerConfig, TLSConfig
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     tls = TLSConfig(certificate="auto", mutual=True)
-    return Config(run=RunConfig(dir=str(tmp_path / "run")), server=ServerConfig(guard="none", tls=tls))
+    return Config(
+        run=RunConfig(dir=str(tmp_path / "run")), server=ServerConfig(guard="none", tls=tls)
+    )
 
 
-def test_a_runs_own_certificate_is_accepted_on_its_hosts_and_this_machine_and_nowhere_else(config: Config) -> None:
+def test_a_runs_own_certificate_is_accepted_on_its_hosts_and_this_machine_and_nowhere_else(
+    config: Config,
+) -> None:
     create_certificate(config, ["198.51.100.1", "node-7"])
-    check_certificate(config, ["198.51.100.1", "node-7", "127.0.0.1", "localhost", socket.gethostname()])
+    check_certificate(
+        config, ["198.51.100.1", "node-7", "127.0.0.1", "localhost", socket.gethostname()]
+    )
     for elsewhere in ("198.51.100.2", "node-8"):
         with pytest.raises(ConfigError, match=f"connecting to {elsewhere} .* would fail"):
             check_certificate(config, [elsewhere])
 
 
-def test_its_key_is_its_owners_alone_and_other_runs_do_not_trust_it(config: Config, tmp_path: Path) -> None:
+def test_its_key_is_its_owners_alone_and_other_runs_do_not_trust_it(
+    config: Config, tmp_path: Path
+) -> None:
     create_certificate(config)
     files = tls_files(config)
     assert files is not None and files.key.stat().st_mode & 0o777 == 0o600
     own = files.certificate.read_text()
     create_certificate(config, ["198.51.100.1"])
-    assert files.certificate.read_text() == own, "servers that start by themselves keep the first one's"
+    assert files.certificate.read_text() == own, (
+        "servers that start by themselves keep the first one's"
+    )
     renew_certificate(config, ["198.51.100.1"])
     assert files.certificate.read_text() != own
     old = tmp_path / "old.pem"
@@ -57,5 +67,8 @@ def test_servers_that_start_together_agree_on_one(config: Config) -> None:
     check_certificate(config, ["127.0.0.1"])
     files = tls_files(config)
     assert files is not None
-    assert sorted(path.name for path in files.key.parent.iterdir()) == ["certificate.pem", "key.pem"]
+    assert sorted(path.name for path in files.key.parent.iterdir()) == [
+        "certificate.pem",
+        "key.pem",
+    ]
     assert [path.name for path in files.key.parent.parent.iterdir()] == ["tls"]

@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 from aligner.planner.phases import CRITIC, HOST, KINDS, Lengths, Phase, PipelineModel
 
 
-def pipeline(max_staleness: int = 1, micro_batches: int = 1, lengths: Lengths | None = None, **phases: float) -> PipelineModel:
+def pipeline(
+    max_staleness: int = 1, micro_batches: int = 1, lengths: Lengths | None = None, **phases: float
+) -> PipelineModel:
     """Phases by name, `score_at_trainer=…` for one that a role runs which does not usually."""
     made = []
     for key, seconds in phases.items():
         name, _, role = key.partition("_at_")
         made.append(Phase(name, role or KINDS[name].runs[0], seconds))
-    return PipelineModel(tuple(made), micro_batches=micro_batches, max_staleness=max_staleness, lengths=lengths)
+    return PipelineModel(
+        tuple(made), micro_batches=micro_batches, max_staleness=max_staleness, lengths=lengths
+    )
 
 
 def each_one(pipeline: PipelineModel) -> dict[str, int]:
@@ -24,16 +28,28 @@ def each_one(pipeline: PipelineModel) -> dict[str, int]:
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, even: bool | None = None, lengths: bool | None = None) -> tuple[PipelineModel, dict[str, int]]:
+def pipelines(
+    draw: st.DrawFn, even: bool | None = None, lengths: bool | None = None
+) -> tuple[PipelineModel, dict[str, int]]:
     """Any pipeline and a placement of it; `even`: all batches take equally long."""
     even = draw(st.booleans()) if even is None else even
     seconds = st.floats(0.01, 50)
     phases = []
     for name, kind in KINDS.items():
         given = seconds if name in ("generate", "train") else st.one_of(st.just(0.0), seconds)
-        runs = ("generator",) if name in ("load", "generate") else tuple(role for role in kind.runs if role != HOST)
+        runs = (
+            ("generator",)
+            if name in ("load", "generate")
+            else tuple(role for role in kind.runs if role != HOST)
+        )
         phases.append(
-            Phase(name, draw(st.sampled_from(runs)), draw(given), draw(st.integers(1, 3)), draw(st.sampled_from((0, 0.3))))
+            Phase(
+                name,
+                draw(st.sampled_from(runs)),
+                draw(given),
+                draw(st.integers(1, 3)),
+                draw(st.sampled_from((0, 0.3))),
+            )
         )
     critic = next(phase.role for phase in phases if phase.name == CRITIC[0])
     phases = [replace(phase, role=critic) if phase.name in CRITIC else phase for phase in phases]

@@ -24,19 +24,39 @@ SHAPE = tiny_shape("llama")
 
 
 def test_all_weights_cross_to_each_replica_and_larger_buckets_take_fewer_rounds() -> None:
-    plan = plan_resharding(SHAPE, ParallelConfig(tensor=2), EngineParallelConfig(data=2), first_engine_rank=2, itemsize=2)
+    plan = plan_resharding(
+        SHAPE,
+        ParallelConfig(tensor=2),
+        EngineParallelConfig(data=2),
+        first_engine_rank=2,
+        itemsize=2,
+    )
     weights = 2 * sum(spec.numel for spec in plan.table)
     cost = publish_cost(plan, None, BUCKET)
-    assert cost.bytes == 2 * weights and cost.received == weights and weights <= cost.sent < 1.1 * weights
-    assert cost.rounds == max(len(steps(plan, rank, BUCKET)) for rank in range(4)) > publish_cost(plan, None, 1 << 20).rounds
-    assert cost.seconds is None and cost.at(weights / 2).seconds == max(cost.sent, weights) / (weights / 2)
+    assert (
+        cost.bytes == 2 * weights
+        and cost.received == weights
+        and weights <= cost.sent < 1.1 * weights
+    )
+    assert (
+        cost.rounds
+        == max(len(steps(plan, rank, BUCKET)) for rank in range(4))
+        > publish_cost(plan, None, 1 << 20).rounds
+    )
+    assert cost.seconds is None and cost.at(weights / 2).seconds == max(cost.sent, weights) / (
+        weights / 2
+    )
     grouped = publish_cost(plan, BUCKET, BUCKET)
     assert (grouped.bytes, grouped.sent, grouped.received) == (cost.bytes, cost.sent, cost.received)
     assert grouped.rounds >= cost.rounds and grouped.votes > cost.votes
 
 
 def test_what_stays_on_its_rank_crosses_nothing() -> None:
-    cost = publish_cost(plan_resharding(SHAPE, ParallelConfig(tensor=2), EngineParallelConfig(tensor=2)), None, BUCKET)
+    cost = publish_cost(
+        plan_resharding(SHAPE, ParallelConfig(tensor=2), EngineParallelConfig(tensor=2)),
+        None,
+        BUCKET,
+    )
     assert (cost.bytes, cost.most, cost.rounds) == (0, 0, 0)
 
 
@@ -71,7 +91,10 @@ class Sink:
 def test_a_publisher_votes_as_often_as_is_said(group_bytes: int | None) -> None:
     plan = plan_resharding(SHAPE, ParallelConfig(), EngineParallelConfig())
     link = CountingLink(HashStore(), 0, plan.labels, timeout=timedelta(seconds=20))
-    weights = {name: torch.zeros(slice_shape(plan.specs[name], piece)) for name, piece in plan.target[0].items()}
+    weights = {
+        name: torch.zeros(slice_shape(plan.specs[name], piece))
+        for name, piece in plan.target[0].items()
+    }
     sink: Any = Sink(weights)
     publisher = Publisher(
         plan,

@@ -42,15 +42,19 @@ def schedule(made: PipelineModel, placement: dict[str, int], batches: int) -> li
 
 
 def test_the_published_times_of_an_8b_run_follow_from_its_phases() -> None:
-    """arXiv 2410.18252: 21 s of generation and 33 s of training, 233 steps: 209 minutes, and 128 if they overlap ideally."""
+    """arXiv 2410.18252: 21 s of generation and 33 s of training, 233 steps: 209 minutes, and 128 if
+    they overlap ideally."""
     run = {bound: pipeline(bound, generate=21, train=33) for bound in (0, 1)}
-    minutes = {bound: forecast(made, each_one(made), steps=233).run_s / 60 for bound, made in run.items()}
+    minutes = {
+        bound: forecast(made, each_one(made), steps=233).run_s / 60 for bound, made in run.items()
+    }
     assert (int(minutes[0]), int(minutes[1])) == (209, 128)
     assert forecast(run[1], each_one(run[1])).utilization("generator") == pytest.approx(21 / 33)
 
 
 def test_the_published_times_of_gsm8k_follow_from_its_phases() -> None:
-    """Rewards are computed on the training devices; 25.5 s includes 0.4 s of overhead, which the ideal 12.9 s does not."""
+    """Rewards are computed on the training devices; 25.5 s includes 0.4 s of overhead, which the
+    ideal 12.9 s does not."""
     phases = {"generate": 12.2, "score_at_trainer": 0.1, "train": 12.8}
     synchronous = pipeline(0, other=0.4, **phases)
     assert forecast(synchronous, each_one(synchronous)).step_s == pytest.approx(25.5)
@@ -65,35 +69,58 @@ def test_generation_and_training_alone_take_the_longest_of_both_and_of_the_way_a
 ) -> None:
     made = pipeline(max_staleness, generate=generate, train=train, publish=3, load=2)
     around = (generate + train + 3 + 2) / (max_staleness + 1)
-    assert forecast(made, each_one(made)).step_s == pytest.approx(max(generate + 2, train + 3, around))
+    assert forecast(made, each_one(made)).step_s == pytest.approx(
+        max(generate + 2, train + 3, around)
+    )
 
 
 @TRIES
 @given(st.tuples(*[st.floats(0.01, 50)] * 9))
-def test_a_synchronous_step_is_the_sum_of_what_waits_for_each_other(seconds: tuple[float, ...]) -> None:
+def test_a_synchronous_step_is_the_sum_of_what_waits_for_each_other(
+    seconds: tuple[float, ...],
+) -> None:
     load, generate, score, values, logprobs, reference, train, critic, publish = seconds
-    names = ("load", "generate", "score", "values", "logprobs", "reference", "train", "critic_train", "publish")
+    names = (
+        "load",
+        "generate",
+        "score",
+        "values",
+        "logprobs",
+        "reference",
+        "train",
+        "critic_train",
+        "publish",
+    )
     made = pipeline(0, **dict(zip(names, seconds, strict=True)))
-    expected = load + generate + max(score, values, logprobs + reference) + max(train, critic) + publish
+    expected = (
+        load + generate + max(score, values, logprobs + reference) + max(train, critic) + publish
+    )
     assert forecast(made, each_one(made)).step_s == pytest.approx(expected)
     colocated = replace(made, phases=tuple(replace(phase, role="trainer") for phase in made.phases))
     assert forecast(colocated, {"trainer": 1}).step_s == pytest.approx(sum(seconds))
 
 
 def test_parts_are_scored_while_the_next_is_generated() -> None:
-    whole, parts = (pipeline(0, micro_batches, generate=8, score=8, train=1) for micro_batches in (1, 4))
+    whole, parts = (
+        pipeline(0, micro_batches, generate=8, score=8, train=1) for micro_batches in (1, 4)
+    )
     assert forecast(whole, each_one(whole)).step_s == pytest.approx(8 + 8 + 1)
     assert forecast(parts, each_one(parts)).step_s == pytest.approx(8 + 2 + 1)
 
 
 def test_in_a_run_the_trainer_takes_a_batch_whole_and_awaits_the_critic() -> None:
     parts = replace(pipeline(0, 2, generate=8, values=6, logprobs=6, train=1), stepwise=True)
-    assert forecast(parts, each_one(parts)).step_s == pytest.approx(8 + 6 + 1)  # values of the first part by then
+    # values of the first part by then
+    assert forecast(parts, each_one(parts)).step_s == pytest.approx(8 + 6 + 1)
     ahead = replace(parts, max_staleness=1)
     assert forecast(ahead, each_one(ahead)).step_s == pytest.approx(8)
-    slow = replace(pipeline(1, 2, generate=2, values=6, logprobs=5, train=1, critic_train=4, publish=1), stepwise=True)
+    slow = replace(
+        pipeline(1, 2, generate=2, values=6, logprobs=5, train=1, critic_train=4, publish=1),
+        stepwise=True,
+    )
     assert forecast(slow, each_one(slow)).step_s == pytest.approx(6 + 4 + 1)
-    assert forecast(replace(slow, stepwise=False), each_one(slow)).step_s == pytest.approx(6 + 4)  # the critic's work
+    # the critic's work
+    assert forecast(replace(slow, stepwise=False), each_one(slow)).step_s == pytest.approx(6 + 4)
 
 
 @TRIES
@@ -107,12 +134,16 @@ def test_a_run_step_by_step_is_never_faster(placed: Placed) -> None:
 
 @TRIES
 @given(pipelines())
-def test_a_step_is_never_faster_than_its_busiest_role_nor_slower_than_a_synchronous_one(placed: Placed) -> None:
+def test_a_step_is_never_faster_than_its_busiest_role_nor_slower_than_a_synchronous_one(
+    placed: Placed,
+) -> None:
     made, placement = placed
     step_s = forecast(made, placement).step_s
     assert step_s * slack(made) >= max(made.work(placement).values())
     assert step_s <= forecast(replace(made, max_staleness=0), placement).step_s * slack(made)
-    assert forecast(replace(made, max_staleness=made.max_staleness + 1), placement).step_s <= step_s * slack(made)
+    assert forecast(
+        replace(made, max_staleness=made.max_staleness + 1), placement
+    ).step_s <= step_s * slack(made)
 
 
 @TRIES
@@ -138,7 +169,9 @@ def test_more_devices_never_slow_a_step_down(placed: Placed, data: st.DataObject
 @given(pipelines(lengths=True))
 def test_weights_that_interrupt_never_make_a_step_slower(placed: Placed) -> None:
     made, placement = placed
-    interrupting, finishing = (forecast(replace(made, interrupt=interrupt), placement) for interrupt in (True, False))
+    interrupting, finishing = (
+        forecast(replace(made, interrupt=interrupt), placement) for interrupt in (True, False)
+    )
     assert interrupting.step_s <= finishing.step_s * slack(made)
 
 
@@ -170,13 +203,20 @@ def test_every_phase_of_every_batch_is_done_once_after_what_it_needs_and_by_a_ro
     counts = Counter(span.name for span in spans)
     known = {phase.name for phase in made.phases}
     assert len(done) == len(spans)
-    assert all(counts[name] == 8 * (made.micro_batches if name in parts else 1) for name in known - {"load"})
+    assert all(
+        counts[name] == 8 * (made.micro_batches if name in parts else 1)
+        for name in known - {"load"}
+    )
     for span in spans:
         for part in range(made.micro_batches):
             if span.name in parts[1:] and span.part == part:
                 assert done["generate", span.batch, part].end <= span.start * SLACK
             if span.name in ("train", "critic_train"):
-                assert all(done[name, span.batch, part].end <= span.start * SLACK for name in parts if name in known)
+                assert all(
+                    done[name, span.batch, part].end <= span.start * SLACK
+                    for name in parts
+                    if name in known
+                )
         if span.name == "publish":
             assert done["train", span.batch, 0].end <= span.start * SLACK
     by_role = defaultdict(list)
@@ -196,7 +236,9 @@ def test_the_time_of_a_run_is_that_of_following_all_its_steps(placed: Placed, st
     simulation = Simulation(made, placement)
     for _ in range(steps):
         simulation.advance()
-    assert forecast(made, placement, steps).run_s == pytest.approx(simulation.published[steps], rel=1e-6)
+    assert forecast(made, placement, steps).run_s == pytest.approx(
+        simulation.published[steps], rel=1e-6
+    )
 
 
 @TRIES
@@ -211,7 +253,8 @@ def test_a_batch_ends_with_its_longest_response_unless_the_next_may_fill_its_slo
     lengths = Lengths(mean=200, deviation=150, longest=1024, samples=256, slots=64)
     phases = (Phase("generate", "generator", 20.0), Phase("train", "trainer", 1.0))
     finishing = PipelineModel(phases, max_staleness=2, lengths=lengths)
-    assert forecast(finishing, each_one(finishing)).step_s == pytest.approx(20.0)  # as it was measured
+    # as it was measured
+    assert forecast(finishing, each_one(finishing)).step_s == pytest.approx(20.0)
     interrupting = replace(finishing, interrupt=True)
     drawn = [tokens for batch in lengths.drawn for tokens in batch]
     token_s = 20.0 / lengths.mean_alone(64)

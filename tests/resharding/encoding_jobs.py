@@ -1,4 +1,5 @@
-"""What a rank does in the tests of weights that travel as something else than all of their numbers."""
+"""What a rank does in the tests of weights that travel as something else than all of their
+numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ PUBLISHES = 8
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def _plan(trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype) -> TransferPlan:
+def _plan(
+    trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype
+) -> TransferPlan:
     """Of two worlds, with rows and cuts that hold whole blocks at two tensor-parallel ranks."""
     shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
     shape = dataclasses.replace(shape, hidden_size=64, head_dim=16, ffn_hidden_size=128)
-    return plan_resharding(shape, trainer, engine, first_engine_rank=trainer.ranks, itemsize=dtype.itemsize)
+    return plan_resharding(
+        shape, trainer, engine, first_engine_rank=trainer.ranks, itemsize=dtype.itemsize
+    )
 
 
 class Changing(Rank):
@@ -38,7 +43,9 @@ class Changing(Rank):
             share = (0.0, 1e-3, 0.05, 0.9)[int(torch.randint(4, (), generator=generator))]
             at = torch.rand(whole.shape, generator=generator) < share
             new = torch.where(at, torch.randn(whole.shape, generator=generator), whole)
-            new.flatten()[0] = (0.0, -0.0, float("nan"))[int(torch.randint(3, (), generator=generator))]
+            new.flatten()[0] = (0.0, -0.0, float("nan"))[
+                int(torch.randint(3, (), generator=generator))
+            ]
             self.whole[name] = new.to(self.sink.dtype).float()
 
     def failed_publish_of_these(self, version: int) -> str:
@@ -48,7 +55,8 @@ class Changing(Rank):
         return str(failed.value)
 
     def publish_these(self, version: int) -> tuple[int, float | None]:
-        """Bytes that moved, and the share of numbers that had changed; the engine's are compared bit by bit."""
+        """Bytes that moved, and the share of numbers that had changed; the engine's are compared
+        bit by bit."""
         stats = self.publisher.publish(version)
         self.served = dict(self.whole)
         for name, piece in self.plan.target.get(self.link.rank, {}).items():
@@ -62,9 +70,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def publish_changes(
-    trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype, group_bytes: int | None, seed: int
+    trainer: ParallelConfig,
+    engine: EngineParallelConfig,
+    dtype: torch.dtype,
+    group_bytes: int | None,
+    seed: int,
 ) -> list[tuple[int, float | None]]:
-    """Publishes of random changes, of which some versions are not published; half-way both ends start anew."""
+    """Publishes of random changes, of which some versions are not published; half-way both ends
+    start anew."""
     plan = _plan(trainer, engine, dtype)
     generator = torch.Generator().manual_seed(seed)
     told: list[tuple[int, float | None]] = []
@@ -72,7 +85,10 @@ def publish_changes(
     for version in range(PUBLISHES):
         if version in (0, PUBLISHES // 2):
             link = Link.of_world(plan.labels, timeout=TIMEOUT, generation=version)
-            before, rank = rank, Changing(plan, link, dtype=dtype, group_bytes=group_bytes, travels="changes")
+            before, rank = (
+                rank,
+                Changing(plan, link, dtype=dtype, group_bytes=group_bytes, travels="changes"),
+            )
             rank.whole = before.whole if before else whole_weights(plan.table, seed)
         assert rank is not None
         for _ in range(int(torch.randint(1, 4, (), generator=generator))):
@@ -83,9 +99,12 @@ def publish_changes(
 
 
 def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
-    """From one rank to one: everything, nothing, three numbers of a tensor and one of another, everything."""
+    """From one rank to one: everything, nothing, three numbers of a tensor and one of another,
+    everything."""
     plan = _plan(ParallelConfig(), EngineParallelConfig(), dtype)
-    rank = Changing(plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes")
+    rank = Changing(
+        plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes"
+    )
     rank.whole = whole_weights(plan.table, 0)
     told = [rank.publish_these(0), rank.publish_these(1)]
     rank.whole = {name: tensor.clone() for name, tensor in rank.whole.items()}
@@ -99,7 +118,8 @@ def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
 
 
 def fail_and_go_on() -> list[float | None]:
-    """A publish that fails in its last step, on the engine's side, and the next one over a new link to the same engine."""
+    """A publish that fails in its last step, on the engine's side, and the next one over a new link
+    to the same engine."""
     plan = _plan(ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), torch.bfloat16)
     link = Link.of_world(plan.labels, timeout=TIMEOUT)
     rank = Changing(plan, link, dtype=torch.bfloat16, travels="changes")
@@ -126,8 +146,11 @@ def fail_and_go_on() -> list[float | None]:
     return shares
 
 
-def publish_quantized(trainer: ParallelConfig, engine: EngineParallelConfig, kind: str, dtype: torch.dtype) -> tuple[int, int]:
-    """The engine holds the slices of what the whole tensors become in blocks, whatever the layouts; bytes moved, and whole."""
+def publish_quantized(
+    trainer: ParallelConfig, engine: EngineParallelConfig, kind: str, dtype: torch.dtype
+) -> tuple[int, int]:
+    """The engine holds the slices of what the whole tensors become in blocks, whatever the layouts;
+    bytes moved, and whole."""
     plan = _plan(trainer, engine, dtype)
     link = Link.of_world(plan.labels, timeout=TIMEOUT)
     rank = Rank(plan, link, dtype=dtype, travels=kind, bucket_bytes=1 << 13)

@@ -37,14 +37,16 @@ TIMEOUT = timedelta(seconds=20)
 def make_plan(
     trainer: ParallelConfig, engine: EngineParallelConfig, separate: bool = False, itemsize: int = 4
 ) -> TransferPlan:
-    """A tied model, so that the embedding lives on two stages; with experts where the layout cuts them."""
+    """A tied model, so that the embedding lives on two stages; with experts where the layout cuts
+    them."""
     shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
     first = trainer.ranks if separate else 0
     return plan_resharding(shape, trainer, engine, first_engine_rank=first, itemsize=itemsize)
 
 
 class Rank:
-    """One process's publisher and engine, and the weights that it publishes: those of a seed, the version."""
+    """One process's publisher and engine, and the weights that it publishes: those of a seed, the
+    version."""
 
     def __init__(
         self,
@@ -95,7 +97,9 @@ class Rank:
         assert self.sink.version == (version if slices else None)
         whole = whole_weights(self.plan.table, version)
         for name, piece in slices.items():
-            assert torch.equal(self.sink.front[name], cut(whole[name], piece).to(self.sink.dtype)), name
+            assert torch.equal(
+                self.sink.front[name], cut(whole[name], piece).to(self.sink.dtype)
+            ), name
 
     def failed_publish(self, version: int) -> dict[str, Any]:
         """What a publish that fails says, how long it took, and how often the engine aborted."""
@@ -108,20 +112,30 @@ class Rank:
         raise AssertionError("it was published")
 
 
-def colocated(trainer: ParallelConfig, engine: EngineParallelConfig, timeout: timedelta = TIMEOUT, **settings: Any) -> Rank:
+def colocated(
+    trainer: ParallelConfig,
+    engine: EngineParallelConfig,
+    timeout: timedelta = TIMEOUT,
+    **settings: Any,
+) -> Rank:
     itemsize = settings.get("dtype", torch.float32).itemsize
     plan = make_plan(trainer, engine, itemsize=itemsize)
     return Rank(plan, Link.of_world(plan.labels, timeout=timeout), **settings)
 
 
-def separate(trainer: ParallelConfig, engine: EngineParallelConfig, port: int, **settings: Any) -> Rank:
-    """The rank of one of two worlds, each with a default group of its own; `port` is that of the store that they share."""
+def separate(
+    trainer: ParallelConfig, engine: EngineParallelConfig, port: int, **settings: Any
+) -> Rank:
+    """The rank of one of two worlds, each with a default group of its own; `port` is that of the
+    store that they share."""
     rank = dist.get_rank()
     dist.barrier()  # rank 0 takes the default group's store with it: all have to be connected
     dist.destroy_process_group()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     role, at, size = (
-        ("trainer", rank, trainer.ranks) if rank < trainer.ranks else ("engine", rank - trainer.ranks, engine.ranks)
+        ("trainer", rank, trainer.ranks)
+        if rank < trainer.ranks
+        else ("engine", rank - trainer.ranks, engine.ranks)
     )
     dist.init_process_group("gloo", store=dist.PrefixStore(role, store), rank=at, world_size=size)
     plan = make_plan(trainer, engine, separate=True)
@@ -129,21 +143,28 @@ def separate(trainer: ParallelConfig, engine: EngineParallelConfig, port: int, *
 
 
 def publish_twice(*args: Any, **settings: Any) -> dict[str, int]:
-    """Publish, with other weights each time, and compare the engine's with the whole tensors' slices."""
+    """Publish, with other weights each time, and compare the engine's with the whole tensors'
+    slices."""
     rank = (separate if len(args) == 3 else colocated)(*args, **settings)
     for version in (1, 2):
         stats = rank.publish(version)
         rank.check(version)
     world = dist.get_world_size()
-    rank.link.all_reduce(torch.zeros(1))  # nobody leaves, with the store, before the others are done
+    # nobody leaves, with the store, before the others are done
+    rank.link.all_reduce(torch.zeros(1))
     assert rank.sink.aborted == 0
     held = sum(tensor.nbytes for tensor in rank.sink.front.values())
-    assert rank.plan.itemsize * sum(one.numel for one in rank.plan.transfers if one.target == rank.link.rank) == held
+    assert (
+        rank.plan.itemsize
+        * sum(one.numel for one in rank.plan.transfers if one.target == rank.link.rank)
+        == held
+    )
     return {"staging": stats.staging_bytes, "world": world}
 
 
 class CopyingRank(Rank):
-    """Whose every read makes a copy, as a fused parameter's parts need; counts the bytes of copies that live at once."""
+    """Whose every read makes a copy, as a fused parameter's parts need; counts the bytes of copies
+    that live at once."""
 
     alive = most_alive = 0
 
@@ -159,12 +180,15 @@ class CopyingRank(Rank):
 
 
 def send_halves_of_copies() -> tuple[int, int]:
-    """One rank sends half of each of twelve tensors of 1 MiB, of which it reads copies; bytes of copies and staging."""
+    """One rank sends half of each of twelve tensors of 1 MiB, of which it reads copies; bytes of
+    copies and staging."""
     table = tuple(TensorSpec(f"w{index}", (512, 512), 0) for index in range(12))
     held = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
     wanted = {spec.name: Slice(spec.name, 0, 0, 256) for spec in table}
     plan = plan_transfers(table, {0: held}, {1: wanted})
-    rank = CopyingRank(plan, Link.of_world(plan.labels, timeout=TIMEOUT), bucket_bytes=8 << 20, copied=held)
+    rank = CopyingRank(
+        plan, Link.of_world(plan.labels, timeout=TIMEOUT), bucket_bytes=8 << 20, copied=held
+    )
     stats = rank.publish(1)
     rank.check(1)
     dist.barrier()
@@ -211,8 +235,8 @@ def break_one_rank(kind: str, rank: Rank) -> None:
 
 
 def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
-    """Version 1 is published; version 2 goes wrong on one rank over a link of its own; then a third over the same link, and
-    one over another."""
+    """Version 1 is published; version 2 goes wrong on one rank over a link of its own; then a third
+    over the same link, and one over another."""
     rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     rank.check(1)
@@ -237,7 +261,8 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
 
 
 def fail_to_commit(at: int) -> dict[str, Any]:
-    """The last step of version 2 fails on one rank; then the same engines take version 3 over another link."""
+    """The last step of version 2 fails on one rank; then the same engines take version 3 over
+    another link."""
     rank = colocated(ParallelConfig(tensor=2), EngineParallelConfig(data=2))
     rank.publish(1)
     if rank.link.rank == at:
@@ -246,7 +271,9 @@ def fail_to_commit(at: int) -> dict[str, Any]:
     rank.check(1 if rank.link.rank == at else 2)
     rank.sink.before_commit = lambda: None
     dist.barrier()
-    rank = Rank(rank.plan, Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1), sink=rank.sink)
+    rank = Rank(
+        rank.plan, Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1), sink=rank.sink
+    )
     rank.publish(3)
     rank.check(3)
     dist.barrier()
@@ -254,7 +281,8 @@ def fail_to_commit(at: int) -> dict[str, Any]:
 
 
 def compare_with_one_bit_turned(at: int, name: str) -> str:
-    """What verification says of an engine that was right until one bit of one tensor on one rank was turned."""
+    """What verification says of an engine that was right until one bit of one tensor on one rank
+    was turned."""
     rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
@@ -270,7 +298,9 @@ def compare_with_one_bit_turned(at: int, name: str) -> str:
 
 
 def count_verifications(verify_every: int, publishes: int) -> list[bool]:
-    rank = colocated(ParallelConfig(data=2), EngineParallelConfig(data=2), verify_every=verify_every)
+    rank = colocated(
+        ParallelConfig(data=2), EngineParallelConfig(data=2), verify_every=verify_every
+    )
     verified = [rank.publish(version).verify_seconds is not None for version in range(publishes)]
     dist.barrier()
     return verified
@@ -288,7 +318,11 @@ def refuse_construction() -> list[str]:
     ]
     told = []
     for case in cases:
-        keywords = {"read": lambda name: torch.zeros(1), "begin_update": Sink(plan, link.rank).begin_update, "verify_every": 0}
+        keywords = {
+            "read": lambda name: torch.zeros(1),
+            "begin_update": Sink(plan, link.rank).begin_update,
+            "verify_every": 0,
+        }
         try:
             Publisher(**{"link": link, **keywords, **case})
         except AlignerError as error:
@@ -301,7 +335,10 @@ def arrive_alone(timeout_s: float) -> str:
     """What the first of three ranks hears when the others do not come."""
     if dist.get_rank() == 0:
         try:
-            Link.of_world(["trainer rank 0", "trainer rank 1", "engine rank 0"], timeout=timedelta(seconds=timeout_s))
+            Link.of_world(
+                ["trainer rank 0", "trainer rank 1", "engine rank 0"],
+                timeout=timedelta(seconds=timeout_s),
+            )
         except AlignerError as error:
             return str(error)
     return ""
@@ -309,7 +346,9 @@ def arrive_alone(timeout_s: float) -> str:
 
 def _listening() -> set[tuple[str, int]]:
     found = psutil.Process().net_connections("tcp")
-    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
+    return {
+        (entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN
+    }
 
 
 def _leave_the_pool_for(port: int) -> None:
@@ -321,7 +360,8 @@ def _leave_the_pool_for(port: int) -> None:
 
 
 def where_a_world_listens(port: int) -> list[tuple[str, int]]:
-    """Addresses and ports on which this rank listens for a world that it has joined as a role's rank does."""
+    """Addresses and ports on which this rank listens for a world that it has joined as a role's
+    rank does."""
     _leave_the_pool_for(port)
     before = _listening()
     join(int(os.environ["WORLD_SIZE"]), 20)
@@ -330,7 +370,8 @@ def where_a_world_listens(port: int) -> list[tuple[str, int]]:
 
 
 def who_reaches_a_world(port: int, addresses: list[str]) -> dict[str, list[str]]:
-    """At which of the machine's addresses a user can connect to the store of a world that goes on working."""
+    """At which of the machine's addresses a user can connect to the store of a world that goes on
+    working."""
     _leave_the_pool_for(port)
     join(2, 20)
     reached: dict[str, list[str]] = {"another user": [], "this user": []}
@@ -345,7 +386,8 @@ def who_reaches_a_world(port: int, addresses: list[str]) -> dict[str, list[str]]
 
 
 def join_with_a_stranger(port: int) -> str:
-    """What a rank hears of a world whose store someone has connected to before all ranks were there."""
+    """What a rank hears of a world whose store someone has connected to before all ranks were
+    there."""
     _leave_the_pool_for(port)
     try:
         if os.environ["RANK"] == "1":

@@ -40,4 +40,8 @@ def whole_weights(table: tuple[TensorSpec, ...], seed: int = 0) -> dict[str, Ten
 
 def cut(whole: Tensor, piece: Slice) -> Tensor:
     """A slice in memory of its own, as a rank holds it."""
-    return (whole if piece.axis is None else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)).contiguous()
+    return (
+        whole
+        if piece.axis is None
+        else whole.narrow(piece.axis, piece.start, piece.stop - piece.start)
+    ).contiguous()

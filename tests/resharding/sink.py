@@ -1,4 +1,5 @@
-"""An engine's receiving side and nothing else: two sets of weights, of which the back one is written."""
+"""An engine's receiving side and nothing else: two sets of weights, of which the back one is
+written."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Sink:
         """Tensors full of NaN: what is not written shows; or of what serves."""
         if getattr(self, "front", None) and self.keeps:
             return self.memory((name, self.front[name].clone()) for name in names)
-        return self.memory((name, torch.full(self.shapes[name], float("nan"), dtype=self.dtype)) for name in names)
+        return self.memory(
+            (name, torch.full(self.shapes[name], float("nan"), dtype=self.dtype)) for name in names
+        )
 
 
 class SinkUpdate:

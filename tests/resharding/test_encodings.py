@@ -1,4 +1,5 @@
-"""Weights that travel as what has changed, or in eight bits a number, over gloo from a trainer's ranks to an engine's."""
+"""Weights that travel as what has changed, or in eight bits a number, over gloo from a trainer's
+ranks to an engine's."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_changes_leave_the_engine_with_the_sources_bits(pool, layouts, dtype, gr
     told = pool.run(encoding_jobs.publish_changes, ranks, *layouts, dtype, group_bytes, 0)
     assert all(each == told[0] for each in told)
     shares = [share for _, share in told[0]]
-    assert [share is None for share in shares] == [number % 4 == 0 for number in range(encoding_jobs.PUBLISHES)]
+    assert [share is None for share in shares] == [
+        number % 4 == 0 for number in range(encoding_jobs.PUBLISHES)
+    ]
     assert max(moved for moved, _ in told[0]) == told[0][0][0], "never more than all"
 
 
@@ -74,8 +77,12 @@ def test_quantized_weights_are_the_same_at_every_layout(pool, layouts, kind, dty
 
 
 def test_a_cut_within_a_block_is_refused():
-    plan = plan_resharding(tiny_shape(), ParallelConfig(tensor=2), EngineParallelConfig(), first_engine_rank=2)
-    with pytest.raises(AlignerError, match=r"o_proj\.weight .* columns 8 to 16, within a block of 32"):
+    plan = plan_resharding(
+        tiny_shape(), ParallelConfig(tensor=2), EngineParallelConfig(), first_engine_rank=2
+    )
+    with pytest.raises(
+        AlignerError, match=r"o_proj\.weight .* columns 8 to 16, within a block of 32"
+    ):
         Publisher(
             plan,
             _Unconnected(plan.labels),  # type: ignore[arg-type]
@@ -100,7 +107,9 @@ def _by_hand(row: np.ndarray, kind: str) -> list[float]:
     for start in range(0, len(row), BLOCK):
         block = [float(number) for number in row[start : start + BLOCK]]
         largest = max(map(abs, block))
-        exponent = 0.0 if not largest else np.floor(np.log2(largest)) - (8 if kind == "mxfp8" else 0)
+        exponent = (
+            0.0 if not largest else np.floor(np.log2(largest)) - (8 if kind == "mxfp8" else 0)
+        )
         scale = 2.0**exponent
         for number in block:
             if kind == "mxfp8":
@@ -123,9 +132,13 @@ def test_blocks_hold_what_the_format_says(kind, width):
     found = dequantize(packed, width, kind, torch.float32)
     for mine, row in zip(found.double(), rows.double().numpy(), strict=True):
         np.testing.assert_array_equal(mine.numpy(), _by_hand(row, kind))
-    assert torch.equal(dequantize(packed, width, kind, torch.bfloat16).float(), found), "exact in bfloat16"
+    assert torch.equal(dequantize(packed, width, kind, torch.bfloat16).float(), found), (
+        "exact in bfloat16"
+    )
     assert torch.equal(quantize(found, kind)[:, :width], packed[:, :width]) or kind == "mxfp8"
-    assert torch.equal(dequantize(quantize(found, kind), width, kind, torch.float32), found), "once is enough"
+    assert torch.equal(dequantize(quantize(found, kind), width, kind, torch.float32), found), (
+        "once is enough"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,7 +25,8 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def run_rank(pipe: Connection, port: int, at: int) -> None:
-    """Do as told: ("connect", (generation, timeout in s)), ("publish", version), ("fail", version), or ("die", version)."""
+    """Do as told: ("connect", (generation, timeout in s)), ("publish", version), ("fail", version),
+    or ("die", version)."""
     torch.set_num_threads(1)
     plan = make_plan(TRAINER, ENGINE, separate=True)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
@@ -35,7 +36,9 @@ def run_rank(pipe: Connection, port: int, at: int) -> None:
         what, value = order
         if what == "connect":
             generation, timeout_s = value
-            link = Link(store, at, plan.labels, timeout=timedelta(seconds=timeout_s), generation=generation)
+            link = Link(
+                store, at, plan.labels, timeout=timedelta(seconds=timeout_s), generation=generation
+            )
             rank = Rank(plan, link, bucket_bytes=512, sink=rank and rank.sink)
             pipe.send(None)
             continue
@@ -63,7 +66,8 @@ def die_at_norm(name: str) -> None:
 
 
 class Worlds:
-    """Processes of a trainer and an engine that share nothing but a store, which is in this process."""
+    """Processes of a trainer and an engine that share nothing but a store, which is in this
+    process."""
 
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -75,15 +79,20 @@ class Worlds:
         context = multiprocessing.get_context("spawn")
         for at in ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(theirs, self._store.port, at), daemon=True)
+            process = context.Process(
+                target=run_rank, args=(theirs, self._store.port, at), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes[at] = process, ours
         for at in ranks:
             self._answer(at)
 
-    def order(self, what: str, value: Any, *, instead: Mapping[int, str] | None = None) -> dict[int, Any]:
-        """Every rank does the same, but for some; returns what each answers, None for one that is dead."""
+    def order(
+        self, what: str, value: Any, *, instead: Mapping[int, str] | None = None
+    ) -> dict[int, Any]:
+        """Every rank does the same, but for some; returns what each answers, None for one that is
+        dead."""
         for at, (_, pipe) in self._processes.items():
             pipe.send(((instead or {}).get(at, what), value))
         return {at: self._answer(at) for at in self._processes}
@@ -119,14 +128,19 @@ def worlds() -> Iterator[Worlds]:
     ids=["while-it-sends", "when-it-has-received"],
 )
 @pytest.mark.slow
-def test_the_others_name_the_killed_rank_and_serve_the_old_version(worlds, generation, killed, name, timeout_s, limit_s):
+def test_the_others_name_the_killed_rank_and_serve_the_old_version(
+    worlds, generation, killed, name, timeout_s, limit_s
+):
     worlds.order("connect", (generation, timeout_s))
     worlds.order("publish", 1)
     results = worlds.order("fail", 2, instead={killed: "die"})
     assert results.pop(killed) is None
     for at, result in results.items():
         assert name in result["error"], result["error"]
-        assert not any(other in result["error"] for other in ("trainer rank 0 does not", "engine rank 0 does not"))
+        assert not any(
+            other in result["error"]
+            for other in ("trainer rank 0 does not", "engine rank 0 does not")
+        )
         assert result["seconds"] < limit_s
         assert result["aborted"] == (1 if at >= TRAINER.ranks else 0)
     worlds.start(killed)

@@ -52,7 +52,9 @@ def layout_name(layout: ParallelConfig | EngineParallelConfig) -> str:
 )
 def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine):
     for bucket_bytes in (SMALLEST, 1 << 16):
-        for result in pool.run(publish_twice, trainer.ranks, trainer, engine, bucket_bytes=bucket_bytes):
+        for result in pool.run(
+            publish_twice, trainer.ranks, trainer, engine, bucket_bytes=bucket_bytes
+        ):
             assert result["staging"] <= bucket_bytes
 
 
@@ -70,12 +72,22 @@ def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
     ranks = trainer.ranks + engine.ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = pool.run(publish_twice, ranks, trainer, engine, store.port, bucket_bytes=SMALLEST)
-    assert [result["world"] for result in results] == [trainer.ranks] * trainer.ranks + [engine.ranks] * engine.ranks
+    assert [result["world"] for result in results] == [trainer.ranks] * trainer.ranks + [
+        engine.ranks
+    ] * engine.ranks
 
 
-@pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}, {"group_bytes": 2000}, {"group_bytes": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"dtype": torch.bfloat16}, {"group_bytes": 2000}, {"group_bytes": 1}], ids=str
+)
 def test_weights_arrive_in_another_dtype_and_group_by_group(pool, settings):
-    pool.run(publish_twice, 4, ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2), **settings)
+    pool.run(
+        publish_twice,
+        4,
+        ParallelConfig(tensor=2, pipeline=2),
+        EngineParallelConfig(tensor=2, data=2),
+        **settings,
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,13 +137,17 @@ def test_a_rank_that_is_too_slow_is_named(pool):
         assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"]
+)
 def test_one_wrong_bit_is_reported_on_every_rank_with_the_tensors_name(pool, name):
     for error in pool.run(jobs.compare_with_one_bit_turned, 4, 3, name):
         assert error == f"the engine's weights differ from the trainer's:\n{name} on trainer rank 3"
 
 
-@pytest.mark.parametrize(("every", "wanted"), [(0, [True, False, False, False]), (2, [True, False, True, False])])
+@pytest.mark.parametrize(
+    ("every", "wanted"), [(0, [True, False, False, False]), (2, [True, False, True, False])]
+)
 def test_the_first_publish_and_every_nth_after_it_are_verified(pool, every, wanted):
     assert pool.run(jobs.count_verifications, 2, every, 4) == [wanted] * 2
 
@@ -142,7 +158,8 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
         label = f"trainer rank {rank}"
         assert (
             nothing
-            == f"{label}: the plan has it send weights, it has none to read; the plan writes into its engine, it has none"
+            == f"{label}: the plan has it send weights, it has none to read; the plan writes into"
+            " its engine, it has none"
         )
         assert "the plan has 4 ranks, the link 2" in other_size
         assert "torch.bfloat16 has 2 bytes an element, the plan 4" in other_size
@@ -150,7 +167,10 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
 
 
 def test_ranks_that_do_not_come_are_named(pool):
-    assert "trainer rank 1, engine rank 0 did not come within 0.5 s" in pool.run(jobs.arrive_alone, 2, 0.5)[0]
+    assert (
+        "trainer rank 1, engine rank 0 did not come within 0.5 s"
+        in pool.run(jobs.arrive_alone, 2, 0.5)[0]
+    )
 
 
 def test_a_view_that_is_the_source_is_not_copied():
@@ -171,7 +191,10 @@ def test_checksums_of_disjoint_slices_add_up(dtype, axis):
     whole = torch.randn(37, 53).to(dtype)
     total = checksum(whole, whole.shape, None, 0)
     size = whole.shape[axis]
-    parts = [checksum(whole.narrow(axis, low, high - low), whole.shape, axis, low) for low, high in pairwise((0, 5, 20, size))]
+    parts = [
+        checksum(whole.narrow(axis, low, high - low), whole.shape, axis, low)
+        for low, high in pairwise((0, 5, 20, size))
+    ]
     assert sum(parts) == total
     bits = whole.view({2: torch.int16, 4: torch.int32}[whole.element_size()]).long().flatten()
     assert total == (bits * (2 * torch.arange(whole.numel()) + 1)).sum()
@@ -188,7 +211,9 @@ def test_a_checksum_sees_exchanged_elements_and_signs_of_zero():
     assert len(sums) == 3
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.3], ids=["before_it_is_waited_for", "while_it_is_waited_for"])
+@pytest.mark.parametrize(
+    "after_s", [0.0, 0.3], ids=["before_it_is_waited_for", "while_it_is_waited_for"]
+)
 def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -205,7 +230,9 @@ def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
     giving_up.start()
     if not after_s:
         giving_up.join()
-    told = pytest.raises(AlignerError, match=r"it was not taken:\n(.*given up|engine does not answer)")
+    told = pytest.raises(
+        AlignerError, match=r"it was not taken:\n(.*given up|engine does not answer)"
+    )
     with told, ours.agreement("it was not taken"):
         pass
     giving_up.join()

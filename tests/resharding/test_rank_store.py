@@ -22,24 +22,36 @@ TIMEOUT = timedelta(seconds=20)
 def listeners() -> set[tuple[str, int]]:
     """Addresses and ports on which this process listens."""
     found = psutil.Process().net_connections("tcp")
-    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
+    return {
+        (entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN
+    }
 
 
 def elsewhere() -> list[str]:
     """The machine's addresses but for loopback."""
-    found = [one.address for all_ in psutil.net_if_addrs().values() for one in all_ if one.family == socket.AF_INET]
+    found = [
+        one.address
+        for all_ in psutil.net_if_addrs().values()
+        for one in all_
+        if one.family == socket.AF_INET
+    ]
     return [address for address in found if not address.startswith("127.")]
 
 
 def test_the_ranks_of_a_local_world_listen_on_loopback_alone(pool: WorkerPool) -> None:
-    found = [address for rank in pool.run(jobs.where_a_world_listens, 2, free_port()) for address in rank]
-    assert {address for address, _ in found} == {"127.0.0.1"} and len(found) >= 3, found  # the store, and gloo on each rank
+    found = [
+        address for rank in pool.run(jobs.where_a_world_listens, 2, free_port()) for address in rank
+    ]
+    # the store, and gloo on each rank
+    assert {address for address, _ in found} == {"127.0.0.1"} and len(found) >= 3, found
 
 
 def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
     port = free_port()
     (found,) = pool.run(jobs.where_a_world_listens, 1, port)
-    assert port not in {taken for _, taken in found} and {address for address, _ in found} <= {"127.0.0.1"}
+    assert port not in {taken for _, taken in found} and {address for address, _ in found} <= {
+        "127.0.0.1"
+    }
 
 
 @other_user.needs_root
@@ -51,7 +63,10 @@ def test_nobody_comes_into_a_world_that_is_complete(pool: WorkerPool) -> None:
 def test_a_world_with_someone_else_inside_does_not_begin(pool: WorkerPool) -> None:
     port = free_port()
     told = pool.run(jobs.join_with_a_stranger, 2, port)
-    assert re.search(rf"3 connections to the store of 2 ranks at 127.0.0.1:{port}: someone else has come in", told[0])
+    assert re.search(
+        rf"3 connections to the store of 2 ranks at 127.0.0.1:{port}: someone else has come in",
+        told[0],
+    )
     assert told[1] != "joined"
 
 
@@ -71,12 +86,19 @@ def test_an_open_store_listens_where_it_is_told_to_and_its_end_ends_that() -> No
     assert listeners() <= before
 
 
-def test_an_address_that_is_taken_or_another_machines_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_taken_or_another_machines_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(AlignerError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(
+            AlignerError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"
+        ):
             world_store(0, 2, TIMEOUT)
-    with pytest.raises(AlignerError, match=r"cannot listen on 192\.0\.2\.77:0: Cannot assign .*; MASTER_ADDR must be"):
+    with pytest.raises(
+        AlignerError,
+        match=r"cannot listen on 192\.0\.2\.77:0: Cannot assign .*; MASTER_ADDR must be",
+    ):
         open_store("192.0.2.77", TIMEOUT)

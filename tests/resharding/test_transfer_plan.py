@@ -24,16 +24,22 @@ SHAPES = st.builds(
 )
 
 
-def make_plan(trainer: ParallelConfig, engine: EngineParallelConfig, first_engine_rank: int = 0) -> TransferPlan:
+def make_plan(
+    trainer: ParallelConfig, engine: EngineParallelConfig, first_engine_rank: int = 0
+) -> TransferPlan:
     return plan_resharding(tiny_shape(), trainer, engine, first_engine_rank=first_engine_rank)
 
 
 def bytes_sent(plan: TransferPlan, rank: int) -> int:
-    return plan.itemsize * sum(one.numel for one in plan.transfers if one.source == rank and one.target != rank)
+    return plan.itemsize * sum(
+        one.numel for one in plan.transfers if one.source == rank and one.target != rank
+    )
 
 
 def bytes_received(plan: TransferPlan, rank: int) -> int:
-    return plan.itemsize * sum(one.numel for one in plan.transfers if one.target == rank and one.source != rank)
+    return plan.itemsize * sum(
+        one.numel for one in plan.transfers if one.target == rank and one.source != rank
+    )
 
 
 def bytes_local(plan: TransferPlan, rank: int) -> int:
@@ -44,7 +50,12 @@ def bytes_local(plan: TransferPlan, rank: int) -> int:
 def plans(draw) -> TransferPlan:
     """Any model at any layouts that its sizes allow, in one world or in two."""
     shape = draw(SHAPES)
-    tensor, pipeline, data, context = (draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])))
+    tensor, pipeline, data, context = (
+        draw(SIZES),
+        draw(SIZES),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+    )
     trainer = ParallelConfig(
         tensor=tensor,
         sequence=tensor > 1,
@@ -58,8 +69,11 @@ def plans(draw) -> TransferPlan:
     assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
     engine = EngineParallelConfig(tensor=draw(SIZES), data=draw(SIZES))
     first = draw(st.sampled_from([0, trainer.ranks]))
-    padding = draw(st.sampled_from([1, 24]))  # of 32 entries, so that ranks' rows are uneven, or one has padding alone
-    return plan_resharding(shape, trainer, engine, first_engine_rank=first, vocabulary_multiple=padding)
+    # of 32 entries, so that ranks' rows are uneven, or one has padding alone
+    padding = draw(st.sampled_from([1, 24]))
+    return plan_resharding(
+        shape, trainer, engine, first_engine_rank=first, vocabulary_multiple=padding
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,13 +84,17 @@ def test_every_target_byte_is_written_once_and_with_the_right_value(plan, limit,
         views = {name: torch.zeros_like(cut(whole[name], piece)) for name, piece in slices.items()}
         writes = {name: torch.zeros_like(view) for name, view in views.items()}
         for source in plan.source:
-            for message in transport.messages(plan.between(source, target), plan.specs, limit, small):
+            for message in transport.messages(
+                plan.between(source, target), plan.specs, limit, small
+            ):
                 assert sum(piece.numel for piece in message) <= limit
                 assert len(message) == 1 or all(piece.numel <= small for piece in message)
                 for piece in message:
                     rows = slice(piece.start, piece.stop)
                     given_part = transport.given(
-                        plan, piece.transfer, lambda name, s=source: cut(whole[name], plan.source[s][name])
+                        plan,
+                        piece.transfer,
+                        lambda name, s=source: cut(whole[name], plan.source[s][name]),
                     )
                     transport.wanted(plan, piece.transfer, views)[rows] = given_part[rows]
                     transport.wanted(plan, piece.transfer, writes)[rows] += 1
@@ -107,7 +125,8 @@ def test_replicas_share_the_sending_to_within_one_tensor(plan):
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), bucket=st.integers(4 * 32 * 4, 4000))
 def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
-    """The i-th batch from one rank to another is the same on both sides, and in the same step of their round."""
+    """The i-th batch from one rank to another is the same on both sides, and in the same step of
+    their round."""
     world = len(plan.labels)
     steps = {rank: transport.steps(plan, rank, bucket) for rank in range(world)}
     for rank, mine in steps.items():
@@ -118,7 +137,10 @@ def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
             received = [step.receiving for step in steps[other] if step.from_ == rank]
             assert [batch for batch in sent if batch] == [batch for batch in received if batch]
             assert all(batch == received[place] for place, batch in enumerate(sent) if batch)
-            assert all(sum(map(transport.numel_of_message, batch)) * plan.itemsize <= bucket // 4 for batch in sent)
+            assert all(
+                sum(map(transport.numel_of_message, batch)) * plan.itemsize <= bucket // 4
+                for batch in sent
+            )
 
 
 @settings(max_examples=20, deadline=None)
@@ -126,46 +148,83 @@ def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
 def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit):
     groups = plan.groups(limit)
     assert [spec for group in groups for spec in group.table] == list(plan.table)
-    assert sorted(map(str, plan.transfers)) == sorted(str(transfer) for group in groups for transfer in group.transfers)
+    assert sorted(map(str, plan.transfers)) == sorted(
+        str(transfer) for group in groups for transfer in group.transfers
+    )
     for group in groups:
-        assert len(group.table) == 1 or sum(spec.numel for spec in group.table) * plan.itemsize <= limit
+        assert (
+            len(group.table) == 1
+            or sum(spec.numel for spec in group.table) * plan.itemsize <= limit
+        )
         for rank, slices in group.target.items():
             assert slices == {spec.name: plan.target[rank][spec.name] for spec in group.table}
 
 
 def test_ranks_are_called_by_their_role():
-    assert make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2)).labels == ("trainer rank 0", "trainer rank 1")
-    two_worlds = make_plan(ParallelConfig(data=2), EngineParallelConfig(tensor=2), first_engine_rank=2)
-    assert two_worlds.labels == ("trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1")
+    assert make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2)).labels == (
+        "trainer rank 0",
+        "trainer rank 1",
+    )
+    two_worlds = make_plan(
+        ParallelConfig(data=2), EngineParallelConfig(tensor=2), first_engine_rank=2
+    )
+    assert two_worlds.labels == (
+        "trainer rank 0",
+        "trainer rank 1",
+        "engine rank 0",
+        "engine rank 1",
+    )
 
 
 def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
     shape = tiny_shape("mixtral")
     with pytest.raises(AlignerError) as caught:
         plan_resharding(
-            shape, ParallelConfig(tensor=3, pipeline=3, expert=3, expert_tensor=5), EngineParallelConfig(tensor=7, data=1)
+            shape,
+            ParallelConfig(tensor=3, pipeline=3, expert=3, expert_tensor=5),
+            EngineParallelConfig(tensor=7, data=1),
         )
     told = str(caught.value)
     for wanted in (
-        "actor.parallel.tensor=3: the model's 4 attention heads do not divide by 3, 4 key-value heads do not divide by 3",
+        (
+            "actor.parallel.tensor=3: the model's 4 attention heads do not divide by 3, 4 key-value"
+            " heads do not divide by 3"
+        ),
         "32 vocabulary entries do not divide by 3",
-        "actor.parallel.expert_tensor=5: the model's 24 feed-forward rows of an expert do not divide by 5",
+        (
+            "actor.parallel.expert_tensor=5: the model's 24 feed-forward rows of an expert do not"
+            " divide by 5"
+        ),
         "actor.parallel.pipeline=3: 4 layers do not divide by 3",
         "actor.parallel.expert=3: the model's 4 experts do not divide by 3",
-        "actor.parallel.expert=3 x expert_tensor=5: they do not divide the 3 ranks of a pipeline stage",
+        (
+            "actor.parallel.expert=3 x expert_tensor=5: they do not divide the 3 ranks of a"
+            " pipeline stage"
+        ),
         "engine.parallel.tensor=7: the model's 4 attention heads do not divide by 7",
-        "engine.parallel.tensor=7: the model's 24 feed-forward rows of an expert do not divide by 7",
+        (
+            "engine.parallel.tensor=7: the model's 24 feed-forward rows of an expert do not divide"
+            " by 7"
+        ),
     ):
         assert wanted in told
-    with pytest.raises(AlignerError, match="leaves 3 of the model's 4 layers, which do not divide over the 2 stages before"):
-        plan_resharding(shape, ParallelConfig(pipeline=3, last_stage_layers=1), EngineParallelConfig())
+    with pytest.raises(
+        AlignerError,
+        match="leaves 3 of the model's 4 layers, which do not divide over the 2 stages before",
+    ):
+        plan_resharding(
+            shape, ParallelConfig(pipeline=3, last_stage_layers=1), EngineParallelConfig()
+        )
 
 
 @pytest.mark.parametrize(("family", "key_heads"), [("llama", 3), ("gpt_neox", 9)])
 def test_heads_are_not_cut_in_half(family, key_heads):
-    shape = replace(tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36)
+    shape = replace(
+        tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36
+    )
     with pytest.raises(
-        AlignerError, match=rf"engine\.parallel\.tensor=2: .*9 attention heads .*, {key_heads} key-value heads"
+        AlignerError,
+        match=rf"engine\.parallel\.tensor=2: .*9 attention heads .*, {key_heads} key-value heads",
     ):
         plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=2))
     plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=3))
@@ -189,10 +248,17 @@ def test_uneven_and_overlapping_slices_are_covered_exactly_once(data, rows):
     for rank, slices in target.items():
         piece = slices["w"]
         low, high = (0, rows) if piece.axis is None else (piece.start, piece.stop)
-        written = [row for t in plan.transfers if t.target == rank for row in range(t.start, t.stop)]
+        written = [
+            row for t in plan.transfers if t.target == rank for row in range(t.start, t.stop)
+        ]
         assert sorted(written) == list(range(low, high))
     for transfer in plan.transfers:
-        assert held[transfer.source].start <= transfer.start < transfer.stop <= held[transfer.source].stop
+        assert (
+            held[transfer.source].start
+            <= transfer.start
+            < transfer.stop
+            <= held[transfer.source].stop
+        )
 
 
 def test_a_rank_copies_what_it_holds_itself():
@@ -216,7 +282,8 @@ def test_an_error_names_every_tensor_that_no_source_holds():
     whole = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
     source = {0: {"w": Slice("w", 0, 0, 2), "held": whole["held"]}}
     with pytest.raises(
-        AlignerError, match=r"w \[2, 4\) along dimension 0: rank 1 needs it(.|\n)*v: rank 1 needs it"
+        AlignerError,
+        match=r"w \[2, 4\) along dimension 0: rank 1 needs it(.|\n)*v: rank 1 needs it",
     ) as caught:
         plan_transfers(table, source, {1: whole})
     assert "held:" not in str(caught.value)
@@ -224,11 +291,15 @@ def test_an_error_names_every_tensor_that_no_source_holds():
 
 def test_slices_along_different_dimensions_are_refused():
     with pytest.raises(AlignerError, match=r"w .*different dimensions"):
-        plan_transfers(table_of(4), {0: {"w": Slice("w", 0, 0, 4)}}, {0: {"w": Slice("w", 1, 0, 3)}})
+        plan_transfers(
+            table_of(4), {0: {"w": Slice("w", 0, 0, 4)}}, {0: {"w": Slice("w", 1, 0, 3)}}
+        )
 
 
 def test_a_slice_outside_the_tensor_or_of_an_unlisted_one_is_refused():
     with pytest.raises(AlignerError, match=r"no slice \[2, 5\) along dimension 0"):
-        plan_transfers(table_of(4), {0: {"w": Slice("w", 0, 2, 5)}}, {0: {"w": Slice("w", 0, 2, 4)}})
+        plan_transfers(
+            table_of(4), {0: {"w": Slice("w", 0, 2, 5)}}, {0: {"w": Slice("w", 0, 2, 4)}}
+        )
     with pytest.raises(AlignerError, match="does not list: x"):
         plan_transfers(table_of(4), {0: {"x": Slice("x", None, 0, 0)}}, {})

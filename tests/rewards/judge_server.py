@@ -32,12 +32,22 @@ def says(content: object, tokens_in: int = 10, tokens_out: int = 5, **more: obje
 
 def likely(**probabilities: float) -> dict[str, object]:
     """Log-probs of the first token, of which these are the most probable ones."""
-    top = [{"token": token, "logprob": math.log(probability)} for token, probability in probabilities.items()]
-    return {"logprobs": {"content": [{"token": top[0]["token"], "logprob": top[0]["logprob"], "top_logprobs": top}]}}
+    top = [
+        {"token": token, "logprob": math.log(probability)}
+        for token, probability in probabilities.items()
+    ]
+    return {
+        "logprobs": {
+            "content": [
+                {"token": top[0]["token"], "logprob": top[0]["logprob"], "top_logprobs": top}
+            ]
+        }
+    }
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """`reply` makes the answer to a question, with the number of requests before it; what was asked is kept."""
+    """`reply` makes the answer to a question, with the number of requests before it; what was asked
+    is kept."""
 
     daemon_threads = True
 
@@ -87,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if reply.status == 200:
                 self.server.answered.append(question)
-            answer = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+            answer = (
+                reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+            )
             self.send_response(reply.status)
             for name, value in {**reply.headers, "Content-Length": str(len(answer))}.items():
                 self.send_header(name, value)

@@ -14,7 +14,13 @@ from aligner.errors import ConfigError
 from aligner.paths import RunPaths
 from aligner.rewards.http_endpoint import HttpEndpoint, Pace
 from aligner.rewards.judge import Judge, build_judge
-from aligner.rewards.judge_answers import parsed_answer, read_ranking, read_score, read_verdict, read_yes
+from aligner.rewards.judge_answers import (
+    parsed_answer,
+    read_ranking,
+    read_score,
+    read_verdict,
+    read_yes,
+)
 from aligner.rewards.judge_ledger import COUNTS, JudgeLedger, JudgeMeter, judge_run
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
 from aligner.schema.reward_sources import JudgeSource
@@ -27,7 +33,9 @@ PATTERN = JudgeSource.judge_pattern
 def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
     """One that asks it, and keeps what it says in a run's directory."""
     given = {"judge_timeout_s": 5.0, "judge_template": "{prompt}{response}", **settings}
-    source = JudgeSource(name="judge", key="reward", judge_url=server.url, judge_model="tester", **given)
+    source = JudgeSource(
+        name="judge", key="reward", judge_url=server.url, judge_model="tester", **given
+    )
     return build_judge(source, RunPaths(directory))
 
 
@@ -35,16 +43,27 @@ def counted(directory: Path) -> dict[str, float]:
     """What a run's judges have counted, without what is 0."""
     meter = JudgeMeter([], judge_run(RunPaths(directory)))
     meter._directories = [RunPaths(directory).judge]
-    return {name.removeprefix("judge/"): amount for name, amount in meter.metrics().items() if amount}
+    return {
+        name.removeprefix("judge/"): amount for name, amount in meter.metrics().items() if amount
+    }
 
 
 def test_a_score_is_read_from_the_answer_and_what_it_cost_is_counted(tmp_path: Path) -> None:
     worth = {"4": 9, "5": 1, "four": 7.5}
-    with judging(lambda question, _: says(f"Well. SCORE: {worth[question[4:]]}", 100, 20)) as server:
+    with judging(
+        lambda question, _: says(f"Well. SCORE: {worth[question[4:]]}", 100, 20)
+    ) as server:
         judge = judge_of(server, tmp_path, judge_input_price=2.0, judge_output_price=10.0)
         assert checked_scores("judge", judge, REQUESTS) == [9.0, 1.0, 7.5]
-    assert {body["model"] for body in server.asked} == {"tester"} and set(server.paths) == {"/v1/chat/completions"}
-    assert server.asked[0] | {"messages": []} == {"model": "tester", "messages": [], "temperature": 0.0, "max_tokens": 512}
+    assert {body["model"] for body in server.asked} == {"tester"} and set(server.paths) == {
+        "/v1/chat/completions"
+    }
+    assert server.asked[0] | {"messages": []} == {
+        "model": "tester",
+        "messages": [],
+        "temperature": 0.0,
+        "max_tokens": 512,
+    }
     assert sorted(server.questions) == ["2+2=4", "2+2=5", "2+2=four"]
     found = counted(tmp_path)
     assert found.pop("cost") == found.pop("cost_total") == pytest.approx((300 * 2 + 60 * 10) / 1e6)
@@ -57,15 +76,24 @@ def test_equal_samples_are_asked_about_once(tmp_path: Path) -> None:
     assert len(server.asked) == 3
 
 
-def test_the_template_has_the_record_s_fields_and_a_missing_one_is_told_by_name(tmp_path: Path) -> None:
+def test_the_template_has_the_record_s_fields_and_a_missing_one_is_told_by_name(
+    tmp_path: Path,
+) -> None:
     request = ScoringRequest(
-        "Why {response}?", "So {prompt}.", {"answer": ["a", 1], "prompt": "another", "rubric": "Be {kind}"}
+        "Why {response}?",
+        "So {prompt}.",
+        {"answer": ["a", 1], "prompt": "another", "rubric": "Be {kind}"},
     )
     template = '{rubric} {"json": 1} {prompt}|{response}|{answer} {lowest}-{highest}'
     with judging(lambda *_: says("SCORE: 1")) as server:
         judge_of(server, tmp_path, judge_template=template)([request])
-        assert server.questions == ['Be {kind} {"json": 1} Why {response}?|So {prompt}.|["a", 1] 0-10']
-        with pytest.raises(ScoringError, match=r"template has \{rubric\}, and the record of prompt '2\+2=' has no such field"):
+        assert server.questions == [
+            'Be {kind} {"json": 1} Why {response}?|So {prompt}.|["a", 1] 0-10'
+        ]
+        with pytest.raises(
+            ScoringError,
+            match=r"template has \{rubric\}, and the record of prompt '2\+2=' has no such field",
+        ):
             judge_of(server, tmp_path, judge_template=template)(REQUESTS)
 
 
@@ -80,7 +108,10 @@ def test_yes_and_no_are_read_by_their_log_probs(tmp_path: Path) -> None:
         assert judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS) == scores  # from the disk
     assert scores == pytest.approx([0.8, 0.0, 0.5])
     assert len(server.asked) == 3
-    assert all((body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20) for body in server.asked)
+    assert all(
+        (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
+        for body in server.asked
+    )
 
 
 def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path: Path) -> None:
@@ -94,7 +125,11 @@ def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path:
 
     def longer(question: str, _: int) -> Reply:
         one, other = question.split(":")[1].split("|")
-        return says("VERDICT: tie" if len(one) == len(other) else f"**VERDICT: {'A' if len(one) > len(other) else 'B'}**")
+        return says(
+            "VERDICT: tie"
+            if len(one) == len(other)
+            else f"**VERDICT: {'A' if len(one) > len(other) else 'B'}**"
+        )
 
     mixed = [REQUESTS[0], others[0], *REQUESTS[1:], REQUESTS[2], others[1]]
     with judging(longer) as server:
@@ -102,28 +137,44 @@ def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path:
         # "4", "5" and "four" twice: each "four" wins twice and ties with the other.
         assert judge(mixed) == pytest.approx([0.5 / 3, 0.0, 0.5 / 3, 2.5 / 3, 2.5 / 3, 1.0])
     assert sorted(server.questions) == sorted(
-        [f"2+2=:{a}|{b}" for a in ("4", "5", "four") for b in ("4", "5", "four") if a != b] + ["3+3=:6|six", "3+3=:six|6"]
+        [f"2+2=:{a}|{b}" for a in ("4", "5", "four") for b in ("4", "5", "four") if a != b]
+        + ["3+3=:6|six", "3+3=:six|6"]
     )
 
 
 def test_the_samples_of_a_prompt_are_ranked_by_one_question(tmp_path: Path) -> None:
     def rank(question: str, _: int) -> Reply:
-        return says("The third is right. RANKING: 3 > 1 > 2" if question.startswith("3:") else "RANKING: 2 > 1")
+        return says(
+            "The third is right. RANKING: 3 > 1 > 2"
+            if question.startswith("3:")
+            else "RANKING: 2 > 1"
+        )
 
     others = [ScoringRequest("3+3=", response) for response in ("6", "7", "6")]
     alike = [ScoringRequest("4+4=", "8")] * 2
     with judging(rank) as server:
-        judge = judge_of(server, tmp_path, judge_asks="ranking", judge_template="{count}:{responses}")
+        judge = judge_of(
+            server, tmp_path, judge_asks="ranking", judge_template="{count}:{responses}"
+        )
         assert judge([*REQUESTS, *others, *alike]) == [0.5, 0.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.5]
     assert len(server.asked) == 2
     assert "<response_2>\n5\n</response_2>" in max(server.questions)
 
 
-def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_read_is_left_out(
+    tmp_path: Path,
+) -> None:
     """Who prefers the first of two, but for one pair; about equal texts nothing is asked."""
-    answers = {"5|6": "VERDICT: B", "6|5": "VERDICT: A", "four|6": "VERDICT: A", "6|four": "VERDICT: A"}
+    answers = {
+        "5|6": "VERDICT: B",
+        "6|5": "VERDICT: A",
+        "four|6": "VERDICT: A",
+        "6|four": "VERDICT: A",
+    }
     with judging(lambda question, _: says(answers.get(question, "Hm."), 100, 20)) as server:
-        judge = judge_of(server, tmp_path, judge_asks="pairwise", judge_template="{response_a}|{response_b}")
+        judge = judge_of(
+            server, tmp_path, judge_asks="pairwise", judge_template="{response_a}|{response_b}"
+        )
         others = ["6", "6", "6", "6"]
         requests = [REQUESTS[1], REQUESTS[2], REQUESTS[0], ScoringRequest("2+2=", "6")]
         wins = judge.compare(requests, others)
@@ -132,23 +183,36 @@ def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_re
         assert judge.compare(requests, others) == wins  # what could not be read is not asked again
         assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
     assert counted(tmp_path)["unreadable"] == 2
-    with judging(lambda *_: Reply(401, b"no")) as server, pytest.raises(ScoringError, match="answered with status 401"):
-        judge_of(server, tmp_path / "b", judge_asks="pairwise", judge_template=None).compare(requests, others)
+    with (
+        judging(lambda *_: Reply(401, b"no")) as server,
+        pytest.raises(ScoringError, match="answered with status 401"),
+    ):
+        judge_of(server, tmp_path / "b", judge_asks="pairwise", judge_template=None).compare(
+            requests, others
+        )
 
 
 @pytest.mark.parametrize("asks", ["pairwise", "ranking"])
-@pytest.mark.parametrize("requests", [REQUESTS[:1], [ScoringRequest("", "a"), ScoringRequest("", "b")]])
-def test_what_has_nothing_to_be_compared_with_is_refused(tmp_path: Path, asks: str, requests: list[ScoringRequest]) -> None:
+@pytest.mark.parametrize(
+    "requests", [REQUESTS[:1], [ScoringRequest("", "a"), ScoringRequest("", "b")]]
+)
+def test_what_has_nothing_to_be_compared_with_is_refused(
+    tmp_path: Path, asks: str, requests: list[ScoringRequest]
+) -> None:
     with judging(lambda *_: says("A")) as server:
         judge = judge_of(server, tmp_path, judge_asks=asks, judge_template=None)
-        with pytest.raises(ScoringError, match="was asked about one alone, or without its prompt, for prompt"):
+        with pytest.raises(
+            ScoringError, match="was asked about one alone, or without its prompt, for prompt"
+        ):
             judge(requests)
     assert server.asked == []
 
 
 def test_a_judge_that_fails_half_of_the_time_is_asked_until_it_answers(tmp_path: Path) -> None:
     failures = [Reply(500, b"out of memory"), Reply(0, b""), Reply(503, b"starting")]
-    with judging(lambda _, number: failures[number % 3] if number % 2 else says("SCORE: 4")) as server:
+    with judging(
+        lambda _, number: failures[number % 3] if number % 2 else says("SCORE: 4")
+    ) as server:
         assert judge_of(server, tmp_path, judge_concurrency=1)(REQUESTS) == [4.0] * 3
     assert len(server.answered) == 3 and counted(tmp_path)["questions"] == 3
 
@@ -167,10 +231,17 @@ def test_a_judge_that_fails_half_of_the_time_is_asked_until_it_answers(tmp_path:
         Reply(200, [1]),
     ],
 )
-def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0(tmp_path: Path, nonsense: Reply) -> None:
-    with judging(lambda question, _: nonsense if question == "2+2=5" else says("SCORE: 6")) as server:
+def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0(
+    tmp_path: Path, nonsense: Reply
+) -> None:
+    with judging(
+        lambda question, _: nonsense if question == "2+2=5" else says("SCORE: 6")
+    ) as server:
         judge = judge_of(server, tmp_path)
-        with pytest.raises(ScoringError, match=r"asked 3 times \(judge_tries\).*for prompt '2\+2=' and response '5'") as told:
+        with pytest.raises(
+            ScoringError,
+            match=r"asked 3 times \(judge_tries\).*for prompt '2\+2=' and response '5'",
+        ) as told:
             checked_scores("judge", judge, REQUESTS)
         assert not isinstance(told.value, ScorerUnavailable)
         assert server.questions.count("2+2=5") == 3 and len(server.asked) == 5
@@ -180,7 +251,12 @@ def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0
         assert judge([REQUESTS[0], REQUESTS[2]]) == [6.0, 6.0]
         assert len(server.asked) == 5
         found = counted(tmp_path)
-        assert (found["questions"], found["asked_again"], found["unreadable"], found["from_cache"]) == (3, 2, 1, 5)
+        assert (
+            found["questions"],
+            found["asked_again"],
+            found["unreadable"],
+            found["from_cache"],
+        ) == (3, 2, 1, 5)
         more = judge_of(server, tmp_path, judge_tries=4)
         with pytest.raises(ScoringError, match="asked 4 times"):
             more(REQUESTS)
@@ -191,17 +267,25 @@ def test_what_is_read_the_second_time_is_a_score(tmp_path: Path) -> None:
     with judging(lambda _, number: says("SCORE: 2") if number else says("Hm.")) as server:
         assert judge_of(server, tmp_path)(REQUESTS[:1]) == [2.0]
     found = counted(tmp_path)
-    assert (found["questions"], found["asked_again"], found["tokens_in"]) == (1, 1, 20) and "unreadable" not in found
+    assert (found["questions"], found["asked_again"], found["tokens_in"]) == (
+        1,
+        1,
+        20,
+    ) and "unreadable" not in found
 
 
 def test_an_answer_of_too_many_requests_is_waited_out(tmp_path: Path) -> None:
-    with judging(lambda _, number: says("SCORE: 2") if number else Reply(429, b"", {"Retry-After": "1"})) as server:
+    with judging(
+        lambda _, number: says("SCORE: 2") if number else Reply(429, b"", {"Retry-After": "1"})
+    ) as server:
         start = time.monotonic()
         assert judge_of(server, tmp_path)(REQUESTS[:1]) == [2.0]
     assert time.monotonic() - start >= 1 and len(server.asked) == 2
 
 
-def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_before_is_kept(tmp_path: Path) -> None:
+def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_before_is_kept(
+    tmp_path: Path,
+) -> None:
     done = threading.Event()
 
     def slow(question: str, _: int) -> Reply:
@@ -213,27 +297,41 @@ def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_be
         try:
             judge = judge_of(server, tmp_path, judge_timeout_s=0.5, judge_concurrency=1)
             start = time.monotonic()
-            with pytest.raises(ScorerUnavailable, match=r"/v1/chat/completions gave no answer within 0.5 s"):
+            with pytest.raises(
+                ScorerUnavailable, match=r"/v1/chat/completions gave no answer within 0.5 s"
+            ):
                 checked_scores("judge", judge, REQUESTS)
             assert time.monotonic() - start < 3
-            assert server.questions == ["2+2=4", "2+2=5"]  # the third is not asked of who does not answer
+            # the third is not asked of who does not answer
+            assert server.questions == ["2+2=4", "2+2=5"]
         finally:
             done.set()
     assert counted(tmp_path)["questions"] == 1
 
 
-def test_a_refusal_is_told_at_once_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_told_at_once_without_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", " sk-secret\n")
     with judging(lambda *_: Reply(401, b"no such key: sk-secret")) as server:
-        with pytest.raises(ScoringError, match=r"answered with status 401, 'no such key: \*\*\*'; it must be 200") as told:
+        with pytest.raises(
+            ScoringError, match=r"answered with status 401, 'no such key: \*\*\*'; it must be 200"
+        ) as told:
             judge_of(server, tmp_path, judge_key_variable="TEST_JUDGE_KEY")(REQUESTS[:1])
         assert server.keys == ["Bearer sk-secret"] and len(server.asked) == 1
         assert "secret" not in repr(told.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
         monkeypatch.setenv("TEST_JUDGE_KEY", "sk\nsecret")
-        for name, problem in (("TEST_JUDGE_KEY", "is no key"), ("TEST_NO_KEY", "there is no such variable")):
-            with pytest.raises(ConfigError, match=rf"reward.judge_key_variable={name}: .*{problem}"):
+        for name, problem in (
+            ("TEST_JUDGE_KEY", "is no key"),
+            ("TEST_NO_KEY", "there is no such variable"),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"reward.judge_key_variable={name}: .*{problem}"
+            ):
                 judge_of(server, tmp_path, judge_key_variable=name)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()
+    ]
 
 
 def test_another_scorer_over_the_same_directory_asks_nothing(tmp_path: Path) -> None:
@@ -245,7 +343,8 @@ def test_another_scorer_over_the_same_directory_asks_nothing(tmp_path: Path) -> 
         assert judge_of(server, tmp_path / "a", judge_cache=shared)(REQUESTS) == [5.0] * 3
         assert judge_of(server, tmp_path / "b", judge_cache=shared)(REQUESTS) == [5.0] * 3
         assert len(server.asked) == 6
-        assert judge_of(server, tmp_path, judge_temperature=0.5)(REQUESTS) == [5.0] * 3  # which is another question
+        # which is another question
+        assert judge_of(server, tmp_path, judge_temperature=0.5)(REQUESTS) == [5.0] * 3
         assert len(server.asked) == 9
     found = counted(tmp_path)
     assert (found["questions"], found["from_cache"]) == (6, 3)
@@ -293,10 +392,16 @@ def test_a_meter_tells_what_came_since_and_what_all_of_the_run_cost(tmp_path: Pa
     resumed = JudgeMeter([tmp_path], "mine")
     assert resumed.metrics()["judge/questions"] == 0
     told = meter.metrics()
-    assert (told["judge/questions"], told["judge/cost"], told["judge/cost_total"]) == (1, 0.25, 0.75)
+    assert (told["judge/questions"], told["judge/cost"], told["judge/cost_total"]) == (
+        1,
+        0.25,
+        0.75,
+    )
 
 
-def test_what_was_being_written_by_a_killed_process_is_not_there_and_others_go_on(tmp_path: Path) -> None:
+def test_what_was_being_written_by_a_killed_process_is_not_there_and_others_go_on(
+    tmp_path: Path,
+) -> None:
     """A second connection that has begun to write, and never ends it in order."""
     ledger = JudgeLedger(tmp_path, "mine")
     with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as killed:
@@ -380,7 +485,14 @@ def test_what_is_no_answer_of_the_protocol_is_none() -> None:
     for body in (None, 1, [], {}, {"choices": None}, {"choices": [{"message": None}]}):
         assert parsed_answer(body).content is None
     odd = {
-        "choices": [{"message": {"content": "a"}, "logprobs": {"content": [{"top_logprobs": [{"token": "a"}]}]}}],
+        "choices": [
+            {
+                "message": {"content": "a"},
+                "logprobs": {"content": [{"top_logprobs": [{"token": "a"}]}]},
+            }
+        ],
         "usage": 5,
     }
-    assert parsed_answer(odd) == parsed_answer(json.loads('{"choices": [{"message": {"content": "a"}}]}'))
+    assert parsed_answer(odd) == parsed_answer(
+        json.loads('{"choices": [{"message": {"content": "a"}}]}')
+    )

@@ -27,13 +27,32 @@ def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
         ('{"gain": -1, "bias": 0}', "gain is -1, must be above 0"),
     ],
 )
-def test_a_broken_file_is_refused_by_name_before_anything_starts(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_broken_file_is_refused_by_name_before_anything_starts(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     (tmp_path / NORMALIZATION).write_text(text)
     with pytest.raises(ConfigError, match=f"{NORMALIZATION}.* {problem}"):
         read_normalization(tmp_path)
-    shape = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama", "num_hidden_layers": 1}
-    shape |= {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8, "hidden_act": "silu"}
-    shape |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "eos_token_id": 1, "pad_token_id": 0}
+    shape = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    shape |= {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+        "hidden_act": "silu",
+    }
+    shape |= {
+        "max_position_embeddings": 8,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    (found,) = reward.problems(Config(reward=RewardConfig(kind="model", path=str(tmp_path))), None, {})
+    (found,) = reward.problems(
+        Config(reward=RewardConfig(kind="model", path=str(tmp_path))), None, {}
+    )
     assert NORMALIZATION in found

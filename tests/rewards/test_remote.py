@@ -27,7 +27,8 @@ REQUESTS = [
 
 
 class ScoringServer(ThreadingHTTPServer):
-    """Answers with what it is told to, the last of it again and again, and keeps what it was asked."""
+    """Answers with what it is told to, the last of it again and again, and keeps what it was
+    asked."""
 
     daemon_threads = True
 
@@ -39,7 +40,9 @@ class ScoringServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}/get_reward?model=a"
 
     def answer(self, status: int, body: object, retry_after: str = "") -> None:
-        self.answers.append((status, body if isinstance(body, bytes) else json.dumps(body).encode(), retry_after))
+        self.answers.append(
+            (status, body if isinstance(body, bytes) else json.dumps(body).encode(), retry_after)
+        )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,9 +76,15 @@ def server() -> Iterator[ScoringServer]:
 
 
 def test_a_batch_is_one_request_in_openrlhf_s_shape(server):
-    server.answer(200, {"rewards": [1, -0.5, 2.0], "scores": [0, 0, 0], "extra_logs": {"length": [1, 2, 3]}})
+    server.answer(
+        200, {"rewards": [1, -0.5, 2.0], "scores": [0, 0, 0], "extra_logs": {"length": [1, 2, 3]}}
+    )
     assert checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS) == [1.0, -0.5, 2.0]
-    body = {"query": ["2+2=4", "3+3=6", "ünd "], "prompts": ["2+2=", "3+3=", "ünd "], "labels": ["four", ["6", "six"], ""]}
+    body = {
+        "query": ["2+2=4", "3+3=6", "ünd "],
+        "prompts": ["2+2=", "3+3=", "ünd "],
+        "labels": ["four", ["6", "six"], ""],
+    }
     assert server.asked == [("/get_reward?model=a", "application/json", body)]
 
 
@@ -99,7 +108,10 @@ def test_a_server_that_is_asked_too_often_is_asked_again_when_it_says(server, st
 def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
     server.answer(429, b"slow down", retry_after="3600")
     start = time.monotonic()
-    with pytest.raises(ScorerUnavailable, match=r"gave no answer within 10 s; the last attempt: status 429, 'slow down'"):
+    with pytest.raises(
+        ScorerUnavailable,
+        match=r"gave no answer within 10 s; the last attempt: status 429, 'slow down'",
+    ):
         RemoteScorer(server.url, 10)(REQUESTS)
     assert time.monotonic() - start < 5 and len(server.asked) == 1
 
@@ -126,7 +138,9 @@ def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
         (200, {"rewards": [1, 10**400, 3]}, "`rewards` must be a list of 3 finite numbers"),
     ],
 )
-def test_an_answer_that_is_not_three_numbers_is_told_with_its_address_and_not_asked_for_again(server, status, body, told):
+def test_an_answer_that_is_not_three_numbers_is_told_with_its_address_and_not_asked_for_again(
+    server, status, body, told
+):
     server.answer(status, body)
     with pytest.raises(ScoringError) as caught:
         checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS)
@@ -146,7 +160,10 @@ def test_an_answer_that_breaks_off_is_a_lost_connection(server):
 def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
     server.answer(500, b"out of memory")
     start = time.monotonic()
-    with pytest.raises(ScoringError, match=r"gave no answer within 0.5 s; the last attempt: status 500, 'out of memory'"):
+    with pytest.raises(
+        ScoringError,
+        match=r"gave no answer within 0.5 s; the last attempt: status 500, 'out of memory'",
+    ):
         RemoteScorer(server.url, 0.5)(REQUESTS)
     assert len(server.asked) > 1
     assert time.monotonic() - start < 2
@@ -155,7 +172,10 @@ def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
 def test_nobody_listening_is_told_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ScorerUnavailable, match=rf"127.0.0.1:{port}/ gave no answer within 0.3 s; .*ConnectionRefusedError"):
+    with pytest.raises(
+        ScorerUnavailable,
+        match=rf"127.0.0.1:{port}/ gave no answer within 0.3 s; .*ConnectionRefusedError",
+    ):
         checked_scores("judge", RemoteScorer(f"http://127.0.0.1:{port}/", 0.3), REQUESTS)
     assert issubclass(ScorerUnavailable, UnavailableError)
 
@@ -195,17 +215,28 @@ def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
         ({"skip_special_tokens": True}, ("ab", "cd")),
     ],
 )
-def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(server, settings, asked):
+def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(
+    server, settings, asked
+):
     tokenizer = character_tokenizer()
     server.answer(200, {"rewards": [1]})
     source = RemoteSource(name="judge", key="reward", url=server.url, timeout_s=5, **settings)
-    functions = FunctionSource(name="exact", key="reward", function="exact_match")  # which are told the text alone
+    # which are told the text alone
+    functions = FunctionSource(name="exact", key="reward", function="exact_match")
     scoring = Scoring(
-        CombinedReward([(each, text_source(each)) for each in (source, functions)]), tokenizer, Limits(99, 99, 99)
+        CombinedReward([(each, text_source(each)) for each in (source, functions)]),
+        tokenizer,
+        Limits(99, 99, 99),
     )
     prompt, response = (tokenizer.encode(text).ids for text in ("ab<eos>", "cd<eos>"))
     tokens = torch.tensor([[*prompt, *response, 0]])
-    score = scoring.score(tokens, torch.tensor([6]), torch.tensor([3]), metadata=['{"answer": "cd"}'])
-    assert {name: part.tolist() for name, part in score.items()} == {"rewards": [2.0], "0": [1.0], "1": [1.0]}
+    score = scoring.score(
+        tokens, torch.tensor([6]), torch.tensor([3]), metadata=['{"answer": "cd"}']
+    )
+    assert {name: part.tolist() for name, part in score.items()} == {
+        "rewards": [2.0],
+        "0": [1.0],
+        "1": [1.0],
+    }
     ((_, _, body),) = server.asked
     assert body == {"query": ["".join(asked)], "prompts": [asked[0]], "labels": ["cd"]}

@@ -9,7 +9,13 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.rewards import scorers
-from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, digit_fraction, resolve_scorer
+from aligner.rewards.scorers import (
+    ScoringError,
+    ScoringRequest,
+    checked_scores,
+    digit_fraction,
+    resolve_scorer,
+)
 from aligner.schema.scoring_functions import FUNCTIONS, RULES
 
 
@@ -33,7 +39,12 @@ def one_too_few(batch):
 
 def test_digit_fraction_counts_ascii_digits_of_the_response_only():
     assert digit_fraction(
-        [ScoringRequest("123", "a1b2"), ScoringRequest("9", ""), ScoringRequest("", "42"), ScoringRequest("", "²x")]
+        [
+            ScoringRequest("123", "a1b2"),
+            ScoringRequest("9", ""),
+            ScoringRequest("", "42"),
+            ScoringRequest("", "²x"),
+        ]
     ) == [
         0.5,
         0.0,
@@ -45,7 +56,10 @@ def test_digit_fraction_counts_ascii_digits_of_the_response_only():
 def test_sentiment_reads_prompt_and_response_together():
     scorer = resolve_scorer("sentiment")
     kind, unkind = scorer(
-        [ScoringRequest("The movie was", " wonderful, I loved it"), ScoringRequest("The movie was", " awful")]
+        [
+            ScoringRequest("The movie was", " wonderful, I loved it"),
+            ScoringRequest("The movie was", " awful"),
+        ]
     )
     assert kind > 0.5 > 0 > unkind
 
@@ -54,13 +68,20 @@ def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
     scorers._sentiment_analyzer.cache_clear()
     for module in ("vaderSentiment", "vaderSentiment.vaderSentiment"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"reward\.function=sentiment: vaderSentiment is not.*aligner\[sentiment\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.function=sentiment: vaderSentiment is not.*aligner\[sentiment\]",
+    ):
         resolve_scorer("sentiment")
 
 
-@pytest.mark.parametrize("name", [name for name in (*FUNCTIONS, *RULES) if name not in ("math", "reasoning_gym")])
+@pytest.mark.parametrize(
+    "name", [name for name in (*FUNCTIONS, *RULES) if name not in ("math", "reasoning_gym")]
+)
 def test_every_built_in_scorer_is_there(name):
-    (score,) = resolve_scorer(name)([ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})])
+    (score,) = resolve_scorer(name)(
+        [ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})]
+    )
     assert score == {"environment": 0.0, "sentiment": 0.0}.get(name, 1.0)
 
 
@@ -68,7 +89,9 @@ def test_a_scorer_is_found_by_import_path():
     assert resolve_scorer(f"{__name__}:fails_on_seven")(requests("1")) == [1.0]
 
 
-@pytest.mark.parametrize("name", ["no_such", "no.such.module:f", f"{__name__}:no_such", "math:pi", "math:", ":f"])
+@pytest.mark.parametrize(
+    "name", ["no_such", "no.such.module:f", f"{__name__}:no_such", "math:pi", "math:", ":f"]
+)
 def test_an_unknown_scorer_is_refused_by_key(name):
     with pytest.raises(ConfigError, match=r"reward\.function="):
         resolve_scorer(name)
@@ -83,7 +106,9 @@ def test_an_unknown_scorer_is_refused_by_key(name):
         ("import no_such_package", r"No module named 'no_such_package';"),
     ],
 )
-def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(tmp_path, monkeypatch, content, told):
+def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(
+    tmp_path, monkeypatch, content, told
+):
     (tmp_path / "broken_scorer.py").write_text(f"# mine\n{content}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"^reward\.function=broken_scorer:f: .*{told}"):
@@ -91,24 +116,33 @@ def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(tmp_
     assert "broken_scorer" not in sys.modules
 
 
-def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(tmp_path, monkeypatch):
+def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(
+    tmp_path, monkeypatch
+):
     (tmp_path / "others.py").write_text(
         "def score(prompts, completions, **more): return [0.0]\ndef one(requests): return [1.0]"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    told = r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function of a list of requests, each with prompt"
+    told = (
+        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function of a list of"
+        r" requests, each with prompt"
+    )
     with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {told}"):
         resolve_scorer("others:score")
     assert resolve_scorer("others:one")(requests("1")) == [1.0]
 
 
 def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
-    with pytest.raises(ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"):
+    with pytest.raises(
+        ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"
+    ):
         checked_scores("lengths", fails_on_seven, requests("1", "2", "7", "3"))
 
 
 def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
-    with pytest.raises(ScoringError, match="returned nan, must be finite, for prompt 'Count: ' and response 'b'"):
+    with pytest.raises(
+        ScoringError, match="returned nan, must be finite, for prompt 'Count: ' and response 'b'"
+    ):
         checked_scores("lengths", not_a_number, requests("a", "b"))
 
 
@@ -132,13 +166,21 @@ def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_ta
     name = f"{__name__}:hangs_on_seven"
     scorer = resolve_scorer(name, timeout_s=1)
     about = {"answer": 2}
-    with pytest.raises(ScoringError, match=f"the scorer {name} gave no answer within 1 s, and was ended; it had 2 requests"):
-        checked_scores(name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)])
+    with pytest.raises(
+        ScoringError,
+        match=f"the scorer {name} gave no answer within 1 s, and was ended; it had 2 requests",
+    ):
+        checked_scores(
+            name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)]
+        )
     assert checked_scores(name, scorer, [ScoringRequest("?", "1", about)]) == [2.0]
-    with pytest.raises(ScoringError, match=r"raised KeyError: 'answer' for prompt '\?' and response '1'"):
+    with pytest.raises(
+        ScoringError, match=r"raised KeyError: 'answer' for prompt '\?' and response '1'"
+    ):
         checked_scores(name, scorer, [ScoringRequest("?", "1")])
     killed = f"{__name__}:is_killed"
     with pytest.raises(
-        ScoringError, match=f"the scorer {killed} was killed by SIGKILL.*for prompt 'Count: ' and response 'a'"
+        ScoringError,
+        match=f"the scorer {killed} was killed by SIGKILL.*for prompt 'Count: ' and response 'a'",
     ):
         checked_scores(killed, resolve_scorer(killed), requests("a"))

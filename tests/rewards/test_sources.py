@@ -10,7 +10,13 @@ from aligner.errors import ConfigError
 from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
-from aligner.rewards.sources import CombinedReward, ModelSource, ScoringBatch, TextSource, text_source
+from aligner.rewards.sources import (
+    CombinedReward,
+    ModelSource,
+    ScoringBatch,
+    TextSource,
+    text_source,
+)
 from aligner.schema.keys import schema_keys
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 
@@ -18,18 +24,26 @@ BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response i
 
 
 def settings(name: str, **numbers: Any) -> FunctionSource:
-    return FunctionSource(name=name, key=f"reward.sources.{name}", function="digit_fraction", **numbers)
+    return FunctionSource(
+        name=name, key=f"reward.sources.{name}", function="digit_fraction", **numbers
+    )
 
 
 def test_the_reward_is_the_weighted_sum_of_normalized_scores():
     parts = [
         (settings("digits", weight=2.0, gain=4.0, bias=-1.0), text_source(settings("digits"))),
-        (settings("length", weight=-0.5), TextSource("length", lambda requests: [len(r.response) for r in requests])),
+        (
+            settings("length", weight=-0.5),
+            TextSource("length", lambda requests: [len(r.response) for r in requests]),
+        ),
     ]
     scores, added = CombinedReward(parts).in_parts(BATCH)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [2 * (4 * 0.5 - 1) - 1, 2 * (4 * 1 - 1) - 1, 2 * (0 - 1)]
-    assert [part.tolist() for part in added] == [[2 * (4 * share - 1) for share in (0.5, 1, 0)], [-1, -1, 0]]
+    assert [part.tolist() for part in added] == [
+        [2 * (4 * share - 1) for share in (0.5, 1, 0)],
+        [-1, -1, 0],
+    ]
 
 
 def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
@@ -52,14 +66,23 @@ def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
             expected["mean_minus_std"].append(mean - weight * math.sqrt(variance))
             expected["mean_minus_variance"].append(mean - weight * variance)
         for name, combine in COMBINATIONS.items():
-            assert combine(scores, there, weight).tolist() == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
+            assert combine(scores, there, weight).tolist() == pytest.approx(
+                expected[name], rel=1e-12, abs=1e-12
+            )
     assert tuple(COMBINATIONS) == schema_keys()["reward.combine"].choices
 
 
 def test_the_reward_is_what_an_ensemble_agrees_on():
     given = {"one": [1.0, 2.0, 3.0], "two": [3.0, 2.0, -5.0]}
-    parts = [(settings(name, weight=0.5), TextSource(name, lambda _, own=own: own)) for name, own in given.items()]
-    for combine, expected in (("min", [0.5, 1, -2.5]), ("mean_minus_std", [0.75, 1, -1.5]), ("mean", [1, 1, -0.5])):
+    parts = [
+        (settings(name, weight=0.5), TextSource(name, lambda _, own=own: own))
+        for name, own in given.items()
+    ]
+    for combine, expected in (
+        ("min", [0.5, 1, -2.5]),
+        ("mean_minus_std", [0.75, 1, -1.5]),
+        ("mean", [1, 1, -0.5]),
+    ):
         scores, members = CombinedReward(parts, combine, 0.5).in_parts(BATCH)
         assert scores.tolist() == expected
         assert [member.tolist() for member in members] == [[0.5, 1.0, 1.5], [1.5, 1.0, -2.5]]
@@ -67,7 +90,10 @@ def test_the_reward_is_what_an_ensemble_agrees_on():
 
 def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_is_0():
     tasks, asked = ["sums", "chat", "sums", None], {"text": [], "model": []}
-    requests = [ScoringRequest(f"{row}", f"{row}", {"task": task} if task else {}) for row, task in enumerate(tasks)]
+    requests = [
+        ScoringRequest(f"{row}", f"{row}", {"task": task} if task else {})
+        for row, task in enumerate(tasks)
+    ]
 
     def text(requests):
         asked["text"].append([request.prompt for request in requests])
@@ -82,22 +108,35 @@ def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_i
     batch = ScoringBatch(lambda: requests, torch.tensor([[0, 9], [1, 2], [2, 3], [3, 9]]), lengths)
     parts = [
         (settings("text", task_weights={"sums": 0.0}), TextSource("text", text)),
-        (settings("model", weight=0.0, task_weights={"sums": 2.0, "chat": 0.5}), ModelSource("model", Model())),
+        (
+            settings("model", weight=0.0, task_weights={"sums": 2.0, "chat": 0.5}),
+            ModelSource("model", Model()),
+        ),
     ]
     scores, given = CombinedReward(parts).in_parts(batch)
     assert asked == {"text": [["1", "3"]], "model": [[0, 1, 2]]}
-    assert [part.tolist() for part in given] == [[0, 11, 0, 13], [0, 10, 60, 0]] and scores.tolist() == [0, 21, 60, 13]
+    assert [part.tolist() for part in given] == [
+        [0, 11, 0, 13],
+        [0, 10, 60, 0],
+    ] and scores.tolist() == [0, 21, 60, 13]
     # Of an ensemble what is not asked is no member.
     assert CombinedReward(parts, "min")(batch).tolist() == [0, 10, 60, 13]
     assert CombinedReward(parts, "mean_minus_std", 2.0)(batch).tolist() == [0, 9.5, 60, 13]
-    with pytest.raises(ScoringError, match="no source of the reward has a weight for task=None, prompt '3'"):
+    with pytest.raises(
+        ScoringError, match="no source of the reward has a weight for task=None, prompt '3'"
+    ):
         CombinedReward(parts[1:])(batch)
 
 
 def test_a_refusal_names_the_source_at_fault():
     broken = TextSource("broken", lambda requests: [0.0, float("inf"), 0.0])
-    with pytest.raises(ScoringError, match=r"the scorer broken returned inf.*for prompt 'Count: ' and response '23'"):
-        CombinedReward([(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)])(BATCH)
+    with pytest.raises(
+        ScoringError,
+        match=r"the scorer broken returned inf.*for prompt 'Count: ' and response '23'",
+    ):
+        CombinedReward(
+            [(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)]
+        )(BATCH)
 
 
 def ask_nobody() -> list[str]:
@@ -124,13 +163,21 @@ def test_a_sum_that_overflows_is_refused():
         CombinedReward(parts)(BATCH)
     large = TextSource("large", lambda requests: [1e39] * 3)
     parts = [(settings("digits"), text_source(settings("digits"))), (settings("large"), large)]
-    with pytest.raises(ScoringError, match="the scorer large returned inf"):  # though the least is finite
+    # though the least is finite
+    with pytest.raises(ScoringError, match="the scorer large returned inf"):
         CombinedReward(parts, "min")(BATCH)
 
 
 def test_sources_are_made_from_their_settings():
-    remote = text_source(RemoteSource(name="judge", key="reward", url="http://judge:5000/get_reward", timeout_s=7))
-    assert remote == TextSource("judge", RemoteScorer("http://judge:5000/get_reward", 7), skip_special_tokens=False)
+    remote = text_source(
+        RemoteSource(name="judge", key="reward", url="http://judge:5000/get_reward", timeout_s=7)
+    )
+    assert remote == TextSource(
+        "judge", RemoteScorer("http://judge:5000/get_reward", 7), skip_special_tokens=False
+    )
     unknown = FunctionSource(name="digits", key="reward.sources.digits", function="digits")
-    with pytest.raises(ConfigError, match=r"reward\.sources\.digits\.function=digits: must be one of digit_fraction"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.sources\.digits\.function=digits: must be one of digit_fraction",
+    ):
         text_source(unknown)

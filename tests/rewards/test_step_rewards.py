@@ -1,4 +1,5 @@
-"""Rewards inside a response: where they lie, what they add up to, and how they come to the trainer."""
+"""Rewards inside a response: where they lie, what they add up to, and how they come to the
+trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ PROMPT, RESPONSES = "ab", ["1a.2b. c", ".", "abc", "a."]
 def character_tokenizer() -> Tokenizer:
     """Token 0 is padding, 1 the end; each character is one of its own."""
     tokenizer = Tokenizer(
-        models.WordLevel({"<pad>": 0, "<eos>": 1} | {each: 2 + n for n, each in enumerate("abc12. ")}, "<pad>")
+        models.WordLevel(
+            {"<pad>": 0, "<eos>": 1} | {each: 2 + n for n, each in enumerate("abc12. ")}, "<pad>"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -51,7 +54,12 @@ def dots(requests):
     for request in requests:
         ends = [place + 1 for place, character in enumerate(request.response) if character == "."]
         parts = [request.response[first:end] for first, end in zip([0, *ends], ends, strict=False)]
-        found.append([(end, 1.0 if any(map(str.isdigit, part)) else 0.25) for end, part in zip(ends, parts, strict=True)])
+        found.append(
+            [
+                (end, 1.0 if any(map(str.isdigit, part)) else 0.25)
+                for end, part in zip(ends, parts, strict=True)
+            ]
+        )
     return found
 
 
@@ -66,13 +74,18 @@ def tokens_of(tokenizer, ended: bool = True):
 
 
 def scored(reward, **given):
-    return Scoring(reward, character_tokenizer(), LIMITS).score(*tokens_of(character_tokenizer()), **given)
+    return Scoring(reward, character_tokenizer(), LIMITS).score(
+        *tokens_of(character_tokenizer()), **given
+    )
 
 
 def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_score():
     parts = [
         (source(weight=2.0, gain=3.0, bias=-1.0), StepSource("steps", dots)),
-        (replace(source(), name="whole"), TextSource("whole", lambda requests: [10.0] * len(requests))),
+        (
+            replace(source(), name="whole"),
+            TextSource("whole", lambda requests: [10.0] * len(requests)),
+        ),
     ]
     found = scored(CombinedReward(parts))
     steps = found["steps"]
@@ -80,7 +93,9 @@ def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_scor
     for row, text in enumerate(RESPONSES):
         for end, reward in dots([ScoringRequest("", text)])[0]:
             expected[row, len(PROMPT) + end - 1] = 2 * (3 * reward - 1)
-    assert torch.equal(steps.nan_to_num(99), expected.nan_to_num(99)), "a step that is worth nothing is one"
+    assert torch.equal(steps.nan_to_num(99), expected.nan_to_num(99)), (
+        "a step that is worth nothing is one"
+    )
     assert torch.allclose(found["rewards"], expected.nansum(1) + 10)
     assert torch.allclose(found["0"], expected.nansum(1)) and found["1"].tolist() == [10.0] * 4
 
@@ -88,17 +103,22 @@ def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_scor
 def test_a_source_that_is_not_asked_about_a_record_rewards_none_of_its_steps():
     parts = [
         (source(task_weights={"chat": 0.0}), StepSource("steps", dots)),
-        (replace(source(), name="whole"), TextSource("whole", lambda requests: [10.0] * len(requests))),
+        (
+            replace(source(), name="whole"),
+            TextSource("whole", lambda requests: [10.0] * len(requests)),
+        ),
     ]
-    found = scored(CombinedReward(parts), metadata=['{"task": "chat"}', "{}", '{"task": "chat"}', "{}"])
+    found = scored(
+        CombinedReward(parts), metadata=['{"task": "chat"}', "{}", '{"task": "chat"}', "{}"]
+    )
     assert found["steps"].nansum(1).tolist() == [0.0, 0.25, 0.0, 0.25]
     assert found["rewards"].tolist() == [10.0, 10.25, 10.0, 10.25]
 
 
 def test_texts_without_tokens_get_the_sum_alone():
-    found = Scoring(CombinedReward([(source(), StepSource("steps", dots))]), character_tokenizer(), LIMITS).score(
-        texts=["1.a.", "."]
-    )
+    found = Scoring(
+        CombinedReward([(source(), StepSource("steps", dots))]), character_tokenizer(), LIMITS
+    ).score(texts=["1.a.", "."])
     assert found["rewards"].tolist() == [1.25, 0.25] and "steps" not in found
 
 
@@ -106,15 +126,22 @@ def test_a_step_ends_at_the_first_token_with_which_its_characters_are_complete()
     """With tokens of several characters, and characters of several tokens."""
     text = "First: 12+30 is 42.\nSecond, naïve 漢字 🙂 done."
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(["First: Second, done is"] * 9, BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        ["First: Second, done is"] * 9, BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    )
     row = tokenizer.encode(text).ids
     assert tokenizer.decode(row) == text and min(map(len, tokenizer.encode("First").tokens)) > 1
     batch = torch.tensor([[7, 7, *row, 0, 0]]), torch.tensor([2 + len(row)]), torch.tensor([2])
     scoring = Scoring(CombinedReward([]), tokenizer, LIMITS)
     for characters in range(1, len(text) + 1):
-        whole = next(n for n in range(1, len(row) + 1) if len(tokenizer.decode(row[:n])) >= characters)
+        whole = next(
+            n for n in range(1, len(row) + 1) if len(tokenizer.decode(row[:n])) >= characters
+        )
         assert scoring._token_at(*batch, 0, characters) == 2 + whole - 1
     assert scoring._token_at(*batch, 0, 10**6) == 2 + len(row) - 1
 
@@ -133,8 +160,12 @@ def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probabi
     found = scored(CombinedReward([(source(), model)]))
     ends = [[4, 7, 10], [2], [5], [3]]  # what follows the last dot is a step unless it is nothing
     for row, places in enumerate(ends):
-        numbers = {place: 1 / (1 + math.exp(4 - place)) if probability else place - 4.0 for place in places}
-        assert found["steps"][row].tolist() == pytest.approx([numbers.get(place, NAN) for place in range(11)], nan_ok=True)
+        numbers = {
+            place: 1 / (1 + math.exp(4 - place)) if probability else place - 4.0 for place in places
+        }
+        assert found["steps"][row].tolist() == pytest.approx(
+            [numbers.get(place, NAN) for place in range(11)], nan_ok=True
+        )
         assert float(found["rewards"][row]) == pytest.approx(sum(numbers.values()))
 
 
@@ -149,18 +180,24 @@ def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probabi
     ],
 )
 def test_steps_that_are_none_are_told_with_prompt_and_response(answer, message):
-    with pytest.raises(ScoringError, match=f"the scorer mine .*{message}.*prompt 'p' and response 'abc'"):
+    with pytest.raises(
+        ScoringError, match=f"the scorer mine .*{message}.*prompt 'p' and response 'abc'"
+    ):
         checked_steps("mine", lambda requests: [answer], [ScoringRequest("p", "abc")])
 
 
 def test_a_function_of_the_users_own_rewards_steps_from_its_own_process():
     scorer = resolve_step_scorer("tests.rewards.test_step_rewards:dots", "reward.function", 60)
-    assert checked_steps("dots", scorer, [ScoringRequest("p", "1.a."), ScoringRequest("p", "")]) == [[(2, 1.0), (4, 0.25)], []]
+    assert checked_steps(
+        "dots", scorer, [ScoringRequest("p", "1.a."), ScoringRequest("p", "")]
+    ) == [[(2, 1.0), (4, 0.25)], []]
 
 
 def answered(**columns) -> Future[Tensor]:
     done: Future[Tensor] = Future()
-    done.set_result(scores_in({name: np.array(values, dtype=np.float32) for name, values in columns.items()}))
+    done.set_result(
+        scores_in({name: np.array(values, dtype=np.float32) for name, values in columns.items()})
+    )
     return done
 
 
@@ -175,11 +212,17 @@ def test_the_trainer_tells_scores_parts_and_rewards_of_steps_apart_however_the_r
     pending = PendingRows(futures, torch.tensor([0, 2]), sources=2)
     assert pending.result().tolist() == [3.0, 7.0]
     assert pending.parts().tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    for row, expected in zip(pending.steps(5), ([NAN, 1, NAN, NAN, NAN], [NAN, 0, NAN, 2, NAN]), strict=True):
+    for row, expected in zip(
+        pending.steps(5), ([NAN, 1, NAN, NAN, NAN], [NAN, 0, NAN, 2, NAN]), strict=True
+    ):
         assert row.tolist() == pytest.approx(expected, nan_ok=True)
-    assert pending.select(torch.tensor([1])).steps(3).tolist()[0] == pytest.approx([NAN, 0, NAN], nan_ok=True)
+    assert pending.select(torch.tensor([1])).steps(3).tolist()[0] == pytest.approx(
+        [NAN, 0, NAN], nan_ok=True
+    )
     one = PendingRows((answered(rewards=[[3.0]], step_rewards=[[0.0, 1.0]]),), sources=0)
-    assert one.parts() is None and one.steps(2).tolist() == [[0, 1]] and one.result().tolist() == [3.0]
+    assert (
+        one.parts() is None and one.steps(2).tolist() == [[0, 1]] and one.result().tolist() == [3.0]
+    )
     assert PendingRows((answered(rewards=[[3.0]]),), sources=0).steps(2).isnan().all()
     assert joined_scores([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
@@ -188,21 +231,41 @@ def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone(
     def sample(prompt_id, response, rewards=None, **more):
         tokens = torch.tensor([5, *response])
         versions = torch.zeros(len(response), dtype=torch.int64)
-        return Sample(prompt_id, 0, tokens, 1, torch.zeros(len(response)), versions, "stop", rewards=rewards, **more)
+        return Sample(
+            prompt_id,
+            0,
+            tokens,
+            1,
+            torch.zeros(len(response)),
+            versions,
+            "stop",
+            rewards=rewards,
+            **more,
+        )
 
     branch = sample(0, [6, 7, 8])
-    batch = collate_episodes([sample(0, [6, 7], torch.tensor([0.5, 0.0]), branches=(branch,)), sample(1, [9])], 0)
+    batch = collate_episodes(
+        [sample(0, [6, 7], torch.tensor([0.5, 0.0]), branches=(branch,)), sample(1, [9])], 0
+    )
     given = batch.with_step_rewards(torch.tensor([[1.0, NAN, 9.0], [0.0, 9.0, 9.0]]))
     assert given.step_ends.tolist() == [[True, False, False], [True, False, False], [False] * 3]
     assert given.turn_rewards.tolist() == [[1.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert collate_episodes([sample(1, [9])], 0).with_step_rewards(torch.tensor([[4.0]])).turn_rewards.tolist() == [[4.0]]
+    assert collate_episodes([sample(1, [9])], 0).with_step_rewards(
+        torch.tensor([[4.0]])
+    ).turn_rewards.tolist() == [[4.0]]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["algorithm=grpo", "algorithm.advantage=grpo_steps"], "algorithm.advantage=grpo_steps: the reward speaks of whole"),
-        (["reward.step_rewards=true"], "reward.step_rewards=true: digit_fraction gives a number for a response"),
+        (
+            ["algorithm=grpo", "algorithm.advantage=grpo_steps"],
+            "algorithm.advantage=grpo_steps: the reward speaks of whole",
+        ),
+        (
+            ["reward.step_rewards=true"],
+            "reward.step_rewards=true: digit_fraction gives a number for a response",
+        ),
         (
             ["reward.function=my:steps", "reward.step_rewards=true", "critic.with_reward=true"],
             "critic.with_reward=true: rewards of steps need a reward server of their own",
@@ -216,11 +279,17 @@ def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone(
             "reward.combine=min: rewards of steps can only be added up",
         ),
         (
-            ["reward.kind=combined", "+reward.sources.a={kind: model, path: somewhere, step_separator: 3}"],
+            [
+                "reward.kind=combined",
+                "+reward.sources.a={kind: model, path: somewhere, step_separator: 3}",
+            ],
             "reward.sources.a.step_separator=3: expected text, got int",
         ),
         (
-            ["reward.kind=combined", "+reward.sources.a={kind: function, function: 'my:f', step_rewards: 1}"],
+            [
+                "reward.kind=combined",
+                "+reward.sources.a={kind: function, function: 'my:f', step_rewards: 1}",
+            ],
             "reward.sources.a.step_rewards=1: must be true or false",
         ),
     ],

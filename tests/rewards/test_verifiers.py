@@ -12,13 +12,23 @@ from aligner.rewards.verifiers import final_number
 
 
 def score(name: str, response: str, **metadata) -> float:
-    (value,) = checked_scores(name, resolve_scorer(name), [ScoringRequest("What?", response, metadata)])
+    (value,) = checked_scores(
+        name, resolve_scorer(name), [ScoringRequest("What?", response, metadata)]
+    )
     return value
 
 
 @pytest.mark.parametrize(
     ("response", "answer", "expected"),
-    [("4", "4", 1), (" 4\n", "4 ", 1), ("4", 4, 1), ("4.0", 4, 0), ("it is 4", "4", 0), ("", "4", 0), ("Yes", "yes", 0)],
+    [
+        ("4", "4", 1),
+        (" 4\n", "4 ", 1),
+        ("4", 4, 1),
+        ("4.0", 4, 0),
+        ("it is 4", "4", 0),
+        ("", "4", 0),
+        ("Yes", "yes", 0),
+    ],
 )
 def test_exact_match_is_letter_by_letter_but_for_space_around(response, answer, expected):
     assert score("exact_match", response, answer=answer) == expected
@@ -79,7 +89,12 @@ def test_format_matches_the_whole_response(response, pattern, expected):
 
 
 def test_length_is_in_characters_and_includes_its_bounds():
-    assert [score("length", text, max_length=3) for text in ("", "abc", "abcd", "ééé")] == [1, 1, 0, 1]
+    assert [score("length", text, max_length=3) for text in ("", "abc", "abcd", "ééé")] == [
+        1,
+        1,
+        0,
+        1,
+    ]
     assert [score("length", text, max_length=3, min_length=2) for text in ("a", "ab")] == [0, 1]
 
 
@@ -103,7 +118,8 @@ def test_math_is_compared_in_any_thread_and_what_takes_too_long_is_not_right():
     checker, answers = MathChecker(seconds=0.3), []
 
     def work() -> None:
-        # The second has a number with 10^8 digits to multiply out; the third needs the process that takes its place.
+        # The second has a number with 10^8 digits to multiply out; the third needs the process that
+        # takes its place.
         for response in (r"\boxed{4}", r"\boxed{(10^9)!}", r"\boxed{4}"):
             answers.append(checker.equal("4", response))
 
@@ -119,7 +135,9 @@ def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
     assert checker.equal("1", "1") is True
     assert checker.child._process is not None
     checker.child._process.kill()
-    with pytest.raises(AlignerError, match="math-verify was killed by SIGKILL: its process ended with code -9"):
+    with pytest.raises(
+        AlignerError, match="math-verify was killed by SIGKILL: its process ended with code -9"
+    ):
         checker.equal("1", "1")
     assert checker.equal("1", "2") is False
     checker.child.close()
@@ -127,15 +145,26 @@ def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
 
 def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"reward\.sources\.sums\.function=math needs the math-verify package.*verify extra"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.sources\.sums\.function=math needs the math-verify package.*verify extra",
+    ):
         resolve_scorer("math", "reward.sources.sums.function")
 
 
 @pytest.mark.parametrize(
     ("name", "metadata", "message"),
     [
-        ("exact_match", {}, "the data must say `answer`, a text or a number, beside the prompt; it says nothing"),
-        ("gsm8k", {"label": 3}, "the data must say `answer`, a text or a number, beside the prompt; it says label"),
+        (
+            "exact_match",
+            {},
+            "the data must say `answer`, a text or a number, beside the prompt; it says nothing",
+        ),
+        (
+            "gsm8k",
+            {"label": 3},
+            "the data must say `answer`, a text or a number, beside the prompt; it says label",
+        ),
         ("gsm8k", {"answer": None}, "its `answer` is None, must be a text or a number"),
         ("gsm8k", {"answer": "four"}, "the answer 'four' has no number"),
         ("math", {"answer": True}, "its `answer` is True"),
@@ -146,14 +175,17 @@ def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
     ],
 )
 def test_what_cannot_be_verified_is_told_with_the_scorer_and_the_prompt(name, metadata, message):
-    with pytest.raises(ScoringError, match=f"the scorer {name}: {message}.*for prompt 'What\\?' and response '4'"):
+    with pytest.raises(
+        ScoringError, match=f"the scorer {name}: {message}.*for prompt 'What\\?' and response '4'"
+    ):
         score(name, "4", **metadata)
 
 
 def test_a_pattern_that_takes_for_ever_is_told_by_name_and_the_next_is_matched():
     pattern = "(a+)+b"
     with pytest.raises(
-        ScoringError, match=r"the scorer format: its `format` '\(a\+\)\+b' took more than 2 s of processor time"
+        ScoringError,
+        match=r"the scorer format: its `format` '\(a\+\)\+b' took more than 2 s of processor time",
     ):
         score("format", "a" * 40, format=pattern)
     assert score("format", "aab", format=pattern) == 1

@@ -1,4 +1,5 @@
-"""A simulated clock: threads take turns, so that schedules of hours are run in milliseconds and always alike."""
+"""A simulated clock: threads take turns, so that schedules of hours are run in milliseconds and
+always alike."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Clock:
         heapq.heappush(self._due, (self.now + seconds, next(self._order), turn))
 
     def wait(self):
-        """Let others run until this thread is woken. Raises Deadlock on the first thread when no one could."""
+        """Let others run until this thread is woken. Raises Deadlock on the first thread when no
+        one could."""
         mine = self._turn
         self.pass_on()
         mine.acquire()

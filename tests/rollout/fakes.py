@@ -1,4 +1,5 @@
-"""What stands for the prompts, the engine and the servers where only the order of things is looked at."""
+"""What stands for the prompts, the engine and the servers where only the order of things is looked
+at."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ class Stream:
 
     def draw(self, start, count, rates):
         """Its metadata say by which pass rates a prompt was drawn."""
-        drawn = [replace(prompt, metadata={**prompt.metadata, "rates": rates}) for prompt in self.take(start, count)]
+        drawn = [
+            replace(prompt, metadata={**prompt.metadata, "rates": rates})
+            for prompt in self.take(start, count)
+        ]
         return drawn, start + count
 
 
 class Digits:
-    """Whose responses say which prompt and sample they are, 10 + prompt and 10 + index, drawn by the weights that serve."""
+    """Whose responses say which prompt and sample they are, 10 + prompt and 10 + index, drawn by
+    the weights that serve."""
 
     def __init__(self, spend=lambda: None):
         """The second token is drawn when `spend` has returned."""
@@ -37,7 +42,9 @@ class Digits:
 
     def sample(self, samples, samples_per_prompt, options, enough=None):
         first = self.version
-        assert all(sample.prompt_id >= self.first for sample in samples), "what is needed again is not forgotten"
+        assert all(sample.prompt_id >= self.first for sample in samples), (
+            "what is needed again is not forgotten"
+        )
         self.spend()
         return [
             Sample(
@@ -113,7 +120,9 @@ class _Writing:
         prompt, versions = self.requests[place].prompt, self.versions[place]
         tokens = torch.cat([prompt.tokens, torch.arange(10, 10 + len(versions))])
         index, drawn = self.requests[place].sample_index, torch.tensor(versions, dtype=torch.int64)
-        return Sample(prompt.id, index, tokens, len(prompt.tokens), torch.zeros(len(versions)), drawn, reason)
+        return Sample(
+            prompt.id, index, tokens, len(prompt.tokens), torch.zeros(len(versions)), drawn, reason
+        )
 
 
 def _now(answer):
@@ -137,7 +146,10 @@ class Scorers:
 
     def ask_scores(self, batch, metadata, rows_apart=None):
         ids, index = batch.tokens[:, 1] - 10, batch.tokens[:, 2] - 10
-        scores = [float(self.is_mixed(i) and int(k) == 1) for i, k in zip(ids.tolist(), index, strict=True)]
+        scores = [
+            float(self.is_mixed(i) and int(k) == 1)
+            for i, k in zip(ids.tolist(), index, strict=True)
+        ]
         return (self.answer(torch.tensor(scores)),)
 
     def ask_values(self, batch):

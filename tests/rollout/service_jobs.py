@@ -14,7 +14,8 @@ from aligner.rollout.services import together
 
 
 def wait_together(seconds: float, timeout_s: float, error: str | None = None) -> Any:
-    """What the ranks get of a rank 0 that waits longer for a server than they wait for each other."""
+    """What the ranks get of a rank 0 that waits longer for a server than they wait for each
+    other."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
 
     def wait() -> str | None:

@@ -19,7 +19,16 @@ from tests.rollout.fakes import Digits, Scorers, Stream, taught
 EACH = 2
 
 
-def rollouts(mixed, rounds, prompts_per_step=4, micro_batches=2, engine=None, services=None, skippable=1.0, **more):
+def rollouts(
+    mixed,
+    rounds,
+    prompts_per_step=4,
+    micro_batches=2,
+    engine=None,
+    services=None,
+    skippable=1.0,
+    **more,
+):
     settings = RolloutConfig(
         prompts_per_step=prompts_per_step,
         samples_per_prompt=EACH,
@@ -58,7 +67,9 @@ def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_st
 
 def test_dynamic_sampling_compares_what_is_made_of_the_scores():
     def of_ends(scores, samples):
-        return torch.where(torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores)
+        return torch.where(
+            torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores
+        )
 
     source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=of_ends)
     rollout = source.take()
@@ -71,15 +82,22 @@ def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
     with pytest.raises(AlignerError) as caught:
         source.take()
     message = str(caught.value)
-    assert "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different scores" in message
+    assert (
+        "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different"
+        " scores" in message
+    )
     assert "rollout.samples_per_prompt=2" in message
 
 
 class Longer(Digits):
-    """Prompt k's samples have k further tokens; the second of each prompt has a branch of three more."""
+    """Prompt k's samples have k further tokens; the second of each prompt has a branch of three
+    more."""
 
     def sample(self, samples, samples_per_prompt, options, enough=None):
-        return [self.lengthened(sample) for sample in super().sample(samples, samples_per_prompt, options, enough)]
+        return [
+            self.lengthened(sample)
+            for sample in super().sample(samples, samples_per_prompt, options, enough)
+        ]
 
     def lengthened(self, sample, further=None):
         further = sample.prompt_id if further is None else further
@@ -89,7 +107,11 @@ class Longer(Digits):
             engine_logprobs=torch.zeros(2 + further),
             weight_versions=torch.zeros(2 + further, dtype=torch.int64),
         )
-        return replace(longer, branches=(self.lengthened(sample, 3),)) if sample.sample_index and further != 3 else longer
+        return (
+            replace(longer, branches=(self.lengthened(sample, 3),))
+            if sample.sample_index and further != 3
+            else longer
+        )
 
 
 def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_left_and_their_branches():
@@ -104,8 +126,18 @@ def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_le
     services.ask_teacher = ask_teacher
     rollout = rollouts(mixed=(), rounds=3, engine=Longer(), services=services).take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
-    assert asked[:2] == [[3, 3, 4, 4], [5, 5, 6, 6]] and asked[-1] == [6, 6, 6, 6], "parts as drawn, branches at the end"
-    assert told[0] == ["task 0", "task 0", "task 1", "task 1"] and told[-1] == ["task 1", "task 4", "task 5", "task 9"]
+    assert asked[:2] == [[3, 3, 4, 4], [5, 5, 6, 6]] and asked[-1] == [
+        6,
+        6,
+        6,
+        6,
+    ], "parts as drawn, branches at the end"
+    assert told[0] == ["task 0", "task 0", "task 1", "task 1"] and told[-1] == [
+        "task 1",
+        "task 4",
+        "task 5",
+        "task 9",
+    ]
     width = rollout.batch.tokens.shape[1] - 1
     assert torch.equal(rollout.teacher_logprobs.result(width), taught(rollout.batch))
     rows = torch.tensor([3, 0])
@@ -131,12 +163,22 @@ class Picky(Digits):
         return super().sample(samples, samples_per_prompt, options, enough)
 
 
-def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(caplog):
+def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(
+    caplog,
+):
     source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_alone=True)
     taken = [source.take() for _ in range(2)]
-    assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [[0, 3, 4, 5], [7, 8, 9, 10]]
+    assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [
+        [0, 3, 4, 5],
+        [7, 8, 9, 10],
+    ]
     assert [rollout.skipped for rollout in taken] == [2, 1]
-    assert caplog.text.count("is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts") == 3
+    assert (
+        caplog.text.count(
+            "is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts"
+        )
+        == 3
+    )
 
 
 def test_more_than_a_share_of_a_steps_prompts_is_not_left_out():
@@ -151,7 +193,12 @@ def test_more_than_a_share_of_a_steps_prompts_is_not_left_out():
 def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out():
     source = rollouts(mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_alone=True)
     rollout = source.take()
-    assert [prompt.id for prompt in rollout.prompts[::EACH]] == [3, 4, 5, 6] and rollout.skipped == 3
+    assert [prompt.id for prompt in rollout.prompts[::EACH]] == [
+        3,
+        4,
+        5,
+        6,
+    ] and rollout.skipped == 3
 
 
 class Unable(Scorers):
@@ -173,7 +220,16 @@ class Unable(Scorers):
 
 def test_what_could_not_be_scored_is_left_out_however_a_step_is_cut_unless_it_is_all_of_it():
     rollout = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({1, 2})).take()
-    assert rollout.scores.result().isnan().tolist() == [True, True, False, False, False, False, True, True]
+    assert rollout.scores.result().isnan().tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert [prompt.id for prompt in rollout.scored().prompts[::EACH]] == [1, 2]
     none = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({})).take()
     with pytest.raises(AlignerError, match="ScoringError: of 0 nothing"):
@@ -203,7 +259,10 @@ def test_prompts_whose_scores_are_all_equal_are_not_informative():
 def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
     rollout = rollouts(mixed={0, 3}, rounds=0).take()
     chosen = rollout.select(torch.tensor([7, 1]))
-    assert [(sample.prompt_id, sample.sample_index) for sample in chosen.samples] == [(3, 1), (0, 1)]
+    assert [(sample.prompt_id, sample.sample_index) for sample in chosen.samples] == [
+        (3, 1),
+        (0, 1),
+    ]
     assert [prompt.id for prompt in chosen.prompts] == [3, 0]
     assert chosen.batch.tokens[:, 1].tolist() == [13, 10]
     assert chosen.scores.result().tolist() == [1.0, 1.0]
@@ -222,14 +281,24 @@ def test_an_answer_is_waited_for_once_however_many_ask(monkeypatch):
 
 def response(*tokens):
     return Sample(
-        0, 0, torch.tensor([8, 9, *tokens]), 2, torch.arange(float(len(tokens))), torch.arange(len(tokens)), "length"
+        0,
+        0,
+        torch.tensor([8, 9, *tokens]),
+        2,
+        torch.arange(float(len(tokens))),
+        torch.arange(len(tokens)),
+        "length",
     )
 
 
 def test_a_response_is_cut_behind_the_first_truncation_token_from_the_given_place_on():
     cut = truncated(response(3, 4, 3, 4, 3), token_id=3, after=1)
     assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
-    assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [0, 1, 2]
+    assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [
+        0,
+        1,
+        2,
+    ]
     assert cut.finish_reason == "stop"
 
 

@@ -1,4 +1,5 @@
-"""What is drawn when, by which weights, and what a resumed run trains on; schedules on a simulated clock."""
+"""What is drawn when, by which weights, and what a resumed run trains on; schedules on a simulated
+clock."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ class World:
         self.most_copies = 0
         self.reward = self.clock.worker("reward")
         self.settings = RolloutConfig(
-            prompts_per_step=PROMPTS, samples_per_prompt=EACH, micro_batches=2, max_staleness=self.max_staleness
+            prompts_per_step=PROMPTS,
+            samples_per_prompt=EACH,
+            micro_batches=2,
+            max_staleness=self.max_staleness,
         )
 
     def spend(self, longest=3.0):
@@ -89,7 +93,10 @@ class World:
             return RolloutBuilder(
                 Stream(),
                 self.engine,
-                Scorers(is_mixed, lambda scores: self.reward.submit(lambda: (self.spend(1.0), scores)[1])),
+                Scorers(
+                    is_mixed,
+                    lambda scores: self.reward.submit(lambda: (self.spend(1.0), scores)[1]),
+                ),
                 self.settings,
                 SamplingOptions(max_new_tokens=2),
                 pad_token_id=0,
@@ -110,7 +117,8 @@ class World:
         )
 
     def train(self, flow, first, last, save_at=None, place=None):
-        """What a trainer does; the samples of every step, with versions, scores and the pass rates that they were drawn by.
+        """What a trainer does; the samples of every step, with versions, scores and the pass rates
+        that they were drawn by.
 
         The pass rates after so many steps are their number.
         """
@@ -119,23 +127,48 @@ class World:
         trained, beside = [], None
         for step in range(first, last):
             rollout = flow.take()
-            assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [int(p.id) for p in rollout.prompts[::EACH]]
-            batch, taught = rollout.batch, rollout.teacher_logprobs.result(rollout.batch.tokens.shape[1] - 1)
-            assert torch.equal(taught, -batch.tokens[:, 1:].float()), "the teacher's log-probs are the samples' own"
-            samples = [(s.prompt_id, s.sample_index, *s.weight_versions.tolist()) for s in rollout.samples]
+            assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [
+                int(p.id) for p in rollout.prompts[::EACH]
+            ]
+            batch, taught = (
+                rollout.batch,
+                rollout.teacher_logprobs.result(rollout.batch.tokens.shape[1] - 1),
+            )
+            assert torch.equal(taught, -batch.tokens[:, 1:].float()), (
+                "the teacher's log-probs are the samples' own"
+            )
+            samples = [
+                (s.prompt_id, s.sample_index, *s.weight_versions.tolist()) for s in rollout.samples
+            ]
             texts = [prompt.text for prompt in rollout.prompts]
-            scores, rates = rollout.scores.result().tolist(), {prompt.metadata["rates"] for prompt in rollout.prompts}
-            trained.append((step, samples, scores, rollout.all_scores.result().tolist(), texts, rates))
+            scores, rates = (
+                rollout.scores.result().tolist(),
+                {prompt.metadata["rates"] for prompt in rollout.prompts},
+            )
+            trained.append(
+                (step, samples, scores, rollout.all_scores.result().tolist(), texts, rates)
+            )
             flow.pass_rates = step + 1
             if save_at == step and place is not None:
                 self.position = flow.finish_save(place)
             self.spend()
             flow.publish_weights(step + 1, last=step + 1 == self.steps)
             if beside is not None:
-                assert set(beside.result()[0].weight_versions.tolist()) == {step}, "no other version draws it"
+                assert set(beside.result()[0].weight_versions.tolist()) == {step}, (
+                    "no other version draws it"
+                )
                 beside = None
-            if self.evaluates and self.max_staleness and step + 1 < self.steps and self.random.random() < 0.5:
-                beside = flow.draw_beside(lambda builder: builder.generate([HELD_OUT], 1, SamplingOptions(max_new_tokens=2)))
+            if (
+                self.evaluates
+                and self.max_staleness
+                and step + 1 < self.steps
+                and self.random.random() < 0.5
+            ):
+                beside = flow.draw_beside(
+                    lambda builder: builder.generate(
+                        [HELD_OUT], 1, SamplingOptions(max_new_tokens=2)
+                    )
+                )
             if save_at == step + 1:
                 flow.begin_save(step + 1)
         return trained
@@ -148,7 +181,10 @@ def is_mixed(number):
 
 def versions(trained):
     """By step, all versions of its tokens."""
-    return [(step, {version for sample in samples for version in sample[2:]}) for step, samples, *_ in trained]
+    return [
+        (step, {version for sample in samples for version in sample[2:]})
+        for step, samples, *_ in trained
+    ]
 
 
 schedules = {
@@ -162,7 +198,9 @@ schedules = {
 @settings(max_examples=500, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
-def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(seed, max_staleness, steps, rounds):
+def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(
+    seed, max_staleness, steps, rounds
+):
     """None lost, none trained on twice, all in order; and no two threads wait for each other."""
     world = World(seed, max_staleness, steps, rounds, evaluates=True)
     with world.flow() as flow:
@@ -172,30 +210,43 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
     assert prompts == wanted[: PROMPTS * steps]
     assert versions(trained) == [(step, {max(0, step - max_staleness)}) for step in range(steps)]
     for step, samples, scores, everything, texts, rates in trained:
-        assert rates == {max(0, step - max_staleness)}, "which prompts are drawn follows from the step alone"
+        assert rates == {max(0, step - max_staleness)}, (
+            "which prompts are drawn follows from the step alone"
+        )
         assert texts == [f"prompt {number}" for number, *_ in samples]
         assert scores == [float(is_mixed(number) and index == 1) for number, index, *_ in samples]
         assert len(scores) <= len(everything)
-    assert world.most_copies <= max_staleness + 2, "that which serves, and one of each step that may be ahead of it"
+    assert world.most_copies <= max_staleness + 2, (
+        "that which serves, and one of each step that may be ahead of it"
+    )
 
 
 @pytest.mark.slow
 @settings(max_examples=350, deadline=None)
 @given(**schedules)
-def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(seed, max_staleness, steps, rounds):
+def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(
+    seed, max_staleness, steps, rounds
+):
     world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
     with world.flow() as flow:
         trained = world.train(flow, 0, steps)
     for step, used in versions(trained):
         assert step - world.max_staleness <= min(used) <= max(used) <= step
     prompts = [number for _, samples, *_ in trained for number, index, *_ in samples if index == 0]
-    assert prompts == [number for number in range(3 * PROMPTS * steps) if is_mixed(number) or not rounds][: PROMPTS * steps]
+    assert (
+        prompts
+        == [number for number in range(3 * PROMPTS * steps) if is_mixed(number) or not rounds][
+            : PROMPTS * steps
+        ]
+    )
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
-def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed, max_staleness, steps, rounds, stopped):
+def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(
+    seed, max_staleness, steps, rounds, stopped
+):
     stopped = min(stopped, steps)
     undisturbed = World(seed, max_staleness, steps, rounds)
     with undisturbed.flow() as flow:
@@ -204,7 +255,9 @@ def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed,
     try:
         killed = World(seed + 1, max_staleness, steps, rounds)
         with killed.flow() as flow:
-            trained = killed.train(flow, 0, min(steps, stopped + 1), save_at=stopped, place=place)[:stopped]
+            trained = killed.train(flow, 0, min(steps, stopped + 1), save_at=stopped, place=place)[
+                :stopped
+            ]
             position = killed.position if stopped < steps else flow.finish_save(place)
         resumed = World(seed + 2, max_staleness, steps, rounds)
         with resumed.flow() as flow:
@@ -217,12 +270,15 @@ def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(seed,
 
 
 def test_the_longer_phase_alone_sets_the_pace():
-    """Steps of 3 s training and 2 + 2 s generation and the other way round; a step in turn takes their sum."""
+    """Steps of 3 s training and 2 + 2 s generation and the other way round; a step in turn takes
+    their sum."""
     for train_s, generate_s, pace in ((3.0, 1.0, 3.0), (1.0, 3.0, 6.0)):
         spent = {}
         for max_staleness in (0, 1):
             world = World(0, max_staleness, 20)
-            world.spend = lambda longest=None, world=world, s=train_s: world.clock.sleep(s if longest is None else 0.0)
+            world.spend = lambda longest=None, world=world, s=train_s: world.clock.sleep(
+                s if longest is None else 0.0
+            )
             world.engine.spend = lambda world=world, s=generate_s: world.clock.sleep(s)
             with world.flow() as flow:
                 world.train(flow, 0, 20)
@@ -232,11 +288,13 @@ def test_the_longer_phase_alone_sets_the_pace():
 
 
 def test_more_staleness_evens_out_steps_that_take_longer_than_others():
-    """Of phases whose times vary, the longer of the two is waited for in every step only where samples are one step old."""
+    """Of phases whose times vary, the longer of the two is waited for in every step only where
+    samples are one step old."""
     spent = []
     for max_staleness in (0, 1, 4):
         world = World(1, max_staleness, 60)
-        world.engine.spend = functools.partial(world.spend, 1.5)  # twice a step: as long as training, on average
+        # twice a step: as long as training, on average
+        world.engine.spend = functools.partial(world.spend, 1.5)
         with world.flow() as flow:
             world.train(flow, 0, 60)
         spent.append(world.clock.now)
@@ -293,11 +351,17 @@ def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
     for allowed in (0, 1):
         with (
             World(0, allowed, 9).flow() as flow,
-            pytest.raises(AlignerError, match=r"the checkpoint holds 2 batches .* go on with rollout\.max_staleness=2"),
+            pytest.raises(
+                AlignerError,
+                match=r"the checkpoint holds 2 batches .* go on with rollout\.max_staleness=2",
+            ),
         ):
             flow.resume(tmp_path, 3, world.position)
     (tmp_path / "rollouts.safetensors").write_bytes(b"half")
-    with World(0, 2, 9).flow() as flow, pytest.raises(AlignerError, match="drawn ahead cannot be read"):
+    with (
+        World(0, 2, 9).flow() as flow,
+        pytest.raises(AlignerError, match="drawn ahead cannot be read"),
+    ):
         flow.resume(tmp_path, 3, world.position)
 
 

@@ -1,4 +1,5 @@
-"""Prompts that take longer than others: what is trained on when, and what goes on from one batch to the next."""
+"""Prompts that take longer than others: what is trained on when, and what goes on from one batch to
+the next."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Recorded(Stream):
         self.step, self.taken_at = 0, {}
 
     def take(self, start, count):
-        prompts = [replace(prompt, metadata={"id": prompt.id}) for prompt in super().take(start, count)]
+        prompts = [
+            replace(prompt, metadata={"id": prompt.id}) for prompt in super().take(start, count)
+        ]
         self.taken_at |= {prompt.id: self.step for prompt in prompts}
         return prompts
 
@@ -75,7 +78,12 @@ class Case:
 
 class Run:
     def __init__(self, case, shape, position, under_way):
-        self.shape, self.stream, self.engine, self.scorers = shape, Recorded(), Writer(case.seed), Scores()
+        self.shape, self.stream, self.engine, self.scorers = (
+            shape,
+            Recorded(),
+            Writer(case.seed),
+            Scores(),
+        )
         sampler = ColocatedSampler(self.engine, EngineParallelConfig(tensor=1, data=1), rank=0)
         options, rounds = SamplingOptions(max_new_tokens=40), case.rounds
         self.rollouts = RolloutBuilder(
@@ -97,7 +105,13 @@ class Run:
 
 def described(rollout):
     return [
-        (s.prompt_id, s.sample_index, s.finish_reason, s.response.tolist(), s.weight_versions.tolist())
+        (
+            s.prompt_id,
+            s.sample_index,
+            s.finish_reason,
+            s.response.tolist(),
+            s.weight_versions.tolist(),
+        )
         for s in rollout.samples
     ]
 
@@ -126,7 +140,9 @@ def test_every_prompt_is_trained_on_once_whole_and_within_its_deferrals(case, st
         trained |= dict.fromkeys(ids, step)
         for sample in rollout.samples:
             length = run.engine.length(sample.prompt_id, sample.sample_index)
-            assert sample.finish_reason == "stop" and sample.response.tolist() == list(range(10, 10 + length))
+            assert sample.finish_reason == "stop" and sample.response.tolist() == list(
+                range(10, 10 + length)
+            )
             versions = sample.weight_versions.tolist()
             assert versions == sorted(versions)
             assert step - run.shape.max_staleness <= versions[0]
@@ -135,7 +151,8 @@ def test_every_prompt_is_trained_on_once_whole_and_within_its_deferrals(case, st
     under_way = {straggler.prompt.id for straggler in run.rollouts.under_way}
     assert not under_way & trained.keys()
     left_out = set(range(run.rollouts.position)) - under_way - trained.keys()
-    assert left_out <= run.scorers.asked if case.rounds else not left_out  # dynamic sampling did, once they had scores
+    # dynamic sampling did, once they had scores
+    assert left_out <= run.scorers.asked if case.rounds else not left_out
 
 
 class Trainer:
@@ -144,7 +161,9 @@ class Trainer:
     def __init__(self, case, steps):
         self.run = case.start()
         own = self.run.rollouts
-        self.pipeline = RolloutPipeline(own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker)
+        self.pipeline = RolloutPipeline(
+            own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker
+        )
 
     def offer(self, version):
         pass
@@ -161,7 +180,10 @@ class Trainer:
         for step in range(first, last):
             rollout = self.pipeline.take()
             trained.append([*described(rollout), rollout.deferred])
-            assert min(int(sample.weight_versions[0]) for sample in rollout.samples) >= step - self.run.shape.max_staleness
+            assert (
+                min(int(sample.weight_versions[0]) for sample in rollout.samples)
+                >= step - self.run.shape.max_staleness
+            )
             self.pipeline.publish_weights(step + 1)
             if step + 1 == save_at:
                 self.pipeline.begin_save(save_at)
@@ -204,7 +226,9 @@ def test_what_is_under_way_and_has_become_too_old_for_a_resumed_run_is_refused(t
     with closing((first := Trainer(case, 9)).pipeline):
         first.train(0, 4, 4, tmp_path)
     other = Trainer(replace(case, max_deferrals=1), 9)
-    told = pytest.raises(AlignerError, match=r"rollout\.max_staleness=2: .* under way are of version 2, .*=3 or more")
+    told = pytest.raises(
+        AlignerError, match=r"rollout\.max_staleness=2: .* under way are of version 2, .*=3 or more"
+    )
     with closing(other.pipeline), told:
         other.pipeline.resume(tmp_path, 4, first.position)
 
@@ -223,5 +247,7 @@ def test_prompts_under_way_of_another_run_are_refused():
     run = case.start()
     run.take(0)
     other = Case(seed=0, parts=1, part=2, each=3, spare=2, max_deferrals=1, rounds=0)
-    with pytest.raises(AlignerError, match=r"rollout.samples_per_prompt=3: the prompts under way have 2 samples"):
+    with pytest.raises(
+        AlignerError, match=r"rollout.samples_per_prompt=3: the prompts under way have 2 samples"
+    ):
         other.start(0, run.rollouts.under_way)

@@ -18,7 +18,10 @@ MATH = {"path": "math.jsonl", "function": "math", "samples": 8}
 
 
 def suites(**evaluation: Any) -> dict[str | None, EvaluationConfig]:
-    return {suite.name: suite.settings for suite in evaluation_suites(Config(evaluation=EvaluationConfig(**evaluation)))}
+    return {
+        suite.name: suite.settings
+        for suite in evaluation_suites(Config(evaluation=EvaluationConfig(**evaluation)))
+    }
 
 
 def test_without_suites_the_section_is_what_is_evaluated() -> None:
@@ -36,13 +39,22 @@ def test_a_suite_has_what_the_section_says_but_prompts_groups_and_judge() -> Non
     }
     both = suites(**given, count=4, suites={"math": MATH})
     assert list(both) == [None, "math"]
-    assert both["math"] == EvaluationConfig(every=3, temperature=0.5, count=4, path="math.jsonl", function="math", samples=8)
+    assert both["math"] == EvaluationConfig(
+        every=3, temperature=0.5, count=4, path="math.jsonl", function="math", samples=8
+    )
     assert replace(both[None], suites={}) == EvaluationConfig(**given, count=4)
 
 
-def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_not_need_it() -> None:
+def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_not_need_it() -> (
+    None
+):
     suites_of = "+evaluation.suites.math={prompts: [a], samples: 8, function: math}"
-    given = ("evaluation.every=5", "evaluation.temperature=0.7", "evaluation.function_timeout_s=9", suites_of)
+    given = (
+        "evaluation.every=5",
+        "evaluation.temperature=0.7",
+        "evaluation.function_timeout_s=9",
+        suites_of,
+    )
     config = only_read(compose_config(["experiment=tiny_ppo", *given]))
     (math,) = evaluation_suites(config)
     assert (math.settings.temperature, math.settings.function_timeout_s) == (0.7, 9)
@@ -51,9 +63,13 @@ def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_
 
 
 def test_where_only_suites_have_prompts_they_are_all_that_is_evaluated() -> None:
-    assert list(suites(samples=2, suites={"b": {"prompts": ["a"]}, "a": {"prompts": ["b"]}})) == ["b", "a"]
+    assert list(suites(samples=2, suites={"b": {"prompts": ["a"]}, "a": {"prompts": ["b"]}})) == [
+        "b",
+        "a",
+    ]
     questions = {"evaluation": EvaluationConfig(questions=3, suites={"math": MATH})}
-    assert [suite.name for suite in evaluation_suites(Config(**questions))] == ["math"]  # which are of data.tasks
+    # which are of data.tasks
+    assert [suite.name for suite in evaluation_suites(Config(**questions))] == ["math"]
     with_tasks = Config(data=DataConfig(tasks=["gcd"]), **questions)
     assert [suite.name for suite in evaluation_suites(with_tasks)] == [None, "math"]
 
@@ -71,21 +87,43 @@ def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
     [
         ("a/b", MATH, "evaluation.suites.a/b: a suite's name is letters, digits, _ and -"),
         ("score", MATH, "evaluation.suites.score: a suite's name is "),
-        ("math", ["a"], r"evaluation.suites.math=\['a'\]: expected a mapping with path or prompts, got list"),
-        ("math", {"every": 3}, "evaluation.suites.math.every: holds for all suites; give evaluation.every"),
+        (
+            "math",
+            ["a"],
+            r"evaluation.suites.math=\['a'\]: expected a mapping with path or prompts, got list",
+        ),
+        (
+            "math",
+            {"every": 3},
+            "evaluation.suites.math.every: holds for all suites; give evaluation.every",
+        ),
         ("math", {"suites": {}}, "evaluation.suites.math.suites: holds for all suites"),
-        ("math", {"sample": 3}, "math.sample: unknown key; did you mean evaluation.suites.math.samples?"),
+        (
+            "math",
+            {"sample": 3},
+            "math.sample: unknown key; did you mean evaluation.suites.math.samples?",
+        ),
         ("math", {"samples": 0}, "evaluation.suites.math.samples=0: must be at least 1"),
         ("math", {"samples": 1.5}, "evaluation.suites.math.samples=1.5: must be a whole number"),
         ("math", {"greedy": 1}, "evaluation.suites.math.greedy=1: must be true or false"),
         ("math", {"prompts": "a"}, "evaluation.suites.math.prompts=a: must be a list of texts"),
         ("math", {"fields": "a"}, "evaluation.suites.math.fields=a: expected a mapping, got str"),
         ("math", {"path": 3}, "evaluation.suites.math.path=3: expected text, got int"),
-        ("math", {"temperature": "hot"}, "evaluation.suites.math.temperature=hot: must be a finite number"),
-        ("math", {"pass_threshold": None}, "evaluation.suites.math.pass_threshold=None: must be a finite number"),
+        (
+            "math",
+            {"temperature": "hot"},
+            "evaluation.suites.math.temperature=hot: must be a finite number",
+        ),
+        (
+            "math",
+            {"pass_threshold": None},
+            "evaluation.suites.math.pass_threshold=None: must be a finite number",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_suite_is_told_before_anything_else(name: str, entries: Any, problem: str) -> None:
+def test_what_is_wrong_with_a_suite_is_told_before_anything_else(
+    name: str, entries: Any, problem: str
+) -> None:
     config = Config(evaluation=EvaluationConfig(every=1, suites={name: entries}))
     with pytest.raises(ConfigError, match=problem):
         check(config)

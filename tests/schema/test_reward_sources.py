@@ -14,7 +14,13 @@ from aligner.errors import ConfigError
 from aligner.placement.placement_table import placements
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config
-from aligner.schema.reward_sources import FunctionSource, JudgeSource, ModelSource, RemoteSource, reward_sources
+from aligner.schema.reward_sources import (
+    FunctionSource,
+    JudgeSource,
+    ModelSource,
+    RemoteSource,
+    reward_sources,
+)
 from aligner.servers.reward_server import build_scoring
 
 JUDGE = ("reward=judge", "reward.judge_url=http://judge:8000/v1", "reward.judge_model=tester")
@@ -40,7 +46,9 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
         FunctionSource(name="function", key="reward", function="digit_fraction", gain=2, bias=-1),
     )
     remote = compose(tmp_path, "reward=remote", "reward.url=http://judge:5000/get_reward").reward
-    judge = RemoteSource(name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60)
+    judge = RemoteSource(
+        name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60
+    )
     assert reward_sources(remote) == (judge,)
     asked = compose(tmp_path, *JUDGE, "reward.judge_lowest=1", "reward.gain=0.1").reward
     assert reward_sources(asked) == (
@@ -57,9 +65,15 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
 
 def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path):
     sources = (
-        "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1, task_weights: {sums: 0}}",
+        (
+            "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1,"
+            " task_weights: {sums: 0}}"
+        ),
         "+reward.sources.c={kind: remote, url: 'https://judge/score', timeout_s: 5, weight: -1}",
-        "+reward.sources.d={kind: judge, judge_url: 'http://judge/v1', judge_model: tester, judge_asks: ranking}",
+        (
+            "+reward.sources.d={kind: judge, judge_url: 'http://judge/v1', judge_model: tester,"
+            " judge_asks: ranking}"
+        ),
         "+reward.sources.d.judge_template='{responses} and {rubric}, as {\"json\": 1}'",
     )
     config = compose(tmp_path, *COMBINED, *sources)
@@ -68,9 +82,17 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         assert reward_sources(reward) == (
             FunctionSource(name="a", key="reward.sources.a", function="digit_fraction"),
             ModelSource(
-                name="b", key="reward.sources.b", path="somewhere", weight=0.5, gain=2, bias=1, task_weights={"sums": 0}
+                name="b",
+                key="reward.sources.b",
+                path="somewhere",
+                weight=0.5,
+                gain=2,
+                bias=1,
+                task_weights={"sums": 0},
             ),
-            RemoteSource(name="c", key="reward.sources.c", url="https://judge/score", timeout_s=5, weight=-1),
+            RemoteSource(
+                name="c", key="reward.sources.c", url="https://judge/score", timeout_s=5, weight=-1
+            ),
             JudgeSource(
                 name="d",
                 key="reward.sources.d",
@@ -80,7 +102,11 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
                 judge_template='{responses} and {rubric}, as {"json": 1}',
             ),
         )
-        assert [source.record_fields for source in reward_sources(reward) if isinstance(source, JudgeSource)] == [("rubric",)]
+        assert [
+            source.record_fields
+            for source in reward_sources(reward)
+            if isinstance(source, JudgeSource)
+        ] == [("rubric",)]
 
 
 @pytest.mark.parametrize(
@@ -103,38 +129,107 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             [*COMBINED, "+reward.sources.b={weight: 1}"],
             "reward.sources.b.kind: missing; allowed: function, model, remote, judge",
         ),
-        ([*COMBINED, "+reward.sources.b.kind=jury"], "reward.sources.b.kind=jury: no such kind; allowed: function, model"),
-        ([*COMBINED, "+reward.sources.b.kind=function"], "reward.sources.b.function: missing; kind=function needs it"),
-        ([*COMBINED, "+reward.sources.a.wieght=2"], "unknown key with kind=function; did you mean reward.sources.a.weight?"),
-        ([*COMBINED, "+reward.sources.a.url=x"], "reward.sources.a.url: unknown key with kind=function; allowed in reward"),
-        ([*COMBINED, "+reward.sources.a.weight=nan"], "reward.sources.a.weight=nan: must be a finite number"),
-        ([*COMBINED, "+reward.sources.a.weight=true"], "reward.sources.a.weight=True: must be a finite number"),
+        (
+            [*COMBINED, "+reward.sources.b.kind=jury"],
+            "reward.sources.b.kind=jury: no such kind; allowed: function, model",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b.kind=function"],
+            "reward.sources.b.function: missing; kind=function needs it",
+        ),
+        (
+            [*COMBINED, "+reward.sources.a.wieght=2"],
+            "unknown key with kind=function; did you mean reward.sources.a.weight?",
+        ),
+        (
+            [*COMBINED, "+reward.sources.a.url=x"],
+            "reward.sources.a.url: unknown key with kind=function; allowed in reward",
+        ),
+        (
+            [*COMBINED, "+reward.sources.a.weight=nan"],
+            "reward.sources.a.weight=nan: must be a finite number",
+        ),
+        (
+            [*COMBINED, "+reward.sources.a.weight=true"],
+            "reward.sources.a.weight=True: must be a finite number",
+        ),
         (
             [*COMBINED, "+reward.sources.a.task_weights={sums: much}"],
-            "reward.sources.a.task_weights={'sums': 'much'}: must be names of tasks with finite numbers",
+            (
+                "reward.sources.a.task_weights={'sums': 'much'}: must be names of tasks with finite"
+                " numbers"
+            ),
         ),
-        ([*COMBINED, "+reward.sources.a.task_weights=2"], "task_weights=2: must be names of tasks with finite numbers"),
+        (
+            [*COMBINED, "+reward.sources.a.task_weights=2"],
+            "task_weights=2: must be names of tasks with finite numbers",
+        ),
         (["+reward.task_weights={sums: 2}"], "reward.task_weights"),
-        ([*COMBINED, "+reward.sources.a.gain=much"], "reward.sources.a.gain=much: must be a finite number"),
+        (
+            [*COMBINED, "+reward.sources.a.gain=much"],
+            "reward.sources.a.gain=much: must be a finite number",
+        ),
         ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
-        ([*COMBINED, "+reward.sources.b={kind: function, function: 3}"], "function=3: expected text, got int"),
-        (["reward.function=nope"], "reward.function=nope: must be one of digit_fraction, environment, exact_match, format"),
-        (["reward.function=my_module:"], "reward.function=my_module:: must be one of digit_fraction"),
-        ([*COMBINED, "+reward.sources.b={kind: function, function: nope}"], "reward.sources.b.function=nope: must be one of"),
+        (
+            [*COMBINED, "+reward.sources.b={kind: function, function: 3}"],
+            "function=3: expected text, got int",
+        ),
+        (
+            ["reward.function=nope"],
+            "reward.function=nope: must be one of digit_fraction, environment, exact_match, format",
+        ),
+        (
+            ["reward.function=my_module:"],
+            "reward.function=my_module:: must be one of digit_fraction",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: function, function: nope}"],
+            "reward.sources.b.function=nope: must be one of",
+        ),
         (["reward=remote"], "reward.url: missing; kind=remote needs it"),
         (
-            [*COMBINED, "+reward.sources.b={kind: remote, url: 'http://judge/a', skip_special_tokens: 1}"],
+            [
+                *COMBINED,
+                "+reward.sources.b={kind: remote, url: 'http://judge/a', skip_special_tokens: 1}",
+            ],
             "reward.sources.b.skip_special_tokens=1: must be true or false",
         ),
-        (["reward=remote", "reward.url=judge:5000"], "reward.url=judge:5000: must be http://HOST[:PORT]/PATH"),
-        (["reward=remote", "reward.url='http://a/b c'"], "reward.url=http://a/b c: must be http://HOST[:PORT]/PATH"),
-        (["reward=remote", "reward.url='http://:80/a'"], "reward.url=http://:80/a: must be http://HOST[:PORT]/PATH"),
-        (["reward=remote", "reward.url='http://a:99999/'"], "reward.url=http://a:99999/: must be http://HOST[:PORT]/PATH"),
-        ([*COMBINED, "+reward.sources.b={kind: remote, url: 'http://a', timeout_s: 0}"], "timeout_s=0: must be at least 0.1"),
-        ([*COMBINED, "+reward.sources.b={kind: model, path: nowhere}"], "reward.sources.b.path=nowhere: no such model dir"),
-        ([*COMBINED, "reward.parallel.data=2"], "reward.parallel: 2 ranks, must be 1: no source of the reward is a model"),
-        (["critic.with_reward=true", "reward.parallel.data=2"], "reward.parallel: critic.with_reward=true runs the reward at"),
-        (["critic.with_reward=true", "reward.replicas=2"], "reward.replicas=2: not read with critic.with_reward=true"),
+        (
+            ["reward=remote", "reward.url=judge:5000"],
+            "reward.url=judge:5000: must be http://HOST[:PORT]/PATH",
+        ),
+        (
+            ["reward=remote", "reward.url='http://a/b c'"],
+            "reward.url=http://a/b c: must be http://HOST[:PORT]/PATH",
+        ),
+        (
+            ["reward=remote", "reward.url='http://:80/a'"],
+            "reward.url=http://:80/a: must be http://HOST[:PORT]/PATH",
+        ),
+        (
+            ["reward=remote", "reward.url='http://a:99999/'"],
+            "reward.url=http://a:99999/: must be http://HOST[:PORT]/PATH",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: remote, url: 'http://a', timeout_s: 0}"],
+            "timeout_s=0: must be at least 0.1",
+        ),
+        (
+            [*COMBINED, "+reward.sources.b={kind: model, path: nowhere}"],
+            "reward.sources.b.path=nowhere: no such model dir",
+        ),
+        (
+            [*COMBINED, "reward.parallel.data=2"],
+            "reward.parallel: 2 ranks, must be 1: no source of the reward is a model",
+        ),
+        (
+            ["critic.with_reward=true", "reward.parallel.data=2"],
+            "reward.parallel: critic.with_reward=true runs the reward at",
+        ),
+        (
+            ["critic.with_reward=true", "reward.replicas=2"],
+            "reward.replicas=2: not read with critic.with_reward=true",
+        ),
         (
             [
                 "critic.with_reward=true",
@@ -147,17 +242,36 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (["reward=judge"], "reward.judge_url: missing; kind=judge needs it"),
         ([*JUDGE[:2]], "reward.judge_model: missing; kind=judge needs it"),
-        ([*JUDGE, "reward.judge_url=judge:8000"], "reward.judge_url=judge:8000: must be http://HOST[:PORT]/PATH"),
-        ([*JUDGE, "reward.judge_asks=essay"], "reward.judge_asks=essay: allowed: score, yes_no, pairwise, ranking"),
-        ([*JUDGE, "reward.judge_pattern='('"], "reward.judge_pattern=(: is no regular expression"),
-        ([*JUDGE, "reward.judge_pattern='[0-9]+'"], "reward.judge_pattern=[0-9]+: must have a group, in parentheses"),
-        ([*JUDGE, "reward.judge_lowest=10"], "reward.judge_lowest=10: must be below reward.judge_highest=10"),
         (
-            [*JUDGE, "reward.judge_template='{prompt} {answer}'"],
-            "reward.judge_template: must have {response} with judge_asks=score, which fills {prompt}, {response}, {lowest}",
+            [*JUDGE, "reward.judge_url=judge:8000"],
+            "reward.judge_url=judge:8000: must be http://HOST[:PORT]/PATH",
         ),
         (
-            [*JUDGE, "reward.judge_asks=pairwise", "reward.judge_template='{response} {response_a}'"],
+            [*JUDGE, "reward.judge_asks=essay"],
+            "reward.judge_asks=essay: allowed: score, yes_no, pairwise, ranking",
+        ),
+        ([*JUDGE, "reward.judge_pattern='('"], "reward.judge_pattern=(: is no regular expression"),
+        (
+            [*JUDGE, "reward.judge_pattern='[0-9]+'"],
+            "reward.judge_pattern=[0-9]+: must have a group, in parentheses",
+        ),
+        (
+            [*JUDGE, "reward.judge_lowest=10"],
+            "reward.judge_lowest=10: must be below reward.judge_highest=10",
+        ),
+        (
+            [*JUDGE, "reward.judge_template='{prompt} {answer}'"],
+            (
+                "reward.judge_template: must have {response} with judge_asks=score, which fills"
+                " {prompt}, {response}, {lowest}"
+            ),
+        ),
+        (
+            [
+                *JUDGE,
+                "reward.judge_asks=pairwise",
+                "reward.judge_template='{response} {response_a}'",
+            ],
             "reward.judge_template: must have {response_b} with judge_asks=pairwise",
         ),
         (
@@ -166,47 +280,93 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*JUDGE, "reward.judge_timeout_s=100"],
-            "reward.judge_timeout_s=100, reward.judge_tries=3: a question may take 300 s, which must be below"
-            " server.request_timeout_s=300",
+            (
+                "reward.judge_timeout_s=100, reward.judge_tries=3: a question may take 300 s, which"
+                " must be below server.request_timeout_s=300"
+            ),
         ),
         (
-            [*JUDGE, "critic.with_reward=true", "critic.parallel.data=2", "cluster.collective_timeout_s=180"],
+            [
+                *JUDGE,
+                "critic.with_reward=true",
+                "critic.parallel.data=2",
+                "cluster.collective_timeout_s=180",
+            ],
             "a question may take 180 s, which must be below cluster.collective_timeout_s=180",
         ),
         (
             [*JUDGE, "reward.judge_asks=ranking", "rollout.samples_per_prompt=1"],
-            "reward.judge_asks=ranking: compares the samples of a prompt, and rollout.samples_per_prompt=1 gives one",
+            (
+                "reward.judge_asks=ranking: compares the samples of a prompt, and"
+                " rollout.samples_per_prompt=1 gives one"
+            ),
         ),
         (
             [*JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=6"],
-            "which server.max_batch_size=6 would cut into several requests; give a multiple of rollout.samples_per_prompt=4",
+            (
+                "which server.max_batch_size=6 would cut into several requests; give a multiple of"
+                " rollout.samples_per_prompt=4"
+            ),
         ),
         (
             [*JUDGE, "reward.judge_asks=pairwise", "environment.target=my_module:Game"],
-            "reward.judge_asks=pairwise: compares responses to one prompt, and episodes of several turns",
+            (
+                "reward.judge_asks=pairwise: compares responses to one prompt, and episodes of"
+                " several turns"
+            ),
         ),
         (
             [*JUDGE, "reward.judge_asks=ranking", "evaluation.every=1", "evaluation.prompts=[a]"],
-            "and evaluation scores each by itself, a prompt's reference too; give evaluation.function",
+            (
+                "and evaluation scores each by itself, a prompt's reference too; give"
+                " evaluation.function"
+            ),
         ),
         (
-            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_tries: 0}"],
+            [
+                *COMBINED,
+                (
+                    "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b,"
+                    " judge_tries: 0}"
+                ),
+            ],
             "reward.sources.b.judge_tries=0: must be at least 1",
         ),
         (
-            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_tries: 1.5}"],
+            [
+                *COMBINED,
+                (
+                    "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b,"
+                    " judge_tries: 1.5}"
+                ),
+            ],
             "reward.sources.b.judge_tries=1.5: must be a whole number",
         ),
         (
-            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_asks: x}"],
+            [
+                *COMBINED,
+                (
+                    "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b,"
+                    " judge_asks: x}"
+                ),
+            ],
             "reward.sources.b.judge_asks=x: allowed: score, yes_no, pairwise, ranking",
         ),
         (
-            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: 3}"],
+            [
+                *COMBINED,
+                "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: 3}",
+            ],
             "reward.sources.b.judge_model=3: expected text, got int",
         ),
         (
-            [*COMBINED, "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b, judge_temperature: hot}"],
+            [
+                *COMBINED,
+                (
+                    "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: b,"
+                    " judge_temperature: hot}"
+                ),
+            ],
             "reward.sources.b.judge_temperature=hot: must be a finite number",
         ),
     ],
@@ -222,19 +382,35 @@ def test_a_judge_is_not_asked_to_be_checked_and_a_job_has_a_key_of_its_own(tmp_p
     check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=TEST_JUDGE_KEY"))
     check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=NO_SUCH_KEY", "cluster=slurm"))
     check(compose(tmp_path, *JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=8"))
-    evaluated = ("evaluation.every=1", "evaluation.prompts=[a]", "evaluation.function=digit_fraction")
+    evaluated = (
+        "evaluation.every=1",
+        "evaluation.prompts=[a]",
+        "evaluation.function=digit_fraction",
+    )
     check(compose(tmp_path, *JUDGE, "reward.judge_asks=ranking", *evaluated))
 
 
 def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
     check(compose(tmp_path, "reward.function=no_such_module:score"))
-    evaluated = ("evaluation.every=1", "evaluation.prompts=[a]", "evaluation.function=no_such_module:gold")
+    evaluated = (
+        "evaluation.every=1",
+        "evaluation.prompts=[a]",
+        "evaluation.function=no_such_module:gold",
+    )
     check(compose(tmp_path, *evaluated))
 
 
 def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        check(compose(tmp_path, *COMBINED, "+reward.sources.b.kind=x", "+reward.sources.a.weight=inf", "run.steps=1000000"))
+        check(
+            compose(
+                tmp_path,
+                *COMBINED,
+                "+reward.sources.b.kind=x",
+                "+reward.sources.a.weight=inf",
+                "run.steps=1000000",
+            )
+        )
     assert {"reward.sources.b.kind=x", "reward.sources.a.weight=inf"} <= {
         line.partition(":")[0] for line in str(caught.value).splitlines()
     }
@@ -243,12 +419,35 @@ def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):
 def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_model):
     model = (f"reward.path={reward_model}", "reward.kind=model")
     check(compose(tmp_path, *model, "reward.parallel.tensor=2"))
-    check(compose(tmp_path, *model, "critic.with_reward=true", "critic.parallel.tensor=2", "reward.parallel.tensor=2"))
-    with pytest.raises(ConfigError, match=r"reward\.parallel\.tensor=4: the model's 2 key-value heads do not divide by 4"):
+    check(
+        compose(
+            tmp_path,
+            *model,
+            "critic.with_reward=true",
+            "critic.parallel.tensor=2",
+            "reward.parallel.tensor=2",
+        )
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.parallel\.tensor=4: the model's 2 key-value heads do not divide by 4",
+    ):
         check(compose(tmp_path, *model, "reward.parallel.tensor=4"))
-    with pytest.raises(ConfigError, match=r"critic\.parallel\.pipeline=3: 4 layers do not divide by 3"):
-        check(compose(tmp_path, *model, "critic.with_reward=true", "critic.num_layers=3", "critic.parallel.pipeline=3"))
-    with pytest.raises(ConfigError, match=r"reward\.micro_batch_tokens=1: must hold the longest sequence"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.parallel\.pipeline=3: 4 layers do not divide by 3"
+    ):
+        check(
+            compose(
+                tmp_path,
+                *model,
+                "critic.with_reward=true",
+                "critic.num_layers=3",
+                "critic.parallel.pipeline=3",
+            )
+        )
+    with pytest.raises(
+        ConfigError, match=r"reward\.micro_batch_tokens=1: must hold the longest sequence"
+    ):
         check(compose(tmp_path, *model, "reward.micro_batch_tokens=1"))
 
 
@@ -260,9 +459,13 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
     assert shown["reward"] == shown["reward.1"] == (2, "TP1 PP1 DP2", runs)
     ensemble = compose(tmp_path, *both, "reward.combine=min")
     of_both = runs.replace(" + ", ", ")
-    assert {place.role: place.runs for place in placements(ensemble)}["reward"] == f"min of {of_both}"
+    assert {place.role: place.runs for place in placements(ensemble)}[
+        "reward"
+    ] == f"min of {of_both}"
     judged = compose(tmp_path, *JUDGE)
-    assert {place.role: place.runs for place in placements(judged)}["reward"] == "judge http://judge:8000/v1"
+    assert {place.role: place.runs for place in placements(judged)}[
+        "reward"
+    ] == "judge http://judge:8000/v1"
     config = compose(tmp_path, *both, "critic.with_reward=true")
     assert [place.role for place in placements(config)] == ["trainer", "critic"]
     assert placements(config)[1].runs == f"value model, {runs}"
@@ -283,40 +486,72 @@ def token(id):
             {"b": 0, "a": 1},
             "2 of the policy's 3 token ids mean something else to it, as 0 ('a' and 'b'), 1",
         ),
-        ({"a": 0, "b": 1}, {"a": 0}, "2 of the policy's 3 token ids mean something else to it, as 1 ('b' and '<end>'), 2 ("),
-        ({"a": 0}, {"a": 0, "b": 1}, "1 of the policy's 2 token ids mean something else to it, as 1 ('<end>' and 'b')"),
+        (
+            {"a": 0, "b": 1},
+            {"a": 0},
+            "2 of the policy's 3 token ids mean something else to it, as 1 ('b' and '<end>'), 2 (",
+        ),
+        (
+            {"a": 0},
+            {"a": 0, "b": 1},
+            "1 of the policy's 2 token ids mean something else to it, as 1 ('<end>' and 'b')",
+        ),
         ([("a", -1.5), ("b", -2.0)], {"a": 0, "b": 1}, None),
         ([("a", -1.5), ("b", -2.0)], [("a", 0.0), ("c", 0.0)], "as 1 ('b' and 'c')"),
     ],
 )
-def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, reward_model, written, known, told):
+def test_a_reward_model_with_another_tokenizer_is_refused(
+    tmp_path, reward_model, written, known, told
+):
     policy, judge = tmp_path / "policy", tmp_path / "judge"
     for directory, words in ((policy, written), (judge, known)):
         shutil.copytree(reward_model, directory)
-        model = models.WordLevel(words, unk_token="a") if isinstance(words, dict) else models.Unigram(words, 0)
+        model = (
+            models.WordLevel(words, unk_token="a")
+            if isinstance(words, dict)
+            else models.Unigram(words, 0)
+        )
         tokenizer = Tokenizer(model)
         tokenizer.add_special_tokens(["<end>"])
         tokenizer.save(str(directory / "tokenizer.json"))
-    config = compose(tmp_path, "model.source=directory", f"model.path={policy}", "reward.kind=model", f"reward.path={judge}")
+    config = compose(
+        tmp_path,
+        "model.source=directory",
+        f"model.path={policy}",
+        "reward.kind=model",
+        f"reward.path={judge}",
+    )
     if told is None:
         check(config)
         return
-    with pytest.raises(ConfigError, match=re.escape(f"reward.path={judge}: ") + ".*" + re.escape(told)):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"reward.path={judge}: ") + ".*" + re.escape(told)
+    ):
         check(config)
-    with pytest.raises(ConfigError, match=re.escape(told)):  # nor does a server begin that is started by itself
+    # nor does a server begin that is started by itself
+    with pytest.raises(ConfigError, match=re.escape(told)):
         build_scoring(config, lambda directory: None)
 
 
 def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path, reward_model):
-    """Embeddings are padded, by more in one size of a family than in another: the tokenizer says what is written."""
+    """Embeddings are padded, by more in one size of a family than in another: the tokenizer says
+    what is written."""
     policy = tmp_path / "policy"
     policy.mkdir()
     entries = json.loads((reward_model / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(entries | {"vocab_size": 96}))
-    given = ("model.source=directory", f"model.path={policy}", "reward.kind=model", f"reward.path={reward_model}")
+    given = (
+        "model.source=directory",
+        f"model.path={policy}",
+        "reward.kind=model",
+        f"reward.path={reward_model}",
+    )
     with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 96"):
         check(compose(tmp_path, *given))
-    words = {"model": {"vocab": {chr(65 + token): token for token in range(60)}}, "added_tokens": [token(59), token(63)]}
+    words = {
+        "model": {"vocab": {chr(65 + token): token for token in range(60)}},
+        "added_tokens": [token(59), token(63)],
+    }
     (policy / "tokenizer.json").write_text(json.dumps(words))
     check(compose(tmp_path, *given))
     words["added_tokens"] = [*map(token, range(60, 70))]

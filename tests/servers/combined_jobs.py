@@ -33,7 +33,8 @@ def device_bytes(model: ValueModel) -> int:
 def services(
     critic: Served, reward: Served, vocab_size: int, directory: Path, after: Callable[[str], None]
 ) -> list[Tensor | dict[str, float]]:
-    """Everything that a critic and a reward model are asked for, in turns; `after` is told which one was asked."""
+    """Everything that a critic and a reward model are asked for, in turns; `after` is told which
+    one was asked."""
     experience = make_experience(vocab_size)
     sequences = experience.tokens, experience.lengths
     update = *sequences[:1], experience.returns, experience.values, experience.mask
@@ -61,7 +62,11 @@ def services(
 
 
 def apart_and_together(
-    critic_directory: str, reward_directory: str, checkpoints: str, layout: dict[str, Any], settings: dict[str, Any]
+    critic_directory: str,
+    reward_directory: str,
+    checkpoints: str,
+    layout: dict[str, Any],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
     """The same requests to models that both stay on the device, and to two that take turns."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
@@ -70,7 +75,9 @@ def apart_and_together(
 
     def models() -> tuple[ValueModel, ValueModel]:
         optimizer = type(OPTIMIZER)(**{**vars(OPTIMIZER), **settings})
-        section = CriticConfig(parallel=world.layout, micro_batch_tokens=24, optimizer=optimizer, precision=precision)
+        section = CriticConfig(
+            parallel=world.layout, micro_batch_tokens=24, optimizer=optimizer, precision=precision
+        )
         frozen = RewardConfig(parallel=world.layout, micro_batch_tokens=24, precision=precision)
         loss = functools.partial(value_loss, clip=0.2)
         return (
@@ -107,7 +114,8 @@ def _counted(function: Callable[[], None], calls: list[int]) -> Callable[[], Non
 
 
 def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
-    """A model and a function as one reward over the world's ranks: the scores, the raw ones, and what a refusal is."""
+    """A model and a function as one reward over the world's ranks: the scores, the raw ones, and
+    what a refusal is."""
     world = worlds.initialize(ParallelConfig(tensor=2), seed=1, timeout_s=120)
     path = Path(reward_directory)
     model = ValueModel(read_shape(path), world, path, RewardConfig(parallel=world.layout))
@@ -118,7 +126,10 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
     def length(asked: list[ScoringRequest]) -> list[float]:
         if world.rank:
             raise AssertionError("rank 0 calls functions, and no other")
-        return [float("nan") if request.response == "refuse" else float(len(request.response)) for request in asked]
+        return [
+            float("nan") if request.response == "refuse" else float(len(request.response))
+            for request in asked
+        ]
 
     def settings(name: str, **numbers: float) -> FunctionSource:
         return FunctionSource(name=name, key="reward", function="", **numbers)

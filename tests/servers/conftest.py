@@ -9,7 +9,8 @@ from tests.servers.roles import RunningRole, stop_all
 
 @pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningRole]]:
-    """A critic of two ranks and a function reward server that want the run's key; both in one, open to foreign clients."""
+    """A critic of two ranks and a function reward server that want the run's key; both in one, open
+    to foreign clients."""
     directory = tmp_path_factory.mktemp("servers")
     running = {
         "critic": RunningRole("critic", directory, ranks=2, ACCEPT_UNNUMBERED="1"),

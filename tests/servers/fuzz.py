@@ -1,4 +1,5 @@
-"""Bad requests by the thousand: valid ones spoiled in one place, as the endpoint's tensors suggest, and random bytes."""
+"""Bad requests by the thousand: valid ones spoiled in one place, as the endpoint's tensors suggest,
+and random bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +17,25 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from aligner.placement.addresses import KEY_HEADER, Endpoint
-from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, EndpointSpec, text_array, told_error
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    CRITIC_INFER,
+    CRITIC_TRAIN,
+    EndpointSpec,
+    text_array,
+    told_error,
+)
 from tests.servers.bad_requests import good
 
-DATATYPES = {"l": "INT64", "i": "INT32", "f": "FP32", "d": "FP64", "S": "BYTES", "O": "BYTES", "?": "BOOL"}
+DATATYPES = {
+    "l": "INT64",
+    "i": "INT32",
+    "f": "FP32",
+    "d": "FP64",
+    "S": "BYTES",
+    "O": "BYTES",
+    "?": "BOOL",
+}
 TIMEOUT_S = 10.0
 # Names, dtypes, shapes and bytes that do not fit the model's description never reach our code.
 _TRITONS_WORDS = (
@@ -47,7 +63,11 @@ class Wire:
 
 def wire(spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
     return Wire(
-        spec.name, tuple((name, array.shape, DATATYPES[array.dtype.char], _bytes(array)) for name, array in arrays.items())
+        spec.name,
+        tuple(
+            (name, array.shape, DATATYPES[array.dtype.char], _bytes(array))
+            for name, array in arrays.items()
+        ),
     )
 
 
@@ -67,7 +87,9 @@ def spoiled(choose: random.Random, run: str) -> Wire:
     if spec is CRITIC_TRAIN and choose.random() < 0.5:
         # In order for no run: so far beyond the last update that it is a gap.
         arrays |= {"sequence_number": np.array([10**9]), "run_id": text_array(run)}
-    return choose.choice([_content, _content, _content, _tensors, _bytes_missing, _order])(choose, spec, arrays)
+    return choose.choice([_content, _content, _content, _tensors, _bytes_missing, _order])(
+        choose, spec, arrays
+    )
 
 
 def _bad_control(choose: random.Random) -> str:
@@ -131,7 +153,10 @@ def _tensors(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArra
         lambda: rest | {name: array[:0]},
         lambda: rest | {name: np.repeat(array, 99, axis=1)},
         lambda: {other: each[:0] for other, each in arrays.items()},
-        lambda: {other: np.repeat(each, 99, axis=0) for other, each in arrays.items() if each.ndim == 2} | {"extra": array},
+        lambda: (
+            {other: np.repeat(each, 99, axis=0) for other, each in arrays.items() if each.ndim == 2}
+            | {"extra": array}
+        ),
     ]
     return wire(spec, choose.choice(changes)())
 
@@ -150,7 +175,9 @@ def _bytes_missing(choose: random.Random, spec: EndpointSpec, arrays: dict[str, 
             (name, (-1,) * len(shape), datatype, data),
         ]
     )
-    return replace(request, tensors=(*request.tensors[:place], changed, *request.tensors[place + 1 :]))
+    return replace(
+        request, tensors=(*request.tensors[:place], changed, *request.tensors[place + 1 :])
+    )
 
 
 def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
@@ -158,7 +185,11 @@ def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]
     rows = len(arrays["tokens"])
 
     def everywhere(value: object) -> NDArray:
-        return np.full((rows, 1) if spec.batching else (1,), value, dtype=object if isinstance(value, bytes) else np.int64)
+        return np.full(
+            (rows, 1) if spec.batching else (1,),
+            value,
+            dtype=object if isinstance(value, bytes) else np.int64,
+        )
 
     changes: list[dict[str, NDArray]] = [
         {"instance": everywhere(b"0123456789abcdef")},
@@ -167,12 +198,16 @@ def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]
     ]
     if spec is CRITIC_TRAIN:
         changes.append({"run_id": text_array("another"), "sequence_number": everywhere(0)})
-        changes.append({"run_id": text_array(f"x@{'9' * 5000}"), "sequence_number": everywhere(10**9)})
+        changes.append(
+            {"run_id": text_array(f"x@{'9' * 5000}"), "sequence_number": everywhere(10**9)}
+        )
     trace = {"trace_id": everywhere(choose.randbytes(8))} if choose.random() < 0.5 else {}
     return wire(spec, arrays | choose.choice(changes) | trace)
 
 
-def over_grpc(stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, request: Wire) -> str | None:
+def over_grpc(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, request: Wire
+) -> str | None:
     """The server's error; None for an answer."""
     message = service_pb2.ModelInferRequest(model_name=request.model)
     for name, shape, datatype, data in request.tensors:
@@ -182,7 +217,10 @@ def over_grpc(stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, 
     try:
         stub.ModelInfer(message, timeout=TIMEOUT_S, metadata=metadata)
     except grpc.RpcError as error:
-        assert error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED), (error.details(), request)
+        assert error.code() not in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        ), (error.details(), request)
         return error.details()
     return None
 
@@ -190,7 +228,12 @@ def over_grpc(stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, 
 def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
     """The server's error; None for an answer."""
     inputs = [
-        {"name": name, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+        {
+            "name": name,
+            "shape": shape,
+            "datatype": datatype,
+            "parameters": {"binary_data_size": len(data)},
+        }
         for name, shape, datatype, data in request.tensors
     ]
     header = json.dumps({"inputs": inputs}).encode()
@@ -200,7 +243,9 @@ def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
     return None if told is None else json.loads(told)["error"]
 
 
-def posted(endpoint: Endpoint, key: str | None, path: str, body: bytes, headers: dict[str, str]) -> str | None:
+def posted(
+    endpoint: Endpoint, key: str | None, path: str, body: bytes, headers: dict[str, str]
+) -> str | None:
     """Triton's error text for a POST; None for an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.http, timeout=TIMEOUT_S)
     try:
@@ -213,8 +258,11 @@ def posted(endpoint: Endpoint, key: str | None, path: str, body: bytes, headers:
 
 
 def is_known(told: str | None) -> bool:
-    """Whether the request was refused by our code, with a typed error, or by Triton for what it checks itself."""
-    return told is not None and (told_error(told)[0] != "Triton" or any(words in told for words in _TRITONS_WORDS))
+    """Whether the request was refused by our code, with a typed error, or by Triton for what it
+    checks itself."""
+    return told is not None and (
+        told_error(told)[0] != "Triton" or any(words in told for words in _TRITONS_WORDS)
+    )
 
 
 def raw_garbage(port: int, data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""A generator of several ranks, and a trainer of one that gives it weights, for the tests of weights on their way."""
+"""A generator of several ranks, and a trainer of one that gives it weights, for the tests of
+weights on their way."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def weights_of(config: Config, version: int) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     tensors = load_file(model_directory(config) / "model.safetensors")
-    return {name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()} if version % 2 == 0 else tensors
+    return (
+        {name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}
+        if version % 2 == 0
+        else tensors
+    )
 
 
 class Trainer:
@@ -52,9 +57,13 @@ class Trainer:
         self._config = config
         self._tensors: dict[str, Tensor] = {}
         plan = plan_between_worlds(
-            read_shape(model_directory(config)), config.actor.parallel, weight_format(config.engine, "cpu")
+            read_shape(model_directory(config)),
+            config.actor.parallel,
+            weight_format(config.engine, "cpu"),
         )
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self._store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT
+        )
         joined = connect(host="127.0.0.1", port=self._store.port, generation=0)
         link = Link(self._store, 0, plan.labels, timeout=TIMEOUT)
         joined.result(30)
@@ -74,12 +83,17 @@ class Trainer:
 
 
 def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *args: Any) -> Any:
-    """On every rank of the generator; on rank 0 a thread has the conversation, whose outcome is returned."""
+    """On every rank of the generator; on rank 0 a thread has the conversation, whose outcome is
+    returned."""
     config = compose_config(overrides)
     shape, rank = read_shape(model_directory(config)), dist.get_rank()
     group = replica_group(config.engine.parallel, rank, TIMEOUT)
-    engine = build_engine(shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group)
-    generator = Generator(config, engine, weight_receiver(config, shape, engine, rank, torch.device("cpu")), rank)
+    engine = build_engine(
+        shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group
+    )
+    generator = Generator(
+        config, engine, weight_receiver(config, shape, engine, rank, torch.device("cpu")), rank
+    )
     handlers = {**generator.handlers, "sleep": lambda seconds: time.sleep(seconds)}
     executor = SpmdExecutor(handlers, drain_s=5.0, heartbeat_s=5.0, collective_timeout_s=30.0)
     if rank:
@@ -109,14 +123,25 @@ class Generating:
         return self.carry_on(unbegun(prompts, 1), 1, options, None)
 
     def carry_on(
-        self, samples: Sequence[Sample], each: int, options: SamplingOptions, *about: Any, **more: Any
+        self,
+        samples: Sequence[Sample],
+        each: int,
+        options: SamplingOptions,
+        *about: Any,
+        **more: Any,
     ) -> list[Sample]:
         request = request_arrays(samples, each, options, *about, **more)
-        return with_responses(samples, {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()})
+        return with_responses(
+            samples,
+            {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()},
+        )
 
 
-def weights_in_the_middle(talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions) -> tuple[list[Sample], int]:
-    """Samples begun by weights 1, with weights 2 there by their first pause; and the version that serves afterwards."""
+def weights_in_the_middle(
+    talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions
+) -> tuple[list[Sample], int]:
+    """Samples begun by weights 1, with weights 2 there by their first pause; and the version that
+    serves afterwards."""
     talk.update(1)
     talk.executor.submit("sleep", seconds=0.2)
     with ThreadPoolExecutor(1) as pool:
@@ -129,7 +154,8 @@ def weights_in_the_middle(talk: Generating, prompts: Sequence[Prompt], options: 
 def weights_between_parts(
     talk: Generating, prompts: Sequence[Prompt], each: int, options: SamplingOptions, enough: Enough
 ) -> list[list[Sample]]:
-    """Samples by weights 1 up to `enough`, twice; all of them in the end, by weights 1 and by weights 2."""
+    """Samples by weights 1 up to `enough`, twice; all of them in the end, by weights 1 and by
+    weights 2."""
     talk.update(1)
     first, again = (talk.carry_on(unbegun(prompts, each), each, options, enough) for _ in range(2))
     last = talk.carry_on(first, each, options, Enough(len(prompts)))
@@ -137,8 +163,11 @@ def weights_between_parts(
     return [first, again, last, talk.carry_on(first, each, options, Enough(len(prompts)))]
 
 
-def one_replica_refuses(talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions) -> tuple[str, list[Sample]]:
-    """What is said of a request of which one replica's share cannot be served, and the samples of the next one."""
+def one_replica_refuses(
+    talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions
+) -> tuple[str, list[Sample]]:
+    """What is said of a request of which one replica's share cannot be served, and the samples of
+    the next one."""
     talk.update(1)
     long = replace(prompts[-1], tokens=prompts[-1].tokens.repeat(100))
     try:

@@ -16,12 +16,24 @@ from typing import Any
 class BadProxy:
     """Listens on `port`, forwards to `target`.
 
-    Answers are delayed, doubled, or lost together with their connection. All that a connection sends may reach the server
-    twice, over a second connection whose answers nobody hears: as soon, or late.
+    Answers are delayed, doubled, or lost together with their connection. All that a connection
+    sends may reach the server twice, over a second connection whose answers nobody hears: as soon,
+    or late.
     """
 
-    def __init__(self, port: int, target: int, seed: int, *, delay: float, double: float, lose: float, repeat: float) -> None:
-        """Probabilities: the first three for each piece that the server sends, `repeat` for each connection."""
+    def __init__(
+        self,
+        port: int,
+        target: int,
+        seed: int,
+        *,
+        delay: float,
+        double: float,
+        lose: float,
+        repeat: float,
+    ) -> None:
+        """Probabilities: the first three for each piece that the server sends, `repeat` for each
+        connection."""
         self._target, self._random = target, random.Random(seed)
         self._delay, self._double, self._lose, self._repeat = delay, double, lose, repeat
         self.suffered = {"delayed": 0, "doubled": 0, "lost": 0, "repeated": 0}
@@ -33,7 +45,12 @@ class BadProxy:
     def __enter__(self) -> BadProxy:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         for side in self._sockets:
             _cut(side)
@@ -65,7 +82,9 @@ class BadProxy:
         thread.start()
         self._threads.append(thread)
 
-    def _requests(self, client: socket.socket, server: socket.socket, echo: queue.SimpleQueue[bytes] | None) -> None:
+    def _requests(
+        self, client: socket.socket, server: socket.socket, echo: queue.SimpleQueue[bytes] | None
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 16):
                 if echo is not None:
@@ -76,7 +95,8 @@ class BadProxy:
         _cut(server)
 
     def _repeats(self, echo: queue.SimpleQueue[bytes]) -> None:
-        """Send what comes out of `echo` on a connection of its own, each piece soon or late; read and forget the answers."""
+        """Send what comes out of `echo` on a connection of its own, each piece soon or late; read
+        and forget the answers."""
         with contextlib.suppress(OSError):
             server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets.append(server)

@@ -1,4 +1,5 @@
-"""One rank of a server role over the tiny model or a test's scorer, by ROLE RUN_DIR HTTP GRPC METRICS."""
+"""One rank of a server role over the tiny model or a test's scorer, by ROLE RUN_DIR HTTP GRPC
+METRICS."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ LIMITS = Limits(VOCAB_SIZE, max_sequence_length=40)
 
 
 def character_tokenizer() -> Tokenizer:
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{character: 2 + place for place, character in enumerate(CHARACTERS)}}
+    vocabulary = {
+        "<pad>": 0,
+        "<eos>": 1,
+        **{character: 2 + place for place, character in enumerate(CHARACTERS)},
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -38,14 +43,21 @@ def character_tokenizer() -> Tokenizer:
 
 
 def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
-    """The response's length, plus 100 times the prompt's and the metadata's `extra`; NaN when the response has a 7."""
+    """The response's length, plus 100 times the prompt's and the metadata's `extra`; NaN when the
+    response has a 7."""
     return [
-        float("nan") if "7" in r.response else len(r.response) + 100.0 * len(r.prompt) + r.metadata.get("extra", 0)
+        (
+            float("nan")
+            if "7" in r.response
+            else len(r.response) + 100.0 * len(r.prompt) + r.metadata.get("extra", 0)
+        )
         for r in requests
     ]
 
 
-def scoring(source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None) -> Scoring:
+def scoring(
+    source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None
+) -> Scoring:
     """The raw scores of one source."""
     settings = FunctionSource(name="lengths", key="reward", function="")
     return Scoring(CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits)
@@ -66,7 +78,9 @@ def serve_configured(role: str, run_directory: str, ports: PortsConfig) -> None:
 
     config = compose_config([*os.environ["OVERRIDES"].split(), f"run.dir={run_directory}"])
     config.engine.ports = config.teacher.ports = ports
-    {"generator": generator_server.serve_generator, "teacher": teacher_server.serve_teacher}[role](config)
+    {"generator": generator_server.serve_generator, "teacher": teacher_server.serve_teacher}[role](
+        config
+    )
 
 
 def main(role: str, run_directory: str, *ports: str) -> None:
@@ -87,7 +101,9 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     config.critic.ports = config.reward.ports = PortsConfig(*map(int, ports))
     configure_logs(config.logging.format, role)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s))
+        dist.init_process_group(
+            "gloo", timeout=timedelta(seconds=config.cluster.collective_timeout_s)
+        )
     if role == "critic":
         run_critic(config, SlowModel() if "SLOW" in os.environ else TinyValueModel(), LIMITS)
     elif role == "reward_model":

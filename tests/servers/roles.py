@@ -39,16 +39,31 @@ class RunningRole:
         self.seen: set[psutil.Process] = set()
         self.tls, self.http = None, f"http://127.0.0.1:{self.endpoint.http}"
         if tls is not None:
-            environment["TLS"] = json.dumps([str(tls.certificate), str(tls.key), str(tls.authorities)])
-            self.tls, self.http = ssl.create_default_context(cafile=tls.authorities), f"https://127.0.0.1:{self.endpoint.http}"
+            environment["TLS"] = json.dumps(
+                [str(tls.certificate), str(tls.key), str(tls.authorities)]
+            )
+            self.tls, self.http = (
+                ssl.create_default_context(cafile=tls.authorities),
+                f"https://127.0.0.1:{self.endpoint.http}",
+            )
             self.tls.load_cert_chain(tls.certificate, tls.key)
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        ports = [str(port) for port in (self.endpoint.http, self.endpoint.grpc, self.endpoint.metrics)]
+        world = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        ports = [
+            str(port) for port in (self.endpoint.http, self.endpoint.grpc, self.endpoint.metrics)
+        ]
         command = [sys.executable, "-m", "tests.servers.role_main", role, str(directory), *ports]
         with self.log.open("w") as log:
             self.ranks = [
                 subprocess.Popen(
-                    command, env={**os.environ, **world, "RANK": str(rank), **environment}, stdout=log, stderr=log
+                    command,
+                    env={**os.environ, **world, "RANK": str(rank), **environment},
+                    stdout=log,
+                    stderr=log,
                 )
                 for rank in range(ranks)
             ]
@@ -69,7 +84,9 @@ class RunningRole:
 
     def _ready(self, path: str) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http}/v2/{path}", timeout=2, context=self.tls) as response:
+            with urllib.request.urlopen(
+                f"{self.http}/v2/{path}", timeout=2, context=self.tls
+            ) as response:
                 return response.status == 200
         except OSError:
             return False
@@ -87,11 +104,13 @@ class RunningRole:
                 self.seen.update([process, *process.children(recursive=True)])
 
     def survivors(self) -> list[psutil.Process]:
-        """Processes of the role that still run; one that its parent has not yet reaped runs no more."""
+        """Processes of the role that still run; one that its parent has not yet reaped runs no
+        more."""
         return [process for process in self.seen if is_alive(process)]
 
     def kill(self) -> None:
-        """SIGKILL to every process of the role, Triton's included: a launcher would end those that are left."""
+        """SIGKILL to every process of the role, Triton's included: a launcher would end those that
+        are left."""
         self.note_processes()
         kill_processes(self.survivors())
         for rank in self.ranks:

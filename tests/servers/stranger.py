@@ -1,7 +1,8 @@
-"""What another user of the machine gets out of a server with what its processes show, by HTTP GRPC guarded|open PID...
+"""What another user of the machine gets out of a server with what its processes show, by HTTP GRPC
+guarded|open PID...
 
-It prints JSON. It is started as root, because that user may not be able to run this Python, and becomes another user before
-it looks.
+It prints JSON. It is started as root, because that user may not be able to run this Python, and
+becomes another user before it looks.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ from tests.other_user import UID
 REFUSALS = ("it wants the run's key", "closed to everyone")
 GUARDED = {
     "/v2/models/control/infer": {
-        "inputs": [{"name": "request", "shape": [1], "datatype": "BYTES", "data": ['{"op": "health"}']}]
+        "inputs": [
+            {"name": "request", "shape": [1], "datatype": "BYTES", "data": ['{"op": "health"}']}
+        ]
     },
     "/v2": None,
     "/v2/models/control": None,
     "/v2/models/control/stats": None,
 }
 CLOSED = {
-    "/v2/repository/models/stolen/load": {"parameters": {"config": '{"backend": "python", "max_batch_size": 0}'}},
+    "/v2/repository/models/stolen/load": {
+        "parameters": {"config": '{"backend": "python", "max_batch_size": 0}'}
+    },
     "/v2/repository/models/stolen/unload": {},
     "/v2/repository/index": {},
-    "/v2/systemsharedmemory/region/stolen/register": {"key": "/stolen", "offset": 0, "byte_size": 8},
+    "/v2/systemsharedmemory/region/stolen/register": {
+        "key": "/stolen",
+        "offset": 0,
+        "byte_size": 8,
+    },
     "/v2/systemsharedmemory/status": None,
     "/v2/trace/setting": {"trace_file": "/tmp/stolen"},
     "/v2/logging": {"log_file": "/tmp/stolen"},
@@ -43,7 +52,8 @@ CLOSED = {
 
 
 def shown(pids: list[str]) -> list[str]:
-    """Everything in the processes' arguments, and in their environments where they can be read, that might be a key."""
+    """Everything in the processes' arguments, and in their environments where they can be read,
+    that might be a key."""
     found: dict[str, None] = {}
     for pid in pids:
         for file in ("cmdline", "environ"):
@@ -59,7 +69,12 @@ def shown(pids: list[str]) -> list[str]:
 def http(port: int, path: str, value: str, body: object) -> str:
     """The whole answer to a request with this value as its key, whatever it is."""
     data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "Host: h", "Connection: close", f"{KEY_HEADER}: {value}"]
+    lines = [
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
+        "Host: h",
+        "Connection: close",
+        f"{KEY_HEADER}: {value}",
+    ]
     head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(head.encode() + data)
@@ -91,7 +106,8 @@ def grpc_answers(target: str, value: str, scope: str) -> Iterator[str]:
             try:
                 call(*arguments, headers={GRPC_KEY_HEADER: value}, client_timeout=20)
             except InferenceServerException as error:
-                if not any(words in str(error) for words in (*REFUSALS, "Invalid metadata")):  # the last cannot be sent
+                # the last cannot be sent
+                if not any(words in str(error) for words in (*REFUSALS, "Invalid metadata")):
                     yield f"{call.__name__}: {error}"
             else:
                 yield call.__name__
@@ -125,7 +141,16 @@ def main(http_port: int, grpc_port: int, scope: str, *pids: str) -> None:
                 answered.append(f"{path} with {value!r}: {answer}")
         told = grpc_answers(f"127.0.0.1:{grpc_port}", value, scope)
         answered += [f"gRPC with {value!r}: {answer}" for answer in told]
-    print(json.dumps({"uid": os.getuid(), "values": values, "sockets": sorted({*sockets})[:3], "answered": answered}))
+    print(
+        json.dumps(
+            {
+                "uid": os.getuid(),
+                "values": values,
+                "sockets": sorted({*sockets})[:3],
+                "answered": answered,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

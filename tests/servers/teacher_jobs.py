@@ -16,7 +16,9 @@ def frozen_logprobs(directory: str, tokens: Tensor, lengths: Tensor) -> Tensor:
     """By the model in a directory, on one rank, at temperature 1."""
     settings = TeacherConfig()
     world = worlds.initialize(settings.parallel, 1, timeout_s=60)
-    model = FrozenPolicy(read_shape(Path(directory)), world, settings, Path(directory), chunk_tokens=7)
+    model = FrozenPolicy(
+        read_shape(Path(directory)), world, settings, Path(directory), chunk_tokens=7
+    )
     found = model.logprobs(tokens, lengths)
     worlds.shutdown()
     return found

@@ -10,7 +10,13 @@ import torch
 from aligner.rewards.sources import TextSource
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_server import with_rewards
-from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_INFER_WITH_REWARD, CRITIC_TRAIN, REWARD_MODEL, RequestError
+from aligner.servers.wire_protocol import (
+    CRITIC_INFER,
+    CRITIC_INFER_WITH_REWARD,
+    CRITIC_TRAIN,
+    REWARD_MODEL,
+    RequestError,
+)
 from tests.megatron.reference import save_llama, save_reward_llama
 from tests.servers import combined_jobs
 from tests.servers.role_main import character_tokenizer, length_scorer, scoring
@@ -39,12 +45,24 @@ def directories(tmp_path_factory) -> tuple[str, str]:
 def test_models_that_take_turns_answer_learn_and_save_as_two_that_have_a_device_each(
     pool, directories, tmp_path, layout, settings
 ):
-    for rank in pool.run(combined_jobs.apart_and_together, 2, *directories, str(tmp_path), layout, settings):
+    for rank in pool.run(
+        combined_jobs.apart_and_together, 2, *directories, str(tmp_path), layout, settings
+    ):
         for apart, together in zip(rank["apart"], rank["together"], strict=True):
-            assert torch.equal(apart, together) if isinstance(apart, torch.Tensor) else apart == together
+            assert (
+                torch.equal(apart, together)
+                if isinstance(apart, torch.Tensor)
+                else apart == together
+            )
         whole = rank["whole"]
-        resident = {"neither": [0, 0], "critic": [whole["critic"], 0], "reward": [0, whole["reward"]]}
-        assert [held for _, *held in rank["seen"]] == [resident[asked] for asked, *_ in rank["seen"]]
+        resident = {
+            "neither": [0, 0],
+            "critic": [whole["critic"], 0],
+            "reward": [0, whole["reward"]],
+        }
+        assert [held for _, *held in rank["seen"]] == [
+            resident[asked] for asked, *_ in rank["seen"]
+        ]
         assert min(whole.values()) > 0
         # Nothing moves while one model is asked again and again.
         runs = [asked for asked, _ in itertools.groupby(asked for asked, *_ in rank["seen"][1:])]
@@ -64,8 +82,15 @@ def test_a_model_and_a_function_are_weighed_on_every_rank_alike(pool, directorie
         assert judged.std() > 0
         assert torch.equal(scores, (2 * (0.5 * judged + 1) - 3 * (lengths + 0.25)).float())
         refused, broken = told.splitlines()
-        assert refused == "the scorer length returned nan, must be finite, for prompt 'a prompt' and response 'refuse'"
-        assert broken == "the scorer judge returned nan, must be finite, for prompt 'a prompt' and response ''"
+        assert (
+            refused
+            == "the scorer length returned nan, must be finite, for prompt 'a prompt' and response"
+            " 'refuse'"
+        )
+        assert (
+            broken == "the scorer judge returned nan, must be finite, for prompt 'a prompt' and"
+            " response ''"
+        )
 
 
 @pytest.fixture
@@ -107,18 +132,31 @@ def test_metadata_that_is_refused_costs_the_ranks_nothing():
         asked.append("infer")
         return {}
 
-    endpoints = with_rewards(lambda call: {CRITIC_INFER: infer}, scoring(TextSource("lengths", length_scorer)))
+    endpoints = with_rewards(
+        lambda call: {CRITIC_INFER: infer}, scoring(TextSource("lengths", length_scorer))
+    )
     served = endpoints(lambda op, *_, **__: asked.append(op))
     with pytest.raises(RequestError, match="row 0 is not JSON"):
-        served[CRITIC_INFER_WITH_REWARD](sequences("ab") | {"metadata": np.array([[b"{"]], dtype=object)})
+        served[CRITIC_INFER_WITH_REWARD](
+            sequences("ab") | {"metadata": np.array([[b"{"]], dtype=object)}
+        )
     assert asked == []
 
 
 def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(connection):
-    with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.*response '67'") as caught:
+    with pytest.raises(
+        RemoteError, match=r"the scorer lengths returned nan.*response '67'"
+    ) as caught:
         connection.infer(CRITIC_INFER_WITH_REWARD, sequences("ab", "67"), 20)
     assert caught.value.kind == "ScoringError"
     arrays = sequences("ab", "cd")
-    update = {name: np.ones((2, 1), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
-    assert np.isfinite(connection.infer(CRITIC_TRAIN, {"tokens": arrays["tokens"], **update}, 20)["loss_mean"]).all()
-    assert connection.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)["rewards"].tolist() == [[2.0], [2.0]]
+    update = {
+        name: np.ones((2, 1), dtype=np.float32) for name in ("returns", "prev_values", "mask")
+    }
+    assert np.isfinite(
+        connection.infer(CRITIC_TRAIN, {"tokens": arrays["tokens"], **update}, 20)["loss_mean"]
+    ).all()
+    assert connection.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)["rewards"].tolist() == [
+        [2.0],
+        [2.0],
+    ]

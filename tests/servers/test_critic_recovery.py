@@ -1,4 +1,5 @@
-"""Each way from one phase of the critic's recovery to another, with a critic that counts what it applies."""
+"""Each way from one phase of the critic's recovery to another, with a critic that counts what it
+applies."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ TOKENS = {"tokens": np.zeros((1, 2), dtype=np.int64)}
 
 
 class Critic:
-    """The critic behind a connection: its starts, the updates of the one that runs, and the requests that it got."""
+    """The critic behind a connection: its starts, the updates of the one that runs, and the
+    requests that it got."""
 
     address = "here"
 
@@ -90,12 +92,18 @@ def test_another_start_is_restored_and_replayed(recovery, critic):
 @pytest.mark.parametrize(
     ("broken", "phase", "rest"),
     [
-        (("restore", 7), Phase.RESTORING, [("restore", 7), ("train", 2), ("train", 3), ("train", 4)]),
+        (
+            ("restore", 7),
+            Phase.RESTORING,
+            [("restore", 7), ("train", 2), ("train", 3), ("train", 4)],
+        ),
         (("train", 3), Phase.REPLAYING, [("train", 3), ("train", 4)]),
     ],
     ids=["restore", "replay"],
 )
-def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(recovery, critic, broken, phase, rest):
+def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(
+    recovery, critic, broken, phase, rest
+):
     critic.start_again()
     recovery.lose()
     for start in ("start 1", "start 2"):
@@ -107,12 +115,17 @@ def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(reco
         critic.asked.clear()
         if start == "start 1":
             critic.start_again()  # and the second time the same one answers
-    assert recovery.follow(critic) == "start 2" and critic.asked == [("version",), *rest] and critic.updates == 5
+    assert (
+        recovery.follow(critic) == "start 2"
+        and critic.asked == [("version",), *rest]
+        and critic.updates == 5
+    )
 
 
 def test_an_update_that_the_start_before_answered_is_replayed(recovery, critic):
     recovery._journal.append(5, TOKENS)
-    critic.start_again()  # after its answer, and found by another request before the answer is recorded
+    # after its answer, and found by another request before the answer is recorded
+    critic.start_again()
     recovery.lose()
     recovery.follow(critic)
     recovery.record(5, "start 0")

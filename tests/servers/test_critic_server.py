@@ -18,7 +18,13 @@ from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_server import CriticRank
 from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
 from aligner.servers.remote_client import RewardClient
-from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, array_text, text_array
+from aligner.servers.wire_protocol import (
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    array_text,
+    text_array,
+)
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
@@ -47,7 +53,9 @@ def client(critic, run_directory):
 
 def critic_client(role, directory):
     run = RunId("run-a", claim.take_run(Config(run=RunConfig(dir=str(directory))))["attempt"])
-    return CriticClient(role.endpoint, role.access, 20, run, UpdateJournal(directory / "journal"), 16)
+    return CriticClient(
+        role.endpoint, role.access, 20, run, UpdateJournal(directory / "journal"), 16
+    )
 
 
 def send(client, endpoint, arrays, timeout_s=20):
@@ -57,8 +65,16 @@ def send(client, endpoint, arrays, timeout_s=20):
 def update(client, number, run=None):
     """A numbered update as it goes over the wire."""
     tokens, returns, old_values, mask = (tensor.numpy() for tensor in TARGETS)
-    targets = {"tokens": tokens, "returns": returns, "prev_values": old_values, "mask": mask.astype(np.float32)}
-    order = {"sequence_number": np.array([number]), "run_id": text_array(run or str(client._recovery._run))}
+    targets = {
+        "tokens": tokens,
+        "returns": returns,
+        "prev_values": old_values,
+        "mask": mask.astype(np.float32),
+    }
+    order = {
+        "sequence_number": np.array([number]),
+        "run_id": text_array(run or str(client._recovery._run)),
+    }
     return json.loads(array_text(send(client, CRITIC_TRAIN, targets | order)["stats"]))
 
 
@@ -86,7 +102,12 @@ def test_a_batch_beyond_the_servers_largest_is_split_by_the_client(client):
 def test_the_same_over_http_with_nothing_but_json(client, critic):
     inputs = [
         {"name": "tokens", "shape": [3, 8], "datatype": "INT64", "data": TOKENS.flatten().tolist()},
-        {"name": "sequence_lengths", "shape": [3, 1], "datatype": "INT64", "data": LENGTHS.tolist()},
+        {
+            "name": "sequence_lengths",
+            "shape": [3, 1],
+            "datatype": "INT64",
+            "data": LENGTHS.tolist(),
+        },
     ]
     request = urllib.request.Request(
         f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_infer/infer",
@@ -143,7 +164,8 @@ def test_another_runs_update_and_one_of_a_trainer_that_was_replaced_are_refused(
         update(client, last + 1, "run-b")
     name, attempt = client.control("version")["run_id"].split("@")
     successor = f"{name}@{int(attempt) + 1}"
-    update(client, last, successor)  # answered from memory; from now on the older trainer is not in charge
+    # answered from memory; from now on the older trainer is not in charge
+    update(client, last, successor)
     with pytest.raises(RemoteError, match=f"{successor!r} has taken over"):
         client.train(*TARGETS).result()
     assert torch.equal(values(client), before)
@@ -181,7 +203,10 @@ def http_infer(role, endpoint, arrays):
             "name": name,
             "shape": list(array.shape),
             "datatype": names[array.dtype.char],
-            "data": [item.decode() if isinstance(item, bytes) else item for item in array.ravel().tolist()],
+            "data": [
+                item.decode() if isinstance(item, bytes) else item
+                for item in array.ravel().tolist()
+            ],
         }
         for name, array in arrays.items()
     ]
@@ -198,7 +223,9 @@ def http_infer(role, endpoint, arrays):
     REFUSED_BY_TRITON,
     ids=[f"{case[0].name}-{case[1]}" for case in REFUSED_BY_TRITON],
 )
-def test_what_triton_refuses_by_itself_is_an_error_for_that_caller_alone(client, critic, endpoint, wrong, changes, told):
+def test_what_triton_refuses_by_itself_is_an_error_for_that_caller_alone(
+    client, critic, endpoint, wrong, changes, told
+):
     with pytest.raises(urllib.error.HTTPError) as caught:
         http_infer(critic, endpoint, spoiled(endpoint, changes))
     assert caught.value.code >= 400 and "error" in json.load(caught.value)
@@ -230,15 +257,24 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
     [
         ("begin_checkpoint", {"sequence_number": -1}, "SequenceError: .*is to follow update -1"),
         ("checkpoint", {"run_id": "run-b@0"}, "SequenceError: .*serves run 'run-a'"),
-        ("restore", {"sequence_number": 0}, r"InstanceError: .*the last update is \d+, no longer 0"),
+        (
+            "restore",
+            {"sequence_number": 0},
+            r"InstanceError: .*the last update is \d+, no longer 0",
+        ),
     ],
 )
-def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(client, critic, op, order, told):
+def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(
+    client, critic, op, order, told
+):
     for _ in range(2):
         client.train(*TARGETS).result()
     client.control("checkpoint", step=11)
     client.train(*TARGETS).result()
-    saved, before = critic.log.parent / "checkpoints" / "step_11" / "critic" / "updates.json", values(client)
+    saved, before = (
+        critic.log.parent / "checkpoints" / "step_11" / "critic" / "updates.json",
+        values(client),
+    )
     content = saved.read_text()
     with pytest.raises(RemoteError, match=told):
         client.control(op, step=11, **order)
@@ -249,14 +285,21 @@ def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(
 def test_an_update_that_was_skipped_is_answered_as_one_and_its_repeat_too(client):
     before = values(client)
     tokens, _, old_values, mask = TARGETS
-    client.train(tokens, torch.full_like(old_values, 1e30), old_values, mask).result()  # its loss is infinite
+    # its loss is infinite
+    client.train(tokens, torch.full_like(old_values, 1e30), old_values, mask).result()
     last = client.control("version")["sequence_number"]
     answer = send(
         client,
         CRITIC_TRAIN,
-        good(CRITIC_TRAIN) | {"sequence_number": np.array([last]), "run_id": text_array(client.control("version")["run_id"])},
+        good(CRITIC_TRAIN)
+        | {
+            "sequence_number": np.array([last]),
+            "run_id": text_array(client.control("version")["run_id"]),
+        },
     )
-    assert np.isnan(answer["loss_mean"]).all() and json.loads(array_text(answer["stats"])) == {"skipped": 1.0}
+    assert np.isnan(answer["loss_mean"]).all() and json.loads(array_text(answer["stats"])) == {
+        "skipped": 1.0
+    }
     assert torch.equal(values(client), before)
     client.train(*TARGETS).result()
 
@@ -284,7 +327,11 @@ def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
         ("restore", {"step": 999}, "there is no critic checkpoint"),
         ("restore", {"step": -1}, "got step -1, allowed: an integer, 0 to"),
         ("checkpoint", {"step": 10**300}, "got step 1000.*, allowed: an integer, 0 to"),
-        ("begin_checkpoint", {"step": 1, "sequence_number": "1"}, "got sequence_number '1', allowed: an integer, -1 to"),
+        (
+            "begin_checkpoint",
+            {"step": 1, "sequence_number": "1"},
+            "got sequence_number '1', allowed: an integer, -1 to",
+        ),
         ("checkpoint", {}, "got keys op, allowed: op, step"),
         ("dance", {}, "got op 'dance', allowed: health"),
     ],
@@ -326,12 +373,18 @@ def test_a_silent_and_an_absent_server_are_named(critic):
     connection = Connection("critic", critic.endpoint, critic.access)
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
     here = f"critic server at 127.0.0.1:{critic.endpoint.grpc}"
-    with pytest.raises(RemoteError, match=f"{here}: Timeout: no answer to critic_infer within 0.0001 s"):
+    with pytest.raises(
+        RemoteError, match=f"{here}: Timeout: no answer to critic_infer within 0.0001 s"
+    ):
         connection.infer(CRITIC_INFER, arrays, 1e-4)
     connection.close()
     port = free_port()
-    absent = RewardClient([type(critic.endpoint)("127.0.0.1", port, port, port)], critic.access, 0.5)
-    with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: Unreachable: .*; given up after 0.5 s"):
+    absent = RewardClient(
+        [type(critic.endpoint)("127.0.0.1", port, port, port)], critic.access, 0.5
+    )
+    with pytest.raises(
+        RemoteError, match=rf"127.0.0.1:{port}: Unreachable: .*; given up after 0.5 s"
+    ):
         absent.score(TOKENS, LENGTHS, LENGTHS).result()
     with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: NotReady: not ready within 0.3 s"):
         absent.wait_ready(0.3)
@@ -346,9 +399,14 @@ def test_a_critic_finishes_no_checkpoint_of_a_trainer_that_has_lost_the_run(tmp_
     rank.checkpoint(step=1, run_id=run[0])
     rank.begin_checkpoint(step=2, run_id=run[0])
     run.append(f"run@{claim.take_run(config)['attempt']}")
-    with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"):
+    with pytest.raises(
+        AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"
+    ):
         rank.finish_checkpoint()
-    rank._saving = (2, rank._ledger)  # as it is where the new trainer finds the critic that the old one has left
+    # as it is where the new trainer finds the critic that the old one has left
+    rank._saving = (2, rank._ledger)
     rank.restore(step=1, run_id=run[1])
     rank.checkpoint(step=3, run_id=run[1])
-    assert [(checkpoints / f"step_{step}" / "critic" / "updates.json").exists() for step in (1, 2, 3)] == [True] * 3
+    assert [
+        (checkpoints / f"step_{step}" / "critic" / "updates.json").exists() for step in (1, 2, 3)
+    ] == [True] * 3

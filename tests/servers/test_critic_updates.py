@@ -32,7 +32,8 @@ def test_a_run_has_one_trainer_in_charge_the_newest():
 
 
 @pytest.mark.parametrize(
-    ("text", "run"), [("a", RunId("a")), ("a@3", RunId("a", 3)), ("a@b", RunId("a@b")), ("@", RunId("@"))]
+    ("text", "run"),
+    [("a", RunId("a")), ("a@3", RunId("a", 3)), ("a@b", RunId("a@b")), ("@", RunId("@"))],
 )
 def test_a_run_id_is_a_name_and_how_many_trainers_came_before(text, run):
     assert RunId.parse(text) == run
@@ -45,7 +46,14 @@ def test_a_saved_ledger_reads_back_and_a_damaged_one_is_refused(tmp_path):
     assert UpdateLedger.load(path) == UpdateLedger(RunId("run", 0), 7, {"loss": 0.1})
     assert [file.name for file in tmp_path.iterdir()] == ["ledger.json"]
     stored = path.read_text()
-    for damage in ("", "{", '{"no_such_field": 1}', "[]", stored.replace("7", "6"), stored.replace("0.1", "0.3")):
+    for damage in (
+        "",
+        "{",
+        '{"no_such_field": 1}',
+        "[]",
+        stored.replace("7", "6"),
+        stored.replace("0.1", "0.3"),
+    ):
         path.write_text(damage)
         with pytest.raises(AlignerError, match=r"cannot read.*ledger\.json"):
             UpdateLedger.load(path)
@@ -59,7 +67,9 @@ def test_a_flipped_bit_of_the_journal_is_refused_by_name(tmp_path):
     content = file.read_bytes()
     for place in range(len(content)):
         file.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
-        with pytest.raises(AlignerError, match=r"cannot read the critic's update 3 from .*update_00000003"):
+        with pytest.raises(
+            AlignerError, match=r"cannot read the critic's update 3 from .*update_00000003"
+        ):
             journal.read(3)
     (tmp_path / "update_00000003_copy.record").touch()
     UpdateJournal(tmp_path).keep(4, 9)

@@ -26,7 +26,8 @@ class Ranks:
         self.begun = []
 
     def note(self, op, number):
-        """All ranks are at the same place of the same command, and have been at the same ones before."""
+        """All ranks are at the same place of the same command, and have been at the same ones
+        before."""
         self.begun.append((op, number))
         here = torch.tensor([len(self.begun), zlib.crc32(op.encode()), number])
         everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
@@ -94,11 +95,14 @@ class Ranks:
 
 
 def run_world(conversation, drain_s=0.0, timeout_s=60.0, ranks=None):
-    """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the world)."""
+    """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the
+    world)."""
     ranks = ranks or Ranks()
     names = ("double", "describe", "slow", "count", "quarrel", "crash", "plain", "long", "short")
     handlers = {name: getattr(ranks, name) for name in names}
-    executor = SpmdExecutor(handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3, collective_timeout_s=timeout_s)
+    executor = SpmdExecutor(
+        handlers, batch_tokens=40, drain_s=drain_s, heartbeat_s=0.3, collective_timeout_s=timeout_s
+    )
     answers = []
 
     def talk():
@@ -199,14 +203,25 @@ def describe(executor, value, rows, width, **arguments):
 
 def answers(futures):
     results = [future.result(10) for future in futures]
-    return [(list(r["tokens"].shape), r["tokens"].unique().tolist(), r["together"][0].item()) for r in results]
+    return [
+        (list(r["tokens"].shape), r["tokens"].unique().tolist(), r["together"][0].item())
+        for r in results
+    ]
 
 
 def join(executor):
     executor.submit("slow", seconds=0.3)  # the rest arrives while it runs
-    futures = [describe(executor, 1, 2, 4), describe(executor, 2, 1, 6), describe(executor, 3, 8, 5)]
+    futures = [
+        describe(executor, 1, 2, 4),
+        describe(executor, 2, 1, 6),
+        describe(executor, 3, 8, 5),
+    ]
     executor.submit("slow", seconds=0)
-    futures += [describe(executor, 4, 1, 4), describe(executor, 5, 1, 4, scale=2), describe(executor, 6, 1, 4, scale=2)]
+    futures += [
+        describe(executor, 4, 1, 4),
+        describe(executor, 5, 1, 4, scale=2),
+        describe(executor, 6, 1, 4, scale=2),
+    ]
     return answers(futures)
 
 
@@ -214,14 +229,17 @@ def join_world():
     return run_world(join)
 
 
-def test_alike_commands_that_wait_next_to_each_other_run_as_one_within_the_budget_and_each_gets_its_own_rows(pool):
+def test_alike_commands_that_wait_next_to_each_other_run_as_one_within_the_budget_and_each_gets_its_own_rows(
+    pool,
+):
     (alone, _), *_ = pool.run(join_world, 2)
     assert alone == [
         [
             ([2, 4], [2], 3),
             ([1, 6], [4], 3),
             ([8, 5], [6], 8),  # beside them it would be 11 rows of 6 tokens
-            ([1, 4], [8], 1),  # another command ran before it, and the next ones ask for something else
+            # another command ran before it, and the next ones ask for something else
+            ([1, 4], [8], 1),
             ([1, 4], [20], 2),
             ([1, 4], [24], 2),
         ]
@@ -316,11 +334,20 @@ def schedules(executor):
         chance, sent = random.Random(seed), []
         for number in range(100 * seed, 100 * seed + 40):
             op, refuses = chance.choice(("plain", "long", "short", "short")), chance.random() < 0.2
-            about = {"plain": {}, "long": {"parts": chance.randrange(5), "refuses": refuses}, "short": {"refuses": refuses}}
+            about = {
+                "plain": {},
+                "long": {"parts": chance.randrange(5), "refuses": refuses},
+                "short": {"refuses": refuses},
+            }
             sent.append((op, number, executor.submit(op, number=number, **about[op])))
             if chance.random() < 0.3:
                 time.sleep(chance.random() * 0.005)
-        told.append([(op, number, str(future.exception(10) or future.result())) for op, number, future in sent])
+        told.append(
+            [
+                (op, number, str(future.exception(10) or future.result()))
+                for op, number, future in sent
+            ]
+        )
     return told
 
 
@@ -373,7 +400,10 @@ def failing_world():
 
 
 def test_a_bug_at_a_pause_leaves_neither_caller_waiting(pool):
-    assert pool.run(failing_world, 2)[0] == ([["ServerFailed", "ServerFailed"]], "ZeroDivisionError: a bug")
+    assert pool.run(failing_world, 2)[0] == (
+        [["ServerFailed", "ServerFailed"]],
+        "ZeroDivisionError: a bug",
+    )
 
 
 def stop_in_the_middle(executor):
@@ -397,7 +427,9 @@ def test_a_stopping_world_ends_what_it_runs_and_what_waits_for_its_pauses_while_
     assert pool.run(hasty_middle_world, 2)[0] == ([["NoneType", "ServerStopping"]], None)
 
 
-@pytest.mark.parametrize(("budget", "widths"), [(0, [8]), (18, [8, 9]), (27, [8, 9, 4]), (20_000, [8, 9, 4, 4096])])
+@pytest.mark.parametrize(
+    ("budget", "widths"), [(0, [8]), (18, [8, 9]), (27, [8, 9, 4]), (20_000, [8, 9, 4, 4096])]
+)
 def test_those_of_the_nearest_width_are_taken_first_and_the_oldest_always(budget, widths):
     waiting = deque(Command("describe", request(1, 1, width)) for width in (8, 4096, 4, 9))
     taken = take_together(waiting, {"describe": RowJoin()}, budget)

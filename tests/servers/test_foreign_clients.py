@@ -1,4 +1,5 @@
-"""The endpoints as other systems' clients use them: names and tensors of NeMo-Aligner's table, nothing of ours."""
+"""The endpoints as other systems' clients use them: names and tensors of NeMo-Aligner's table,
+nothing of ours."""
 
 from __future__ import annotations
 
@@ -42,38 +43,66 @@ def grpc_infer(client, model, **tensors):
 
 
 def test_pytritons_client_infers_trains_saves_and_scores_over_http(open_critic):
-    before = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)["values"]
+    before = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)[
+        "values"
+    ]
     assert before.shape == (3, 8) and before.dtype == np.float32
     losses = [infer_sample(open_critic, "critic_train", **TARGETS)["loss_mean"] for _ in range(2)]
     assert losses[0].shape == (1,) and losses[0].dtype == np.float32 and losses[1] < losses[0]
-    after = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)["values"]
+    after = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)[
+        "values"
+    ]
     assert not np.array_equal(before, after)
-    assert infer_sample(open_critic, "critic_save", dummy_var=np.zeros(1, dtype=np.int64))["status"].tolist() == [0]
+    assert infer_sample(open_critic, "critic_save", dummy_var=np.zeros(1, dtype=np.int64))[
+        "status"
+    ].tolist() == [0]
     saved = open_critic.log.parent / "checkpoints"
     assert list(saved.glob("step_*/critic/model.safetensors"))
 
 
 def test_pytritons_client_has_tokens_and_sentences_scored(open_critic):
-    scores = infer_batch(open_critic, "reward_model", tokens=TOKENS, sequence_lengths=LENGTHS)["rewards"]
+    scores = infer_batch(open_critic, "reward_model", tokens=TOKENS, sequence_lengths=LENGTHS)[
+        "rewards"
+    ]
     assert scores.shape == (3, 1) and scores.dtype == np.float32
     sentences = np.array([[b"abc"], [b"a"]])
-    assert infer_batch(open_critic, "reward_model", sentences=sentences)["rewards"].tolist() == [[3.0], [1.0]]
+    assert infer_batch(open_critic, "reward_model", sentences=sentences)["rewards"].tolist() == [
+        [3.0],
+        [1.0],
+    ]
 
 
 def test_plain_tritonclient_infers_and_trains_over_grpc(open_critic):
-    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{open_critic.endpoint.grpc}") as client:
+    with tritonclient.grpc.InferenceServerClient(
+        f"127.0.0.1:{open_critic.endpoint.grpc}"
+    ) as client:
         first = grpc_infer(client, "critic_train", **TARGETS).as_numpy("loss_mean")
         assert grpc_infer(client, "critic_train", **TARGETS).as_numpy("loss_mean") < first
-        values = grpc_infer(client, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS).as_numpy("values")
-        alone = grpc_infer(client, "critic_infer", tokens=TOKENS[:1], sequence_lengths=LENGTHS[:1]).as_numpy("values")
+        values = grpc_infer(
+            client, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS
+        ).as_numpy("values")
+        alone = grpc_infer(
+            client, "critic_infer", tokens=TOKENS[:1], sequence_lengths=LENGTHS[:1]
+        ).as_numpy("values")
     np.testing.assert_array_equal(values[:1], alone)
-    assert values.shape == TinyValueModel().values(torch.tensor(TOKENS), torch.tensor(LENGTHS[:, 0])).shape
+    assert (
+        values.shape
+        == TinyValueModel().values(torch.tensor(TOKENS), torch.tensor(LENGTHS[:, 0])).shape
+    )
 
 
 def test_an_open_server_has_nobody_load_models_or_read_its_files(open_critic):
-    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{open_critic.endpoint.grpc}") as client:
-        for manage in (client.get_model_repository_index, client.get_log_settings, client.get_trace_settings):
-            with pytest.raises(tritonclient.grpc.InferenceServerException, match="closed to everyone"):
+    with tritonclient.grpc.InferenceServerClient(
+        f"127.0.0.1:{open_critic.endpoint.grpc}"
+    ) as client:
+        for manage in (
+            client.get_model_repository_index,
+            client.get_log_settings,
+            client.get_trace_settings,
+        ):
+            with pytest.raises(
+                tritonclient.grpc.InferenceServerException, match="closed to everyone"
+            ):
                 manage()
         with pytest.raises(tritonclient.grpc.InferenceServerException, match="closed to everyone"):
             client.unload_model("critic_infer")

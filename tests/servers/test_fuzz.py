@@ -40,31 +40,58 @@ def send_bad(choose, critic, stub, run):
     key, endpoint, kind = critic.access.key, critic.endpoint, choose.random()
     if kind < 0.75:
         request = fuzz.spoiled(choose, run)
-        told = choose.choice([lambda: fuzz.over_grpc(stub, key, request), lambda: fuzz.over_http(endpoint, key, request)])()
+        told = choose.choice(
+            [
+                lambda: fuzz.over_grpc(stub, key, request),
+                lambda: fuzz.over_http(endpoint, key, request),
+            ]
+        )()
         assert fuzz.is_known(told), (told, request)
     elif kind < 0.82:
-        request, wrong = fuzz.wire(CRITIC_TRAIN, good(CRITIC_TRAIN)), choose.choice([None, "", "wrong", key[:-1], key + "x"])
+        request, wrong = (
+            fuzz.wire(CRITIC_TRAIN, good(CRITIC_TRAIN)),
+            choose.choice([None, "", "wrong", key[:-1], key + "x"]),
+        )
         told = choose.choice(
-            [lambda: fuzz.over_grpc(stub, wrong, request), lambda: fuzz.over_http(endpoint, wrong, request)]
+            [
+                lambda: fuzz.over_grpc(stub, wrong, request),
+                lambda: fuzz.over_http(endpoint, wrong, request),
+            ]
         )()
         assert "it wants the run's key" in (told or ""), wrong
     elif kind < 0.93:
-        body, length = choose.randbytes(choose.randint(0, 3000)), str(choose.choice([0, 1, 10, 10**6, -1, "many"]))
+        body, length = (
+            choose.randbytes(choose.randint(0, 3000)),
+            str(choose.choice([0, 1, 10, 10**6, -1, "many"])),
+        )
         model = choose.choice(["critic_infer", "critic_train", "critic_save", "control", "nothing"])
         headers = choose.choice([{}, {"Inference-Header-Content-Length": length}])
-        assert fuzz.posted(endpoint, key, f"/v2/models/{model}/infer", body, headers) is not None, (model, headers, body)
+        assert fuzz.posted(endpoint, key, f"/v2/models/{model}/infer", body, headers) is not None, (
+            model,
+            headers,
+            body,
+        )
     else:
         beginning = choose.choice(
-            [b"", b"POST /v2/models/critic_train/infer HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]
+            [
+                b"",
+                b"POST /v2/models/critic_train/infer HTTP/1.1\r\n",
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            ]
         )
         port = choose.choice([endpoint.http, endpoint.grpc])
         fuzz.raw_garbage(port, beginning + choose.randbytes(choose.randint(1, 3000)))
 
 
-def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(critic, connection):
+def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(
+    critic, connection
+):
     run, number = name_the_run(connection)
     arrays = good(CRITIC_INFER)
-    before, values = connection.control(20, "version"), connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes()
+    before, values = (
+        connection.control(20, "version"),
+        connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes(),
+    )
 
     def call(caller):
         """This caller's share; returns the longest time that a request took."""
@@ -76,7 +103,10 @@ def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_
                 send_bad(choose, critic, stub, run)
                 slowest = max(slowest, time.monotonic() - start)
                 if place % 10 == 0:
-                    assert connection.infer(CRITIC_INFER, arrays, fuzz.TIMEOUT_S)["values"].tobytes() == values
+                    assert (
+                        connection.infer(CRITIC_INFER, arrays, fuzz.TIMEOUT_S)["values"].tobytes()
+                        == values
+                    )
         return slowest
 
     with ThreadPoolExecutor(CALLERS) as callers:

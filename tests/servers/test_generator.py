@@ -41,7 +41,11 @@ OPTIONS = SamplingOptions(max_new_tokens=4, temperature=0.7, stop_token_ids=(1,)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     config = compose_config(
-        ["experiment=tiny_ppo", "engine.placement=server", f"run.dir={tmp_path_factory.mktemp('run') / 'run'}"]
+        [
+            "experiment=tiny_ppo",
+            "engine.placement=server",
+            f"run.dir={tmp_path_factory.mktemp('run') / 'run'}",
+        ]
     )
     directory = prepare_model(config)
     shape = read_shape(directory)
@@ -74,8 +78,14 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
     call, serve = serving(engine)
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
-    got = with_responses(unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()})
-    expected = generate(engine, [GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)], OPTIONS)
+    got = with_responses(
+        unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()}
+    )
+    expected = generate(
+        engine,
+        [GenerationRequest(prompt, index) for prompt in PROMPTS for index in range(2)],
+        OPTIONS,
+    )
     assert call("version")["version"] == 3
     for one, other in zip(got, expected, strict=True):
         assert (one.prompt_id, one.sample_index, one.finish_reason) == (
@@ -92,14 +102,23 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
     [
         ({"options": "{"}, "options: not JSON"),
         ({"options": "[]"}, "options: got list, allowed: an object with"),
-        ({"options": '{"max_new_tokens": 2, "topk": 1}'}, "options: got topk, allowed: an object with .*top_k"),
+        (
+            {"options": '{"max_new_tokens": 2, "topk": 1}'},
+            "options: got topk, allowed: an object with .*top_k",
+        ),
         ({"options": "{}"}, "options: .*max_new_tokens"),
         ({"options": '{"max_new_tokens": 2, "temperature": 0}'}, "temperature=0: must be above 0"),
         ({"options": '{"max_new_tokens": "2"}'}, "options: "),
         ({"samples_per_prompt": 0}, "samples_per_prompt: got 0, allowed: at least 1"),
         ({"enough": 3}, r"enough: got 3, allowed: 1 to 2 \(1 to B\)"),
-        ({"stopped": None}, "missing tensor stopped, which others need: they come together or not at all"),
-        ({"samples_per_prompt": 1}, r"responses: got shape \[4, 1\], allowed: \[N, R\] with N=2, B x samples_per_prompt"),
+        (
+            {"stopped": None},
+            "missing tensor stopped, which others need: they come together or not at all",
+        ),
+        (
+            {"samples_per_prompt": 1},
+            r"responses: got shape \[4, 1\], allowed: \[N, R\] with N=2, B x samples_per_prompt",
+        ),
         ({"stopped": [[2]] * 4}, "stopped: got 2, allowed: -1 to 1"),
         ({"stopped": [[0]] * 4}, "response_lengths: got 0 of a complete response"),
         ({"responses": [[64]] * 4}, "responses: got 64, allowed: 0 to 63"),
@@ -109,7 +128,11 @@ def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
     _, serve = serving(engine)
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
-        arrays[name] = np.array(value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value])
+        arrays[name] = np.array(
+            value
+            if isinstance(value, list)
+            else [value.encode() if isinstance(value, str) else value]
+        )
         if value is None:
             del arrays[name]
     with pytest.raises(AlignerError, match=message):
@@ -120,14 +143,29 @@ def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
 def test_weights_that_are_too_old_do_not_begin_a_response(engine):
     call, serve = serving(engine)
     served = call("version")["version"]
-    with pytest.raises(WeightsError, match=f"serves weights version {served}, wanted: version {served + 1} or newer"):
+    with pytest.raises(
+        WeightsError,
+        match=f"serves weights version {served}, wanted: version {served + 1} or newer",
+    ):
         serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1))
-    assert len(serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served))["responses"]) == 4
+    assert (
+        len(
+            serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served))[
+                "responses"
+            ]
+        )
+        == 4
+    )
 
 
 GREEDY = SamplingOptions(max_new_tokens=24, greedy=True)
 SERVER = (
-    *("experiment=tiny_ppo", "algorithm=ppo_decoupled", "engine.placement=server", "rollout.max_staleness=1"),
+    *(
+        "experiment=tiny_ppo",
+        "algorithm=ppo_decoupled",
+        "engine.placement=server",
+        "rollout.max_staleness=1",
+    ),
     "model.initializer_std=0.3",
 )
 
@@ -144,7 +182,10 @@ def drawn_by(overrides):
     """Greedy responses of an engine of its own, by weights 1 or 2, as (tokens, log-probs)."""
     config = compose_config(overrides)
     shape = read_shape(model_directory(config))
-    engines = {version: build_engine(shape, config.engine, model_directory(config), seed=config.seed) for version in (1, 2)}
+    engines = {
+        version: build_engine(shape, config.engine, model_directory(config), seed=config.seed)
+        for version in (1, 2)
+    }
     for version, engine in engines.items():
         update, tensors = engine.begin_update(version), weights_of(config, version)
         for name, view in update.views(list(tensors)).items():
@@ -153,22 +194,32 @@ def drawn_by(overrides):
         update.commit()
 
     def drawn(version, tokens, options):
-        sample = generate(engines[version], [GenerationRequest(Prompt(0, "", tokens), 0)], options)[0]
+        sample = generate(engines[version], [GenerationRequest(Prompt(0, "", tokens), 0)], options)[
+            0
+        ]
         return sample.response.tolist(), sample.engine_logprobs
 
     return drawn
 
 
-LAYOUTS = {"TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"), "DP2": ("engine.parallel.data=2",)}
+LAYOUTS = {
+    "TP2": ("engine.parallel.tensor=2", "engine.parallel.data=1"),
+    "DP2": ("engine.parallel.data=2",),
+}
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place")])
 @pytest.mark.slow
-def test_responses_that_new_weights_interrupt_go_on_under_them(pool, overrides, drawn_by, layout, kind):
-    stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]  # the first replica is done when the weights come
+def test_responses_that_new_weights_interrupt_go_on_under_them(
+    pool, overrides, drawn_by, layout, kind
+):
+    # the first replica is done when the weights come
+    stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]
     options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
     chosen = (*overrides, *LAYOUTS[layout], "engine.in_flight=interrupt", f"engine.update={kind}")
-    (short, long), version = pool.run(run_generator, 2, chosen, weights_in_the_middle, PROMPTS, options)[0]
+    (short, long), version = pool.run(
+        run_generator, 2, chosen, weights_in_the_middle, PROMPTS, options
+    )[0]
     assert version == 2
     assert short.response.tolist() == drawn_by(1, PROMPTS[0].tokens, options)[0]
     assert set(short.weight_versions.tolist()) == {1}
@@ -196,23 +247,51 @@ def test_weights_that_let_responses_finish_come_after_them(pool, overrides, draw
 
 
 def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overrides):
-    """Prompts of three samples over two replicas, cut in the middle of a prompt; the second one is long, and not due."""
+    """Prompts of three samples over two replicas, cut in the middle of a prompt; the second one is
+    long, and not due."""
     prompts = [Prompt(number, "", torch.tensor([5 + number])) for number in range(5)]
     options, enough = SamplingOptions(60, stop_token_ids=tuple(range(8, 16))), Enough(2, due=(4,))
     chosen = (*overrides, *LAYOUTS["DP2"])
-    first, again, last, changed = pool.run(run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough)[0]
+    first, again, last, changed = pool.run(
+        run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough
+    )[0]
     config = compose_config(overrides)
-    engine = build_engine(read_shape(model_directory(config)), config.engine, model_directory(config), seed=config.seed)
+    engine = build_engine(
+        read_shape(model_directory(config)),
+        config.engine,
+        model_directory(config),
+        seed=config.seed,
+    )
     load_directory(engine, model_directory(config), version=1)
-    whole = generate(engine, [GenerationRequest(prompt, index) for prompt in prompts for index in range(3)], options)
-    longest = [max(len(sample.response) for sample in whole[place : place + 3]) for place in range(0, 15, 3)]
-    steps = next(n for n in range(8, 61, 8) if longest[4] <= n and sum(length <= n for length in longest) >= 2)
+    whole = generate(
+        engine,
+        [GenerationRequest(prompt, index) for prompt in prompts for index in range(3)],
+        options,
+    )
+    longest = [
+        max(len(sample.response) for sample in whole[place : place + 3])
+        for place in range(0, 15, 3)
+    ]
+    steps = next(
+        n
+        for n in range(8, 61, 8)
+        if longest[4] <= n and sum(length <= n for length in longest) >= 2
+    )
     assert steps < max(longest)
-    for drawn, repeated, end, other, expected in zip(first, again, last, changed, whole, strict=True):
+    for drawn, repeated, end, other, expected in zip(
+        first, again, last, changed, whole, strict=True
+    ):
         length = len(drawn.response)
-        assert drawn.response.tolist() == repeated.response.tolist() == expected.response[:steps].tolist()
+        assert (
+            drawn.response.tolist()
+            == repeated.response.tolist()
+            == expected.response[:steps].tolist()
+        )
         assert (drawn.finish_reason == "unfinished") == (len(expected.response) > steps)
-        assert end.response.tolist() == expected.response.tolist() and end.finish_reason == expected.finish_reason
+        assert (
+            end.response.tolist() == expected.response.tolist()
+            and end.finish_reason == expected.finish_reason
+        )
         assert other.response[:length].tolist() == drawn.response.tolist()
         assert other.weight_versions.tolist() == [1] * length + [2] * (len(other.response) - length)
         torch.testing.assert_close(end.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)
@@ -220,9 +299,13 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
 
 def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, overrides, drawn_by):
     prompts = [PROMPTS[1], PROMPTS[0]]
-    told, samples = pool.run(run_generator, 2, (*overrides, *LAYOUTS["DP2"]), one_replica_refuses, prompts, GREEDY)[0]
+    told, samples = pool.run(
+        run_generator, 2, (*overrides, *LAYOUTS["DP2"]), one_replica_refuses, prompts, GREEDY
+    )[0]
     assert "prompt 7 has 300 tokens" in told
-    assert [sample.response.tolist() for sample in samples] == [drawn_by(1, one.tokens, GREEDY)[0] for one in prompts]
+    assert [sample.response.tolist() for sample in samples] == [
+        drawn_by(1, one.tokens, GREEDY)[0] for one in prompts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -258,13 +341,18 @@ def test_a_server_leaves_what_is_long_for_the_next_request(generator):
         samples = client.generate(samples, 2, options, Enough(complete)).result()
         rounds.append([len(sample.response) for sample in samples])
     assert rounds[0] < rounds[1] < rounds[2]
-    assert [sample.response.tolist() for sample in samples] == [sample.response.tolist() for sample in whole]
+    assert [sample.response.tolist() for sample in samples] == [
+        sample.response.tolist() for sample in whole
+    ]
 
 
 @pytest.mark.slow
 def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
     client, update = generator
-    prompts, options = [Prompt(number, "", torch.tensor([5])) for number in range(48)], SamplingOptions(250)
+    prompts, options = (
+        [Prompt(number, "", torch.tensor([5])) for number in range(48)],
+        SamplingOptions(250),
+    )
     started = client.instance()
     assert client.control("version")["version"] == 1
     with pytest.raises(RemoteError) as refused:
@@ -274,7 +362,9 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
         drawn = client.generate(unbegun(prompts, 1), 1, options, weight_version=version - 1)
         time.sleep(0.1)
         update(version)
-        found = {tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()}
+        found = {
+            tuple(sample.weight_versions.unique_consecutive().tolist()) for sample in drawn.result()
+        }
         assert client.control("version")["version"] == version
         if found != {(version,)}:
             break
@@ -287,12 +377,20 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     [
         ({"op": "receive"}, "receive got keys op, allowed: op, version"),
         ({"op": "receive", "version": -1}, "receive got version -1, allowed: an integer, 0 to"),
-        ({"op": "connect", "host": 3, "port": 1, "generation": 0}, "connect got host 3, allowed: a string"),
-        ({"op": "connect", "host": "a", "port": 0, "generation": 0}, "connect got port 0, allowed: an integer, 1 to"),
+        (
+            {"op": "connect", "host": 3, "port": 1, "generation": 0},
+            "connect got host 3, allowed: a string",
+        ),
+        (
+            {"op": "connect", "host": "a", "port": 0, "generation": 0},
+            "connect got port 0, allowed: an integer, 1 to",
+        ),
         ({"op": ["connect"]}, r"got op \['connect'\], allowed: "),
     ],
 )
 def test_what_is_no_order_to_move_weights_is_refused(request_, message):
     generator = object.__new__(Generator)
     with pytest.raises(RequestError, match=message):
-        control_request(json.dumps(request_), {"connect": generator._connect, "receive": generator._receive})
+        control_request(
+            json.dumps(request_), {"connect": generator._connect, "receive": generator._receive}
+        )

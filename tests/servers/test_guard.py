@@ -21,11 +21,25 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from aligner.errors import ConfigError
-from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER, Access, create_access_key, interface_address, run_access
+from aligner.placement.addresses import (
+    GRPC_KEY_HEADER,
+    KEY_HEADER,
+    Access,
+    create_access_key,
+    interface_address,
+    run_access,
+)
 from aligner.schema import Config
 from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.triton_host import Guard
-from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, text_array
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_MODEL,
+    text_array,
+)
 from tests import other_user
 from tests.certificates import make_certificates
 from tests.servers.bad_requests import good
@@ -45,7 +59,12 @@ def http(role, path, key=None, data=None):
 
 def infer_body(*inputs):
     return json.dumps(
-        {"inputs": [dict(zip(("name", "shape", "datatype", "data"), fields, strict=True)) for fields in inputs]}
+        {
+            "inputs": [
+                dict(zip(("name", "shape", "datatype", "data"), fields, strict=True))
+                for fields in inputs
+            ]
+        }
     ).encode()
 
 
@@ -57,7 +76,9 @@ GUARDED = [
     ("/v2/models/critic_infer/stats", None),
     (
         "/v2/models/critic_infer/infer",
-        infer_body(("tokens", [1, 2], "INT64", [12, 13]), ("sequence_lengths", [1, 1], "INT64", [2])),
+        infer_body(
+            ("tokens", [1, 2], "INT64", [12, 13]), ("sequence_lengths", [1, 1], "INT64", [2])
+        ),
     ),
     ("/v2/models/control/generate", json.dumps({"request": '{"op": "health"}'}).encode()),
 ]
@@ -80,7 +101,10 @@ def test_over_http_health_alone_is_open_to_those_without_the_key(critic, key):
     for path, data in GUARDED:
         status, body = http(critic, path, key, data)
         assert status == 401 and "it wants the run's key" in body, (path, status, body)
-    assert [http(critic, path)[0] for path in ("/v2/health/ready", "/v2/health/live", "/v2/models/control/ready")] == [200] * 3
+    assert [
+        http(critic, path)[0]
+        for path in ("/v2/health/ready", "/v2/health/live", "/v2/models/control/ready")
+    ] == [200] * 3
 
 
 def test_over_http_the_key_opens_the_endpoints_and_nothing_opens_management(critic):
@@ -107,7 +131,8 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
         client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
         shutdown = tritonclient.grpc.InferInput("request", [1], "BYTES")
         shutdown.set_data_from_numpy(text_array('{"op": "shutdown"}'))
-        with contextlib.suppress(InferenceServerException):  # it may have heard of the refusal already
+        # it may have heard of the refusal already
+        with contextlib.suppress(InferenceServerException):
             client.async_stream_infer("control", [shutdown])
         result, error = answers.get(timeout=20)
         assert result is None and "it wants the run's key" in str(error)
@@ -119,7 +144,9 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
 def test_over_grpc_management_is_closed_to_holders_of_the_key_too(critic):
     headers = {GRPC_KEY_HEADER: critic.access.key}
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{critic.endpoint.grpc}") as client:
-        assert client.get_model_config("critic_infer", headers=headers).config.name == "critic_infer"
+        assert (
+            client.get_model_config("critic_infer", headers=headers).config.name == "critic_infer"
+        )
         for ask in (
             client.get_model_repository_index,
             client.get_log_settings,
@@ -137,7 +164,9 @@ def memory_mib(role):
     first = psutil.Process(role.ranks[0].pid)
     processes = [first, *first.children(recursive=True)]
     own = sum(process.memory_info().rss - process.memory_info().shared for process in processes)
-    shared = sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").glob(f"pytrtion{first.pid}-*"))
+    shared = sum(
+        file.stat().st_blocks * 512 for file in Path("/dev/shm").glob(f"pytrtion{first.pid}-*")
+    )
     return (own + shared) / 2**20
 
 
@@ -147,18 +176,28 @@ def test_floods_of_those_without_the_key_take_no_memory(critic):
     piece = b"[" + b"0," * 2**19
 
     def flood_http():
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", critic.endpoint.http), 20) as connection:
-            head = "POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 419430400\r\n\r\n"
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", critic.endpoint.http), 20) as connection,
+        ):
+            head = (
+                "POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\nContent-Length:"
+                " 419430400\r\n\r\n"
+            )
             connection.sendall(head.encode())
             for _ in range(400):
                 connection.sendall(piece)
 
     def flood_grpc():
         message = b"\0" * 2**27
-        with grpc.insecure_channel(f"127.0.0.1:{critic.endpoint.grpc}", [("grpc.max_send_message_length", -1)]) as channel:
+        with grpc.insecure_channel(
+            f"127.0.0.1:{critic.endpoint.grpc}", [("grpc.max_send_message_length", -1)]
+        ) as channel:
             for _ in range(3):
                 try:
-                    channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message, timeout=20)
+                    channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(
+                        message, timeout=20
+                    )
                 except grpc.RpcError as error:
                     refusals.append(error.details())
 
@@ -176,8 +215,14 @@ def test_floods_of_those_without_the_key_take_no_memory(critic):
 
 
 def test_a_request_of_more_bytes_than_any_that_is_served_is_refused_before_it_is_taken(critic):
-    line = f"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\n{KEY_HEADER}: {critic.access.key}\r\n"
-    for header, value, code in (("Content-Length", str(2**40), 413), ("Transfer-Encoding", "chunked", 411)):
+    line = (
+        f"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\n{KEY_HEADER}:"
+        f" {critic.access.key}\r\n"
+    )
+    for header, value, code in (
+        ("Content-Length", str(2**40), 413),
+        ("Transfer-Encoding", "chunked", 411),
+    ):
         with socket.create_connection(("127.0.0.1", critic.endpoint.http), 20) as connection:
             connection.sendall(f"{line}{header}: {value}\r\n\r\n".encode())
             assert connection.recv(4096).startswith(f"HTTP/1.1 {code} ".encode())
@@ -186,22 +231,32 @@ def test_a_request_of_more_bytes_than_any_that_is_served_is_refused_before_it_is
 def test_the_key_is_in_no_log_and_no_error(critic, reward):
     assert len(critic.access.key) > 30
     logs = {*critic.log.parent.glob("*.log"), *(critic.log.parent / "logs").iterdir()}
-    assert {"critic-triton.log", "reward-triton.log", critic.log.name, reward.log.name} <= {log.name for log in logs}
+    assert {"critic-triton.log", "reward-triton.log", critic.log.name, reward.log.name} <= {
+        log.name for log in logs
+    }
     assert all(critic.access.key not in log.read_text() for log in logs)
     assert critic.access.key not in repr(critic.access) + repr(Guard(critic.access.key))
 
 
 def test_metrics_tell_how_much_waits(critic):
-    with urllib.request.urlopen(f"http://127.0.0.1:{critic.endpoint.metrics}/metrics", timeout=20) as response:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{critic.endpoint.metrics}/metrics", timeout=20
+    ) as response:
         text = response.read().decode()
-    for name in ("nv_inference_pending_request_count", "nv_inference_request_failure", "nv_inference_queue_duration_us"):
+    for name in (
+        "nv_inference_pending_request_count",
+        "nv_inference_request_failure",
+        "nv_inference_queue_duration_us",
+    ):
         assert f'{name}{{model="critic_infer"' in text, name
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """The server's own, and a stranger's."""
-    return make_certificates(tmp_path_factory.mktemp("tls")), make_certificates(tmp_path_factory.mktemp("stranger"))
+    return make_certificates(tmp_path_factory.mktemp("tls")), make_certificates(
+        tmp_path_factory.mktemp("stranger")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -220,14 +275,18 @@ def asked(role, access):
 
 
 @pytest.mark.slow
-def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(secure, certificates):
+def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(
+    secure, certificates
+):
     own, stranger = certificates
     trusted = Access(secure.access.key, own.authorities, own.certificate, own.key)
     assert asked(secure, trusted) == (3, 1)
     refused = {
         "plaintext": secure.access,
         "no certificate": Access(secure.access.key, own.authorities),
-        "another authority's": dataclasses.replace(trusted, certificate=stranger.certificate, certificate_key=stranger.key),
+        "another authority's": dataclasses.replace(
+            trusted, certificate=stranger.certificate, certificate_key=stranger.key
+        ),
         "no trust in the server": dataclasses.replace(trusted, authorities=stranger.authorities),
         "no key": dataclasses.replace(trusted, key=None),
         "wrong key": dataclasses.replace(trusted, key="wrong"),
@@ -240,18 +299,34 @@ def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaint
 
 
 @pytest.mark.slow
-def test_over_https_what_is_guarded_wants_a_certificate_and_the_key_and_plaintext_is_refused(secure, certificates):
+def test_over_https_what_is_guarded_wants_a_certificate_and_the_key_and_plaintext_is_refused(
+    secure, certificates
+):
     own, stranger = certificates
-    guarded = [(path.replace("critic_infer", "reward_model"), data) for path, data in GUARDED if data is None]
+    guarded = [
+        (path.replace("critic_infer", "reward_model"), data)
+        for path, data in GUARDED
+        if data is None
+    ]
     for path, _ in guarded:
-        assert [http(secure, path, key)[0] for key in (secure.access.key, "wrong", None)] == [200, 401, 401]
+        assert [http(secure, path, key)[0] for key in (secure.access.key, "wrong", None)] == [
+            200,
+            401,
+            401,
+        ]
     for path, data in CLOSED:
         assert http(secure, path, secure.access.key, data)[0] == 403
-    for context in (None, ssl.create_default_context(cafile=own.authorities), stranger_context(own, stranger)):
+    for context in (
+        None,
+        ssl.create_default_context(cafile=own.authorities),
+        stranger_context(own, stranger),
+    ):
         for port in (secure.endpoint.http, secure.endpoint.grpc):
             scheme = "http" if context is None else "https"
             with pytest.raises((ssl.SSLError, OSError)):
-                urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/v2/health/ready", timeout=5, context=context).close()
+                urllib.request.urlopen(
+                    f"{scheme}://127.0.0.1:{port}/v2/health/ready", timeout=5, context=context
+                ).close()
     assert http(secure, "/v2/health/ready") == (200, "")
 
 
@@ -265,12 +340,21 @@ def stranger_context(own, stranger):
 @pytest.mark.slow
 @other_user.needs_root
 @pytest.mark.parametrize("name", ["critic", "open"])
-def test_another_user_gets_nothing_out_of_what_processes_show_and_does_not_reach_triton(servers, name):
+def test_another_user_gets_nothing_out_of_what_processes_show_and_does_not_reach_triton(
+    servers, name
+):
     role = servers[name]
     role.note_processes()
     pids = [str(process.pid) for process in role.seen if process.is_running()]
     ports = [str(role.endpoint.http), str(role.endpoint.grpc)]
-    command = [sys.executable, "-m", "tests.servers.stranger", *ports, "guarded" if name == "critic" else "open", *pids]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.servers.stranger",
+        *ports,
+        "guarded" if name == "critic" else "open",
+        *pids,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
@@ -287,7 +371,9 @@ def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
     create_access_key(config)
     key = run_access(config).key
     create_access_key(config)
-    assert run_access(config).key == key and [path.name for path in tmp_path.iterdir()] == ["access_key"]
+    assert run_access(config).key == key and [path.name for path in tmp_path.iterdir()] == [
+        "access_key"
+    ]
     assert (tmp_path / "access_key").stat().st_mode & 0o777 == 0o600
     config.server.guard = "none"
     assert run_access(config).key is None
@@ -295,5 +381,7 @@ def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
 
 def test_an_interface_is_known_by_name_or_address_and_another_names_those_there_are():
     assert interface_address("lo") == "127.0.0.1" and interface_address("10.1.2.3") == "10.1.2.3"
-    with pytest.raises(ConfigError, match=r"server.interface=nothere0: .* allowed: .*lo \(127.0.0.1\)"):
+    with pytest.raises(
+        ConfigError, match=r"server.interface=nothere0: .* allowed: .*lo \(127.0.0.1\)"
+    ):
         interface_address("nothere0")

@@ -30,15 +30,23 @@ print("stopped", flush=True)
 def mapped(process: psutil.Process) -> set[Path]:
     """The shared memory of a server's processes."""
     processes = (process, *process.children(recursive=True))
-    return {Path(entry.path) for one in processes for entry in one.memory_maps() if entry.path.startswith("/dev/shm/")}
+    return {
+        Path(entry.path)
+        for one in processes
+        for entry in one.memory_maps()
+        if entry.path.startswith("/dev/shm/")
+    }
 
 
 @pytest.mark.slow
 @other_user.needs_root
-def test_another_user_reads_nothing_of_a_server_and_cannot_keep_it_from_starting(tmp_path: Path) -> None:
+def test_another_user_reads_nothing_of_a_server_and_cannot_keep_it_from_starting(
+    tmp_path: Path,
+) -> None:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     planted = [
-        Path("/dev/shm") / f"aligner-server-{world}-{name}" for name in ("notanumber", "999999999", "999999999-abcdefgh")
+        Path("/dev/shm") / f"aligner-server-{world}-{name}"
+        for name in ("notanumber", "999999999", "999999999-abcdefgh")
     ]
     process = None
     try:
@@ -51,7 +59,8 @@ def test_another_user_reads_nothing_of_a_server_and_cannot_keep_it_from_starting
             text=True,
             umask=0o022,
         )
-        assert process.stdout is not None and "ready\n" in process.stdout  # behind what Triton warns of
+        # behind what Triton warns of
+        assert process.stdout is not None and "ready\n" in process.stdout
         (claim,) = Path("/dev/shm").glob(f"aligner-server-{world}-{process.pid}-*")
         directories = [Path(line) for line in (claim / "paths").read_text().splitlines()]
         memory = mapped(psutil.Process(process.pid))

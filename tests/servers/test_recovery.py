@@ -1,4 +1,5 @@
-"""A critic that is lost and comes back, and a network that loses answers: every update counts once all the same."""
+"""A critic that is lost and comes back, and a network that loses answers: every update counts once
+all the same."""
 
 from __future__ import annotations
 
@@ -31,14 +32,20 @@ class Expected:
     def update(self, number: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, 64, (4, 8), generator=generator)
-        return tokens, torch.randn(4, 7, generator=generator), torch.zeros(4, 7), torch.ones(4, 7).bool()
+        return (
+            tokens,
+            torch.randn(4, 7, generator=generator),
+            torch.zeros(4, 7),
+            torch.ones(4, 7).bool(),
+        )
 
     def train(self, number: int) -> dict[str, float]:
         return self.model.train(*self.update(number))
 
 
 def check_updates(client: CriticClient, expected: Expected, numbers: range) -> None:
-    """Train and ask for values, all at once and several at a time; compare everything, to the last bit."""
+    """Train and ask for values, all at once and several at a time; compare everything, to the last
+    bit."""
     asked = []
     for number in numbers:
         before = [client.values(expected.update(number)[0], LENGTHS) for _ in range(3)]
@@ -71,7 +78,9 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
     role = lost_critic().wait_ready()
     through = Endpoint("127.0.0.1", free_port(), free_port(), 0)
     expected, journal = Expected(), UpdateJournal(tmp_path / "journal")
-    with BadProxy(through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.06, lose=0.06, repeat=0.5) as proxy:
+    with BadProxy(
+        through.grpc, role.endpoint.grpc, seed=4, delay=0.3, double=0.06, lose=0.06, repeat=0.5
+    ) as proxy:
         client = CriticClient(through, role.access, 90, RunId("run"), journal, 256)
         client.wait_ready(30)
         client.start()
@@ -93,15 +102,18 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
         client.assert_settled()
         client.close()
 
-        # Another trainer of the same run, from the same checkpoint; and from one whose policy is of another time.
+        # Another trainer of the same run, from the same checkpoint; and from one whose policy is of
+        # another time.
         journal = UpdateJournal(tmp_path / "journal")
         client = CriticClient(through, role.access, 30, RunId("run", 1), journal, 256)
         with pytest.raises(
-            AlignerError, match="the critic of checkpoint 3 has 20 updates, where the policy was saved after 21"
+            AlignerError,
+            match="the critic of checkpoint 3 has 20 updates, where the policy was saved after 21",
         ):
             client.start([CriticState(3, 21)])
         with pytest.raises(
-            AlignerError, match=r"no critic checkpoint .*step_9/critic; updates 20 to 39 are not in the journal"
+            AlignerError,
+            match=r"no critic checkpoint .*step_9/critic; updates 20 to 39 are not in the journal",
         ):
             client.start([saving, CriticState(9, 40)])
         client.start([saving])
@@ -116,11 +128,19 @@ def test_a_journal_keeps_what_was_asked_for_and_names_what_is_damaged(tmp_path):
     for number in range(5):
         journal.append(number, arrays)
     journal.keep(1, 3)
-    assert [journal.covers(number, number) for number in range(5)] == [False, True, True, True, False]
+    assert [journal.covers(number, number) for number in range(5)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert (journal.read(2)["tokens"] == arrays["tokens"]).all()
     (tmp_path / "update_00000002.record").write_bytes(b"\x00")
     (tmp_path / "update_00000009.tmp").write_bytes(b"half")
-    with pytest.raises(AlignerError, match=r"cannot read the critic's update 2 from .*update_00000002"):
+    with pytest.raises(
+        AlignerError, match=r"cannot read the critic's update 2 from .*update_00000002"
+    ):
         journal.read(2)
     UpdateJournal(tmp_path)
     assert not list(tmp_path.glob("*.tmp"))

@@ -41,8 +41,12 @@ class Replica(service_pb2_grpc.GRPCInferenceServiceServicer):
             time.sleep(self._work_s)
             shape = [request.inputs[0].shape[0], 1]
             content, kind, name = struct.pack("<f", self._score) * shape[0], "FP32", "rewards"
-        output = service_pb2.ModelInferResponse.InferOutputTensor(name=name, datatype=kind, shape=shape)
-        return service_pb2.ModelInferResponse(model_name=request.model_name, outputs=[output], raw_output_contents=[content])
+        output = service_pb2.ModelInferResponse.InferOutputTensor(
+            name=name, datatype=kind, shape=shape
+        )
+        return service_pb2.ModelInferResponse(
+            model_name=request.model_name, outputs=[output], raw_output_contents=[content]
+        )
 
     def stop(self) -> None:
         self.runs.set()
@@ -58,7 +62,13 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def score(client: RewardClient) -> list[float]:
-    return client.score(torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([1, 1])).result().tolist()
+    return (
+        client.score(
+            torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([1, 1])
+        )
+        .result()
+        .tolist()
+    )
 
 
 @pytest.fixture
@@ -69,7 +79,9 @@ def client(replicas: list[Replica]) -> Iterator[RewardClient]:
 
 
 @bounds_seconds
-def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_deadline(replicas, client) -> None:
+def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_deadline(
+    replicas, client
+) -> None:
     replicas[0].runs.clear()
     begun = time.monotonic()
     assert score(client) == [2.0, 2.0]
@@ -84,7 +96,10 @@ def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_de
 def test_a_replica_that_is_at_work_for_long_is_waited_for(replicas, client) -> None:
     replicas[0]._work_s = 2.0
     assert score(client) == [1.0, 1.0]
-    assert replicas[0].asked[:2] == ["reward_model", "control"] and replicas[0].asked.count("reward_model") == 1
+    assert (
+        replicas[0].asked[:2] == ["reward_model", "control"]
+        and replicas[0].asked.count("reward_model") == 1
+    )
     assert replicas[1].asked == []
 
 

@@ -26,30 +26,48 @@ def client(reward):
 
 
 def encoded(*pairs):
-    """Tokens, lengths and prompt lengths of (prompt, response) texts, an end-of-sequence token after each."""
+    """Tokens, lengths and prompt lengths of (prompt, response) texts, an end-of-sequence token
+    after each."""
     tokenizer = character_tokenizer()
     rows = [[*tokenizer.encode(prompt + response).ids, 1] for prompt, response in pairs]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    return tokens, torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in pairs])
+    return (
+        tokens,
+        torch.tensor([len(row) for row in rows]),
+        torch.tensor([len(prompt) for prompt, _ in pairs]),
+    )
 
 
 def test_prompt_and_response_are_cut_decoded_and_scored_apart(client):
-    assert client.score(*encoded(("ab", "xyz"), ("", "hello world"), ("abc", ""))).result().tolist() == [203.0, 11.0, 300.0]
+    assert client.score(
+        *encoded(("ab", "xyz"), ("", "hello world"), ("abc", ""))
+    ).result().tolist() == [203.0, 11.0, 300.0]
 
 
-def test_without_prompt_lengths_the_whole_text_is_the_response_and_sentences_are_scored_as_they_are(client):
+def test_without_prompt_lengths_the_whole_text_is_the_response_and_sentences_are_scored_as_they_are(
+    client,
+):
     tokens, lengths, _ = encoded(("ab", "xyz"))
     arrays = {"tokens": tokens.numpy(), "sequence_lengths": lengths[:, None].numpy()}
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[5.0]]
     sentences = np.array([[b"four"], ["fünf".encode()]], dtype=object)
-    assert client._infer(REWARD_MODEL, {"sentences": sentences})["rewards"].tolist() == [[4.0], [4.0]]
+    assert client._infer(REWARD_MODEL, {"sentences": sentences})["rewards"].tolist() == [
+        [4.0],
+        [4.0],
+    ]
 
 
 def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
     rows = encoded(("ab", "xyz"), ("", "hello world"))
-    assert client.score(*rows, [{"extra": 1000, "answer": "ü"}, {}]).result().tolist() == [1203.0, 11.0]
-    arrays = {"sentences": np.array([[b"four"]], dtype=object), "metadata": np.array([[b'{"extra": 0.5}']], dtype=object)}
+    assert client.score(*rows, [{"extra": 1000, "answer": "ü"}, {}]).result().tolist() == [
+        1203.0,
+        11.0,
+    ]
+    arrays = {
+        "sentences": np.array([[b"four"]], dtype=object),
+        "metadata": np.array([[b'{"extra": 0.5}']], dtype=object),
+    }
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[4.5]]
 
 
@@ -67,40 +85,55 @@ def test_metadata_that_is_no_json_object_is_refused(client, text, told):
     tokens, lengths, _ = encoded(("a", "b"), ("a", "b"))
     arrays = {"tokens": tokens.numpy(), "sequence_lengths": lengths[:, None].numpy()}
     with pytest.raises(RemoteError, match=re.escape(told)) as caught:
-        client._infer(REWARD_MODEL, arrays | {"metadata": np.array([[b"{}"], [text]], dtype=object)})
+        client._infer(
+            REWARD_MODEL, arrays | {"metadata": np.array([[b"{}"], [text]], dtype=object)}
+        )
     assert caught.value.kind == "RequestError"
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[2.0], [2.0]]
 
 
 def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(client):
     good = [client.score(*encoded(("ab", "x" * n))) for n in range(1, 13)]
-    with pytest.raises(RemoteError, match="returned nan, must be finite, for prompt 'ab ' and response '67'") as caught:
+    with pytest.raises(
+        RemoteError, match="returned nan, must be finite, for prompt 'ab ' and response '67'"
+    ) as caught:
         client.score(*encoded(("ab", "1"), ("ab ", "67"))).result()
     assert caught.value.kind == "ScoringError"
     assert [future.result(20).item() for future in good] == [200.0 + n for n in range(1, 13)]
 
 
-def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is_anything_else(client, caplog):
+def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is_anything_else(
+    client, caplog
+):
     rows = encoded(("a", "1"), ("a", "22"), ("b", "1"), ("b", "67"), ("cd", "1"), ("cd", "22"))
     scores = client.score(*rows, rows_apart=2).result()
     assert scores[[0, 1, 4, 5]].tolist() == [101.0, 102.0, 201.0, 202.0]
     assert scores[2:4].isnan().all()
-    assert "samples are left out" in (said := caplog.text) and "for prompt 'b' and response '67'" in said
+    assert (
+        "samples are left out" in (said := caplog.text)
+        and "for prompt 'b' and response '67'" in said
+    )
     with pytest.raises(RemoteError, match="for prompt 'b' and response '67'"):
         client.score(*encoded(("b", "67")), rows_apart=1).result()
 
 
 def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_are_told(client):
     sentences = np.array([["7ü€".encode() * 5000]], dtype=object)
-    with pytest.raises(RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters left out .*7ü€'$") as caught:
+    with pytest.raises(
+        RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters left out .*7ü€'$"
+    ) as caught:
         client._infer(REWARD_MODEL, {"sentences": sentences})
     assert caught.value.kind == "ScoringError"
 
 
 def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
-    limits = Limits(vocab_size=12, max_sequence_length=40)  # of the characters it has only the digits
+    # of the characters it has only the digits
+    limits = Limits(vocab_size=12, max_sequence_length=40)
     served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
-    with pytest.raises(RequestError, match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's ids\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's ids\)",
+    ):
         served[REWARD_MODEL]({"sentences": np.array([[b"09"], [b"0a"]], dtype=object)})
 
 
@@ -120,13 +153,17 @@ def test_sentences_are_cut_into_tokens_as_training_data_is(tmp_path):
     scoring(model, tokenizer=read_tokenizer(tmp_path)).endpoints(call)[REWARD_MODEL](
         {"sentences": np.array([[b"abc"], [b"a"]], dtype=object)}
     )
-    assert asked[0]["tokens"].tolist() == [[1, 12, 13, 14], [1, 12, 0, 0]] and asked[0]["lengths"].tolist() == [4, 2]
+    assert asked[0]["tokens"].tolist() == [[1, 12, 13, 14], [1, 12, 0, 0]] and asked[0][
+        "lengths"
+    ].tolist() == [4, 2]
 
 
 CASES = [case for case in REFUSED if case[0] is REWARD_MODEL]
 
 
-@pytest.mark.parametrize(("endpoint", "wrong", "changes", "told"), CASES, ids=[case[1] for case in CASES])
+@pytest.mark.parametrize(
+    ("endpoint", "wrong", "changes", "told"), CASES, ids=[case[1] for case in CASES]
+)
 def test_a_bad_request_is_refused_and_the_next_one_served(client, endpoint, wrong, changes, told):
     with pytest.raises(RemoteError, match=re.escape(told)):
         client._infer(endpoint, spoiled(endpoint, changes))
@@ -136,5 +173,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client, endpoint, wron
 def test_the_reward_server_answers_control_but_keeps_no_checkpoints(client):
     assert client.control("health")["role"] == "reward"
     assert client.control("version")["protocol"] == PROTOCOL_VERSION
-    with pytest.raises(RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"):
+    with pytest.raises(
+        RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"
+    ):
         client.control("checkpoint", step=1)

@@ -24,7 +24,13 @@ from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.triton_host import TritonHost
-from aligner.servers.wire_protocol import CONTROL, CRITIC_INFER, CRITIC_TRAIN, array_text, text_array
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    CRITIC_INFER,
+    CRITIC_TRAIN,
+    array_text,
+    text_array,
+)
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 from tests.servers.bad_requests import good
 from tests.servers.roles import RunningRole, stop_all
@@ -35,7 +41,12 @@ pytestmark = pytest.mark.slow
 TOKENS = torch.arange(24).reshape(3, 8)
 LENGTHS = torch.tensor([8, 3, 5])
 UPDATE = good(CRITIC_TRAIN)
-TARGETS = torch.zeros(3, 8, dtype=torch.int64), torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool()
+TARGETS = (
+    torch.zeros(3, 8, dtype=torch.int64),
+    torch.ones(3, 7),
+    torch.zeros(3, 7),
+    torch.ones(3, 7).bool(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +79,22 @@ def connection(role: RunningRole) -> Connection:
 
 
 def ask(server: Connection, op: str) -> dict[str, object]:
-    return json.loads(array_text(server.infer(CONTROL, {"request": text_array(json.dumps({"op": op}))}, 20)["response"]))
+    return json.loads(
+        array_text(
+            server.infer(CONTROL, {"request": text_array(json.dumps({"op": op}))}, 20)["response"]
+        )
+    )
 
 
-def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_long_and_a_version_waits_for_it(roles):
+def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_long_and_a_version_waits_for_it(
+    roles,
+):
     role = roles["terminated"]
     pinging = [
         ("grpc.keepalive_time_ms", 100),  # gRPC sends one a second at most
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # else it may share another client's connection, and its settings
+        # else it may share another client's connection, and its settings
+        ("grpc.use_local_subchannel_pool", 1),
     ]
     tokens, lengths = np.zeros((16, 8), dtype=np.int64), np.full((16, 1), 8)
     inputs = [
@@ -90,7 +108,9 @@ def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_lon
         contextlib.closing(connection(role)) as server,
         ThreadPoolExecutor(2) as callers,
     ):
-        values = callers.submit(client.infer, "critic_infer", inputs, headers=headers, client_timeout=20)
+        values = callers.submit(
+            client.infer, "critic_infer", inputs, headers=headers, client_timeout=20
+        )
         time.sleep(0.3)
         version = callers.submit(ask, server, "version")
         deadline = time.monotonic() + 10
@@ -105,16 +125,24 @@ def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_lon
 
 
 def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
-    """A trainer that fails must say why before its other ranks' patience ends, whatever it has asked for."""
+    """A trainer that fails must say why before its other ranks' patience ends, whatever it has
+    asked for."""
     role = roles["terminated"]
     client = CriticClient(
-        role.endpoint, role.access, 60, RunId("run-a"), UpdateJournal(tmp_path / "journal"), max_batch_size=16
+        role.endpoint,
+        role.access,
+        60,
+        RunId("run-a"),
+        UpdateJournal(tmp_path / "journal"),
+        max_batch_size=16,
     )
     client.start()
     tokens, lengths = torch.zeros(16, 8, dtype=torch.int64), torch.full((16,), 8)
     answers = [client.values(tokens, lengths)]  # eight rows a rank, a quarter of a second each
     time.sleep(0.5)
-    answers += [client.train(*TARGETS) for _ in range(2)] + [client.values(tokens, lengths) for _ in range(8)]
+    answers += [client.train(*TARGETS) for _ in range(2)] + [
+        client.values(tokens, lengths) for _ in range(8)
+    ]
     start = time.monotonic()
     with pytest.warns(ResourceWarning, match="11 answers of the critic server were never consumed"):
         client.close()
@@ -128,11 +156,16 @@ def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
 
 def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_and_triton(roles):
     role = roles["terminated"]
-    arrays = [{"tokens": TOKENS.numpy() + shift, "sequence_lengths": LENGTHS[:, None].numpy()} for shift in (0, 1)]
+    arrays = [
+        {"tokens": TOKENS.numpy() + shift, "sequence_lengths": LENGTHS[:, None].numpy()}
+        for shift in (0, 1)
+    ]
     with contextlib.closing(connection(role)) as server, ThreadPoolExecutor(3) as callers:
         taken = []
         for number, each in zip((-1, None), arrays, strict=True):  # these two do not run as one
-            numbered = each if number is None else each | {"sequence_number": np.full((3, 1), number)}
+            numbered = (
+                each if number is None else each | {"sequence_number": np.full((3, 1), number)}
+            )
             taken.append(callers.submit(server.infer, CRITIC_INFER, numbered, 20))
             time.sleep(0.1)
         role.note_processes()
@@ -181,7 +214,10 @@ def test_a_triton_that_ends_while_it_starts_is_named_as_a_failure_that_may_pass(
     role = RunningRole("reward", tmp_path)
     try:
         deadline = time.monotonic() + 60
-        while not (servers := [process for process in role.seen if is_triton(process)]) and time.monotonic() < deadline:
+        while (
+            not (servers := [process for process in role.seen if is_triton(process)])
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
             role.note_processes()
         servers[0].kill()  # PyTriton would now wait for two minutes for the server to become ready
@@ -197,9 +233,13 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
     try:
         role.ranks[1].kill()
         arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
-        with contextlib.closing(connection(role)) as server, pytest.raises(TransportError) as caught:
+        with (
+            contextlib.closing(connection(role)) as server,
+            pytest.raises(TransportError) as caught,
+        ):
             server.infer(CRITIC_INFER, arrays, 20)
-        assert caught.value.kind in ("ServerFailed", "ServerStopping", "Unreachable")  # by how far its end has come
+        # by how far its end has come
+        assert caught.value.kind in ("ServerFailed", "ServerStopping", "Unreachable")
         assert role.ranks[0].wait(20) != 0
     finally:
         role.stop()
@@ -223,7 +263,9 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
     try:
         client = RewardClient([role.endpoint], role.access, 20)
         expected = TinyValueModel().values(TOKENS, LENGTHS).gather(1, LENGTHS[:, None] - 1)[:, 0]
-        torch.testing.assert_close(client.score(TOKENS, LENGTHS, torch.ones(3, dtype=torch.int64)).result(), expected)
+        torch.testing.assert_close(
+            client.score(TOKENS, LENGTHS, torch.ones(3, dtype=torch.int64)).result(), expected
+        )
         assert client.control("shutdown")["status"] == "stopping"
         client.close()
         assert role.ranks[0].wait(15) == 0
@@ -253,11 +295,20 @@ os._exit(0)
 
 @pytest.mark.flaky(reruns=2)
 def test_tritons_directories_go_with_it():
-    """A server that starts beside this one, and ends before it, may take the empty directory of its environment with it."""
-    done = subprocess.run([sys.executable, "-c", _STARTS_AND_STOPS], capture_output=True, text=True, timeout=60, check=True)
+    """A server that starts beside this one, and ends before it, may take the empty directory of its
+    environment with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS_AND_STOPS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     directories = [Path(directory) for directory in done.stdout.splitlines()[-1].split()]
     kinds = ("workspace_", "folder", "python_env_")
-    assert all(any(directory.name.startswith(kind) for directory in directories) for kind in kinds), directories
+    assert all(
+        any(directory.name.startswith(kind) for directory in directories) for kind in kinds
+    ), directories
     assert not any(directory.exists() for directory in directories)
 
 
@@ -276,14 +327,22 @@ def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which
         own = psutil.Process(host.pid)
         copies: list[Path] = []
         while not copies and host.poll() is None:
-            workspaces = [line for file in claimed(host.pid) for line in file.read_text().splitlines()[:1]]
+            workspaces = [
+                line for file in claimed(host.pid) for line in file.read_text().splitlines()[:1]
+            ]
             for file in Path("/tmp").glob("folder*/config.pbtxt"):
                 with contextlib.suppress(OSError):  # another's, which goes in this moment
-                    copies += [file.parent] if any(workspace in file.read_text() for workspace in workspaces) else []
+                    copies += (
+                        [file.parent]
+                        if any(workspace in file.read_text() for workspace in workspaces)
+                        else []
+                    )
             time.sleep(0.01)
         processes = [own, *own.children(recursive=True)]
         try:
-            kill_processes([process for process in processes if which != "triton" or is_triton(process)])
+            kill_processes(
+                [process for process in processes if which != "triton" or is_triton(process)]
+            )
             assert host.wait(20) != 0
             assert all(copy.is_dir() for copy in copies)
         finally:
@@ -307,7 +366,9 @@ host.stop()
 
 
 def test_a_triton_that_hangs_while_it_starts_is_given_up_and_nothing_of_it_is_left() -> None:
-    with subprocess.Popen([sys.executable, "-c", _STARTS_IN_TIME], stdout=subprocess.PIPE, text=True) as host:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STARTS_IN_TIME], stdout=subprocess.PIPE, text=True
+    ) as host:
         own = psutil.Process(host.pid)
         found: list[psutil.Process] = []
         while not found and host.poll() is None:
@@ -334,6 +395,7 @@ def test_a_port_in_use_is_named_before_anything_starts():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            AlignerError, match=rf"ports.grpc={port}: cannot listen on 127.0.0.1:{port}: Address already in use"
+            AlignerError,
+            match=rf"ports.grpc={port}: cannot listen on 127.0.0.1:{port}: Address already in use",
         ):
             TritonHost("127.0.0.1", PortsConfig(grpc=port), 16)

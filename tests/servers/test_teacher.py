@@ -40,7 +40,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[RunningRole]:
     """Of two ranks that cut its two models between them, of which the second is for sums alone."""
     sums = save_llama(tmp_path_factory.mktemp("sums"), tied=False, seed=5)
-    sources = f"+teacher.sources.all.path={directory} +teacher.sources.sums={{path:{sums},weight:3,tasks:[sums]}}"
+    sources = (
+        f"+teacher.sources.all.path={directory}"
+        f" +teacher.sources.sums={{path:{sums},weight:3,tasks:[sums]}}"
+    )
     overrides = f"experiment=tiny_ppo {sources} teacher.parallel.tensor=2"
     role = RunningRole("teacher", tmp_path_factory.mktemp("server"), ranks=2, OVERRIDES=overrides)
     yield role.wait_ready()
@@ -49,7 +52,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterato
 
 @pytest.fixture
 def client(server: RunningRole) -> Iterator[TeacherClient]:
-    client = TeacherClient([server.endpoint], server.access, 60, max_batch_size=2, temperature=TEMPERATURE)
+    client = TeacherClient(
+        [server.endpoint], server.access, 60, max_batch_size=2, temperature=TEMPERATURE
+    )
     yield client
     client.close()
 
@@ -63,17 +68,23 @@ def expected(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(client, directory):
+def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(
+    client, directory
+):
     places = torch.arange(1, TOKENS.shape[1])
     in_response = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
     found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
     assert found.dtype == torch.float32 and found.shape == (3, 11)
-    torch.testing.assert_close(found, torch.where(in_response, expected(directory), 0.0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found, torch.where(in_response, expected(directory), 0.0), rtol=1e-4, atol=1e-4
+    )
     client.assert_settled()
 
 
 @pytest.mark.slow
-def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_their_log_probs(server, directory):
+def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_their_log_probs(
+    server, directory
+):
     """Of two ranks that have half of the vocabulary each; 3 of the 72 tokens, and all of them."""
     from transformers import LlamaForCausalLM
 
@@ -83,7 +94,14 @@ def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_t
     places = torch.arange(1, TOKENS.shape[1])
     inside = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
     for count in (3, 100):
-        client = TeacherClient([server.endpoint], server.access, 60, max_batch_size=2, temperature=TEMPERATURE, top_k=count)
+        client = TeacherClient(
+            [server.endpoint],
+            server.access,
+            60,
+            max_batch_size=2,
+            temperature=TEMPERATURE,
+            top_k=count,
+        )
         taught = TaughtTokens.unpacked(client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result())
         client.close()
         count = min(count, 72)
@@ -91,7 +109,9 @@ def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_t
         assert taught.ids.dtype == torch.int32 and taught.ids.shape == (3, 11, count)
         assert torch.equal(taught.ids[inside].long(), best.indices[inside])
         assert not taught.packed()[~inside].any()
-        torch.testing.assert_close(taught.outcomes[inside][:, :-1], best.values[inside], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            taught.outcomes[inside][:, :-1], best.values[inside], rtol=1e-4, atol=1e-4
+        )
         drawn = expected.gather(-1, TOKENS[:, 1:, None])[..., 0]
         torch.testing.assert_close(taught.logprobs[inside], drawn[inside], rtol=1e-4, atol=1e-4)
         sums = taught.outcomes[inside].exp().sum(-1)
@@ -99,7 +119,9 @@ def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_t
 
 
 @pytest.mark.slow
-def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(client, directory, pool):
+def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(
+    client, directory, pool
+):
     arrays = {"tokens": TOKENS[:2].numpy(), "sequence_lengths": LENGTHS[:2, None].numpy()}
     found = torch.from_numpy(client._infer(TEACHER_LOGPROBS, arrays)["logprobs"].copy())
     (alone,) = pool.run(teacher_jobs.frozen_logprobs, 1, str(directory), TOKENS[:2], LENGTHS[:2])
@@ -112,7 +134,10 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
     for change, told in (
         ({"tokens": np.full((1, 3), 72)}, r"tokens: got 72, allowed: 0 to 71"),
         ({"tokens": np.full((1, 129), 5)}, r"tokens: got S=129, allowed: 1 to 128"),
-        ({"temperature": np.zeros((1, 1), dtype=np.float32)}, "temperature: got 0, allowed: a finite number above 0"),
+        (
+            {"temperature": np.zeros((1, 1), dtype=np.float32)},
+            "temperature: got 0, allowed: a finite number above 0",
+        ),
         ({"top_k": np.zeros((1, 1), dtype=np.int64)}, "top_k: got 0, allowed: 1 and up"),
     ):
         arrays = {"tokens": np.full((1, 3), 5), "sequence_lengths": np.array([[3]])} | change
@@ -126,7 +151,9 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
 def test_it_tells_its_role_and_has_no_checkpoints(client):
     assert client.control("health")["role"] == "teacher"
     assert client.control("version")["version"] == 0
-    with pytest.raises(RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"):
+    with pytest.raises(
+        RemoteError, match="got op 'checkpoint', allowed: health, shutdown, version"
+    ):
         client.control("checkpoint", step=1)
 
 
@@ -134,12 +161,28 @@ def test_it_tells_its_role_and_has_no_checkpoints(client):
 def test_a_temperature_must_be_a_finite_number_above_0(value):
     arrays = {"tokens": np.full((2, 3), 5), "sequence_lengths": np.full((2, 1), 3)}
     limits = Limits(vocab_size=64, max_sequence_length=40)
-    with pytest.raises(RequestError, match=r"temperature: got .*, allowed: a finite number above 0"):
-        validate(TEACHER_LOGPROBS, arrays | {"temperature": np.full((2, 1), value, dtype=np.float32)}, limits)
-    with pytest.raises(RequestError, match="temperature: got several values, allowed: the same in every row"):
-        validate(TEACHER_LOGPROBS, arrays | {"temperature": np.array([[1.0], [2.0]], dtype=np.float32)}, limits)
+    with pytest.raises(
+        RequestError, match=r"temperature: got .*, allowed: a finite number above 0"
+    ):
+        validate(
+            TEACHER_LOGPROBS,
+            arrays | {"temperature": np.full((2, 1), value, dtype=np.float32)},
+            limits,
+        )
+    with pytest.raises(
+        RequestError, match="temperature: got several values, allowed: the same in every row"
+    ):
+        validate(
+            TEACHER_LOGPROBS,
+            arrays | {"temperature": np.array([[1.0], [2.0]], dtype=np.float32)},
+            limits,
+        )
     with pytest.raises(RequestError, match="tokens: got S=1, allowed: 2 and up"):
-        validate(TEACHER_LOGPROBS, {"tokens": np.full((2, 1), 5), "sequence_lengths": np.full((2, 1), 1)}, limits)
+        validate(
+            TEACHER_LOGPROBS,
+            {"tokens": np.full((2, 1), 5), "sequence_lengths": np.full((2, 1), 1)},
+            limits,
+        )
 
 
 ONE = (TeacherSource("teacher", "path"),)
@@ -163,7 +206,10 @@ def test_requests_that_are_joined_get_what_each_would_get_alone():
     join = handler.join  # type: ignore[attr-defined]
     widths = (5, 9, 6)
     commands = [
-        Command("teacher_logprobs", {"tokens": torch.arange(2 * width).view(2, width), "lengths": torch.tensor([width, 3])})
+        Command(
+            "teacher_logprobs",
+            {"tokens": torch.arange(2 * width).view(2, width), "lengths": torch.tensor([width, 3])},
+        )
         for width in widths
     ]
     whole = join.joined(commands)
@@ -176,16 +222,23 @@ def test_requests_that_are_joined_get_what_each_would_get_alone():
 def test_another_temperature_is_not_joined():
     join = Teacher([Successors()], ONE, 72).logprobs.join  # type: ignore[list-item, attr-defined]
     tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
-    warm, cold = (Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5))
+    warm, cold = (
+        Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5)
+    )
     assert join.kind(warm) != join.kind(cold)
 
 
 def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
-    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"teacher.path={tmp_path / 'other'}"])
+    config = compose_config(
+        ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"teacher.path={tmp_path / 'other'}"]
+    )
     prepare_model(config)
     other = save_llama(tmp_path / "other", tied=False)
     character_tokenizer().save(str(other / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids mean something else"):
+    with pytest.raises(
+        ConfigError,
+        match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids mean something else",
+    ):
         serve_teacher(config)
 
 
@@ -203,14 +256,21 @@ class Scaled(Successors):
 def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
     assert teacher_shares(SEVERAL, {"task": "sums"}) == [0.25, 0.75]
     assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="none is for a prompt whose task is 'letters'; they are for products, sums"):
+    with pytest.raises(
+        ConfigError,
+        match="none is for a prompt whose task is 'letters'; they are for products, sums",
+    ):
         teacher_shares(SEVERAL[1:], {"task": "letters"})
 
 
 def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_alone():
     models = [Scaled(1.0), Scaled(10.0)]
     handler = Teacher(models, SEVERAL, 72).logprobs  # type: ignore[arg-type]
-    tokens, lengths, prompts = torch.arange(15).view(3, 5), torch.tensor([5, 4, 5]), torch.tensor([1, 1, 2])
+    tokens, lengths, prompts = (
+        torch.arange(15).view(3, 5),
+        torch.tensor([5, 4, 5]),
+        torch.tensor([1, 1, 2]),
+    )
     plain = handler(tokens, lengths, prompts)
     found = handler(tokens, lengths, prompts, shares=[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     torch.testing.assert_close(found, torch.tensor([1.0, 0.25 + 7.5, 10.0])[:, None] * plain)
@@ -220,7 +280,9 @@ def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_al
 @pytest.mark.slow
 def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
     every = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
-    found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{"task": "sums"}, {"answer": "1"}, {"task": "letters"}]).result()
+    found = client.logprobs(
+        TOKENS, LENGTHS, PROMPTS, [{"task": "sums"}, {"answer": "1"}, {"task": "letters"}]
+    ).result()
     torch.testing.assert_close(found[1:], every[1:], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found[0], every[0], atol=1e-2)
 
@@ -234,7 +296,11 @@ def test_a_prompt_that_nobody_teaches_is_refused_by_name():
 
 def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
     serve = Teacher([], SEVERAL, 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
-    arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy(), "top_k": np.full((1, 1), 4)}
+    arrays = {
+        "tokens": TOKENS[:1].numpy(),
+        "sequence_lengths": LENGTHS[:1, None].numpy(),
+        "top_k": np.full((1, 1), 4),
+    }
     arrays["metadata"] = np.array([[b'{"task": "sums"}']], dtype=object)
     with pytest.raises(RequestError, match="top_k: of some rows several teachers speak"):
         serve(arrays)
@@ -245,4 +311,6 @@ def test_what_is_packed_is_unpacked_as_it_was():
     taught = TaughtTokens(torch.randn(1, 2), ids, torch.randn(1, 2, 3))
     found = TaughtTokens.unpacked(taught.packed())
     assert torch.equal(found.ids, ids) and found.ids.dtype == torch.int32
-    assert torch.equal(found.logprobs, taught.logprobs) and torch.equal(found.outcomes, taught.outcomes)
+    assert torch.equal(found.logprobs, taught.logprobs) and torch.equal(
+        found.outcomes, taught.outcomes
+    )

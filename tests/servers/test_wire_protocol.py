@@ -36,27 +36,41 @@ CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
 
 
 @pytest.mark.parametrize(
-    "endpoint", [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL, TEACHER_LOGPROBS], ids=lambda spec: spec.name
+    "endpoint",
+    [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL, TEACHER_LOGPROBS],
+    ids=lambda spec: spec.name,
 )
 def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
     validate(endpoint, good(endpoint), LIMITS)
 
 
-@pytest.mark.parametrize(("endpoint", "wrong", "changes", "told"), CASES, ids=[f"{case[0].name}-{case[1]}" for case in CASES])
+@pytest.mark.parametrize(
+    ("endpoint", "wrong", "changes", "told"),
+    CASES,
+    ids=[f"{case[0].name}-{case[1]}" for case in CASES],
+)
 def test_a_bad_request_is_told_by_tensor_got_and_allowed(endpoint, wrong, changes, told):
     with pytest.raises(RequestError, match=re.escape(told)):
         validate(endpoint, spoiled(endpoint, changes), LIMITS)
 
 
 def test_every_tensor_of_a_request_has_a_type_on_the_wire():
-    endpoints = [each for each in vars(wire_protocol).values() if isinstance(each, wire_protocol.EndpointSpec)]
+    endpoints = [
+        each
+        for each in vars(wire_protocol).values()
+        if isinstance(each, wire_protocol.EndpointSpec)
+    ]
     assert GENERATE in endpoints
-    assert {spec.dtype for endpoint in endpoints for spec in endpoint.inputs} <= connection._DATATYPES.keys()
+    assert {
+        spec.dtype for endpoint in endpoints for spec in endpoint.inputs
+    } <= connection._DATATYPES.keys()
 
 
 def test_an_episode_comes_over_the_wire_as_it_is():
     none = torch.empty(0)
-    plain = Sample(4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop")
+    plain = Sample(
+        4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop"
+    )
     branch = replace(plain, tokens=torch.tensor([7, 8, 9]))
     episode = replace(
         plain,
@@ -69,29 +83,64 @@ def test_an_episode_comes_over_the_wire_as_it_is():
         branches=(branch, branch),
     )
     own = replace(episode, tokens=torch.tensor([7, 8, 3, 9, 9, 5, 6]), prompt_length=4)
-    fresh = Sample(4, 3, torch.tensor([7, 3, 3]), 3, none, none.long(), "unfinished", branches=(branch,))
-    samples = [plain, own, replace(episode, branches=(), finish_reason="unfinished", rewards=torch.zeros(3)), fresh]
-    begun = [Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(4)]
+    fresh = Sample(
+        4, 3, torch.tensor([7, 3, 3]), 3, none, none.long(), "unfinished", branches=(branch,)
+    )
+    samples = [
+        plain,
+        own,
+        replace(episode, branches=(), finish_reason="unfinished", rewards=torch.zeros(3)),
+        fresh,
+    ]
+    begun = [
+        Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(4)
+    ]
     taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors(samples))
     for one, other in zip(samples, taken, strict=True):
         assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
-        assert torch.equal(one.weight_versions, other.weight_versions) and len(one.branches) == len(other.branches)
-        assert one.prompt_length == other.prompt_length and torch.equal(other.asked, torch.tensor([7, 8]))
+        assert torch.equal(one.weight_versions, other.weight_versions) and len(one.branches) == len(
+            other.branches
+        )
+        assert one.prompt_length == other.prompt_length and torch.equal(
+            other.asked, torch.tensor([7, 8])
+        )
         if one.drawn is not None and one.rewards is not None:
             assert other.drawn is not None and other.rewards is not None
-            assert torch.equal(one.drawn, other.drawn) and torch.equal(one.rewards.isnan(), other.rewards.isnan())
-    assert torch.equal(taken[1].branches[1].tokens, branch.tokens) and taken[3].finish_reason == "unfinished"
+            assert torch.equal(one.drawn, other.drawn) and torch.equal(
+                one.rewards.isnan(), other.rewards.isnan()
+            )
+    assert (
+        torch.equal(taken[1].branches[1].tokens, branch.tokens)
+        and taken[3].finish_reason == "unfinished"
+    )
     request = request_arrays(taken, 4, SamplingOptions(8), weight_version=1)
     validate(GENERATE, request, LIMITS)
     arrays = {name: torch.tensor(array) for name, array in request.items() if name != "options"}
-    assert [len(each.branches) for each in wire_protocol.with_responses(begun, arrays)] == [0, 2, 0, 1]
+    assert [len(each.branches) for each in wire_protocol.with_responses(begun, arrays)] == [
+        0,
+        2,
+        0,
+        1,
+    ]
     for wrong, told in (
         ({"branches": request["branches"][:-1]}, "branches: got no samples"),
         ({"branches": np.zeros(40, np.uint8)}, "branches: got no samples"),
-        ({"branch_counts": np.array([[0], [1], [0], [1]])}, "branches: got those of 2 samples, allowed: as many as"),
-        ({"branches": in_bytes(own)}, "branches: got those of 1 samples, allowed: as many as branch_counts says, [2, 1]"),
-        ({"branches": in_bytes(replace(own, tokens=own.tokens + 60), fresh)}, "branches: got 69, allowed: 0 to 63"),
-        ({"branches": in_bytes(own, replace(fresh, branches=(replace(fresh, branches=()),)))}, "got one that is unfinished"),
+        (
+            {"branch_counts": np.array([[0], [1], [0], [1]])},
+            "branches: got those of 2 samples, allowed: as many as",
+        ),
+        (
+            {"branches": in_bytes(own)},
+            "branches: got those of 1 samples, allowed: as many as branch_counts says, [2, 1]",
+        ),
+        (
+            {"branches": in_bytes(replace(own, tokens=own.tokens + 60), fresh)},
+            "branches: got 69, allowed: 0 to 63",
+        ),
+        (
+            {"branches": in_bytes(own, replace(fresh, branches=(replace(fresh, branches=()),)))},
+            "got one that is unfinished",
+        ),
     ):
         with pytest.raises(RequestError, match=re.escape(told)):
             validate(GENERATE, {**request, **wrong}, LIMITS)
@@ -106,12 +155,18 @@ def in_bytes(*samples: Sample) -> np.ndarray:
 
 def test_what_an_agent_has_read_comes_over_the_wire_instead_of_the_prompt():
     none, prompt = torch.empty(0), torch.tensor([7, 8])
-    plain = Sample(4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop")
+    plain = Sample(
+        4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop"
+    )
     longer = replace(plain, sample_index=1, tokens=torch.tensor([1, 2, 3, 9]), prompt_length=3)
     begun = [Sample(4, at, prompt, 2, none, none.long(), "unfinished") for at in range(2)]
-    taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors([plain, longer], [prompt, prompt]))
+    taken = wire_protocol.with_responses(
+        begun, wire_protocol.response_tensors([plain, longer], [prompt, prompt])
+    )
     assert [sample.prompt_length for sample in taken] == [2, 3]
-    assert torch.equal(taken[0].tokens, plain.tokens) and torch.equal(taken[1].tokens, longer.tokens)
+    assert torch.equal(taken[0].tokens, plain.tokens) and torch.equal(
+        taken[1].tokens, longer.tokens
+    )
     assert "read" not in wire_protocol.response_tensors([plain, plain], [prompt, prompt])
 
 
@@ -134,10 +189,16 @@ def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
     validate(GENERATE, {**drawn, **kept, **routes}, LIMITS)
     for wrong, told in (
         ({"kept_ids": kept["kept_ids"]}, "got one of kept_counts and kept_ids"),
-        ({**kept, "kept_ids": np.array([4, 5], np.int32)}, "kept_ids: got 2, allowed: as many as kept_counts says, 3"),
+        (
+            {**kept, "kept_ids": np.array([4, 5], np.int32)},
+            "kept_ids: got 2, allowed: as many as kept_counts says, 3",
+        ),
         ({**kept, "kept_ids": np.array([4, 5, 64], np.int32)}, "kept_ids"),
         ({**kept, "kept_counts": np.array([[-1, 4], [0, 0]])}, "kept_counts"),
-        ({"routes": routes["routes"][:, :3]}, "routes: got [2, 3, 2, 2], allowed: experts of at least T=4 tokens a row"),
+        (
+            {"routes": routes["routes"][:, :3]},
+            "routes: got [2, 3, 2, 2], allowed: experts of at least T=4 tokens a row",
+        ),
         ({"routes": routes["routes"] - 1}, "routes: got [2, 4, 2, 2]"),
     ):
         with pytest.raises(RequestError, match=re.escape(told)):
@@ -154,7 +215,10 @@ def test_responses_under_way_with_routes_go_beside_a_longer_prompt_that_is_not_b
 
 def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
     table = {
-        spec.name: (spec.batching, {t.name: (np.dtype(t.dtype).char, t.shape) for t in spec.inputs if not t.optional})
+        spec.name: (
+            spec.batching,
+            {t.name: (np.dtype(t.dtype).char, t.shape) for t in spec.inputs if not t.optional},
+        )
         for spec in (CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE)
     }
     assert table == {
@@ -177,9 +241,13 @@ def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_se
 def test_an_error_is_found_in_whatever_triton_wraps_around_it():
     error = EndpointError(RequestError('two\nlines with "quotes" and EndpointError: in it'))
     wrapped = (
-        f"Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError: {error}\n\n\nAt:\n  model.py(501)\n"
+        "Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError:"
+        f" {error}\n\n\nAt:\n  model.py(501)\n"
     )
-    assert told_error(wrapped) == ("RequestError", 'two\nlines with "quotes" and EndpointError: in it')
+    assert told_error(wrapped) == (
+        "RequestError",
+        'two\nlines with "quotes" and EndpointError: in it',
+    )
     assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
 
 
@@ -200,30 +268,51 @@ def test_a_message_that_is_no_unicode_is_told_escaped():
 def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
     limits = Limits(vocab_size=64, max_sequence_length=40, max_request_tokens=24)
     validate(CRITIC_INFER, good(CRITIC_INFER), limits)
-    with pytest.raises(RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"):
+    with pytest.raises(
+        RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"
+    ):
         validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)
-    with pytest.raises(RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"):
-        validate(REWARD_MODEL, {"sentences": np.array([[b"a" * 200], [b"b" * 185]], dtype=object)}, limits)
+    with pytest.raises(
+        RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"
+    ):
+        validate(
+            REWARD_MODEL,
+            {"sentences": np.array([[b"a" * 200], [b"b" * 185]], dtype=object)},
+            limits,
+        )
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        "Failed to process the request(s) for model 'critic_infer_0_3', message: TritonModelException: Model execute error:"
-        " Traceback (most recent call last):\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'",
+        (
+            "Failed to process the request(s) for model 'critic_infer_0_3', message:"
+            " TritonModelException: Model execute error: Traceback (most recent call"
+            " last):\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'"
+        ),
         "Stub process 'critic_infer_0_0' is not healthy.",
     ],
     ids=["its process is gone", "its helper is gone"],
 )
 def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(message):
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
-    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
+    error = connection._told(
+        CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0
+    )
     assert isinstance(error, TransportError)
 
 
 def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
     told = EndpointError(RequestError("tokens: got 3"))
-    message = f"Model execute error: Traceback ...\naligner.servers.wire_protocol.EndpointError: {told}"
-    error = connection._told(CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0)
-    assert isinstance(error, RefusedError) and error.kind == "RequestError" and error.message == "tokens: got 3"
+    message = (
+        f"Model execute error: Traceback ...\naligner.servers.wire_protocol.EndpointError: {told}"
+    )
+    error = connection._told(
+        CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0
+    )
+    assert (
+        isinstance(error, RefusedError)
+        and error.kind == "RequestError"
+        and error.message == "tokens: got 3"
+    )

@@ -1,4 +1,5 @@
-"""The smallest value model that learns: an embedding and a linear head, rows split over the ranks."""
+"""The smallest value model that learns: an embedding and a linear head, rows split over the
+ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class TinyValueModel:
             values[mine] = self.embedding[tokens[mine]] @ self.head
         return self._sum(values)
 
-    def train(self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> dict[str, float]:
+    def train(
+        self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
+    ) -> dict[str, float]:
         mine = self._rows(len(tokens))
         predicted = (self.embedding[tokens[mine, :-1]] @ self.head).reshape(-1, returns.shape[1])
         loss = torch.where(mask[mine], (predicted - returns[mine]) ** 2, 0.0).sum() / mask.sum()
@@ -51,14 +54,20 @@ class TinyValueModel:
             return {"skipped": 1.0}
         parameters = (self.embedding, self.head)
         with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
                 parameter -= 0.1 * self._sum(gradient)
         self.version += 1
         return {"loss": total}
 
     def begin_save(self, directory: Path) -> None:
         """Copy the state; it is written a moment later, or by `finish_save`."""
-        state = {"embedding": self.embedding, "head": self.head, "version": torch.tensor(self.version)}
+        state = {
+            "embedding": self.embedding,
+            "head": self.head,
+            "version": torch.tensor(self.version),
+        }
         copy = {name: tensor.detach().clone() for name, tensor in state.items()}
         self._writing = threading.Timer(_WRITING_S, self._write, (directory, copy))
         self._writing.start()

@@ -17,4 +17,7 @@ def raising(requests: Sequence[ScoringRequest]) -> list[float]:
 
 def digit_steps(requests: Sequence[ScoringRequest]) -> list[list[tuple[int, float]]]:
     """Each digit ends a step that is worth 1."""
-    return [[(place + 1, 1.0) for place, each in enumerate(request.response) if each.isdigit()] for request in requests]
+    return [
+        [(place + 1, 1.0) for place, each in enumerate(request.response) if each.isdigit()]
+        for request in requests
+    ]

@@ -53,7 +53,9 @@ RANKS = (("generator", 1), ("trainer", 0), ("generator", 0))
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    run = run_to_end(tmp_path_factory.mktemp("episodes") / "run", *OVERRIDES, experiment="calculator")
+    run = run_to_end(
+        tmp_path_factory.mktemp("episodes") / "run", *OVERRIDES, experiment="calculator"
+    )
     assert run.code == 0, run.report()
     return run
 
@@ -65,7 +67,9 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run
 
 
-def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(undisturbed: Finished) -> None:
+def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(
+    undisturbed: Finished,
+) -> None:
     records = [json.loads(line) for line in undisturbed.paths.samples.read_text().splitlines()]
     turns = [record["turns"] for record in records if "turns" in record]
     assert any(len(each) > 2 for each in turns)
@@ -99,8 +103,12 @@ def test_a_run_whose_environments_and_trainer_are_killed_ends_with_the_same_weig
     assert_identical(run, undisturbed)
 
 
-def test_the_generator_draws_the_episodes_that_the_trainers_ranks_draw(undisturbed: Finished, tmp_path: Path) -> None:
-    run = run_to_end(tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator")
+def test_the_generator_draws_the_episodes_that_the_trainers_ranks_draw(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    run = run_to_end(
+        tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator"
+    )
     assert_identical(run, undisturbed)
     assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
 
@@ -113,16 +121,25 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
     left = samples_from_tensors(
         {
             name.removeprefix("under_way."): tensor
-            for name, tensor in load_file(beside.paths.checkpoint(4, "rollouts") / "rollouts.safetensors").items()
+            for name, tensor in load_file(
+                beside.paths.checkpoint(4, "rollouts") / "rollouts.safetensors"
+            ).items()
             if name.startswith("under_way.")
         }
     )
-    assert any(sample.finish_reason == "unfinished" and sample.drawn_count < len(sample.response) for sample in left)
+    assert any(
+        sample.finish_reason == "unfinished" and sample.drawn_count < len(sample.response)
+        for sample in left
+    )
     slower = ("environment.arguments.delay_s=0.2", "+environment.arguments.spread=3")
-    assert_identical(run_to_end(tmp_path / "run", *BESIDE, *slower, experiment="calculator"), beside)
+    assert_identical(
+        run_to_end(tmp_path / "run", *BESIDE, *slower, experiment="calculator"), beside
+    )
 
 
-def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(beside: Finished, tmp_path: Path) -> None:
+def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(
+    beside: Finished, tmp_path: Path
+) -> None:
     """Rank 1 of a trainer is killed above."""
     with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
         launch.wait_for_step(1)
@@ -152,14 +169,24 @@ def test_a_run_with_episodes_under_way_ends_with_the_same_weights_where_the_laun
 
 
 def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_path: Path) -> None:
-    live = (*OVERRIDES, "environment.target=tests.engines.teller:Fickle", "checkpoint.every=4", "run.steps=6")
+    live = (
+        *OVERRIDES,
+        "environment.target=tests.engines.teller:Fickle",
+        "checkpoint.every=4",
+        "run.steps=6",
+    )
     with Launch(tmp_path / "run", *live, experiment="calculator") as launch:
         launch.wait_for_step(5)
         before = launch.paths.samples.read_text().splitlines()
         launch.rank("trainer", 0).kill()
         run = launch.finish(200)
     assert run.code == 0, run.report()
-    told = [turn["environment"] for line in before for turn in json.loads(line).get("turns", []) if "environment" in turn]
+    told = [
+        turn["environment"]
+        for line in before
+        for turn in json.loads(line).get("turns", [])
+        if "environment" in turn
+    ]
     assert len({*told}) > 4
     assert run.paths.samples.read_text().splitlines()[: len(before)] == before
 

@@ -1,4 +1,5 @@
-"""Whole runs whose chat template is not append-only: episodes go on in branches, whatever is killed."""
+"""Whole runs whose chat template is not append-only: episodes go on in branches, whatever is
+killed."""
 
 from __future__ import annotations
 
@@ -18,19 +19,43 @@ from tests.system.test_agents import assert_identical
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 OVERRIDES = (
-    *("algorithm=grpo", "algorithm.minibatches=1", "algorithm.kl_coefficient=0.01", "reward.function=digit_fraction"),
+    *(
+        "algorithm=grpo",
+        "algorithm.minibatches=1",
+        "algorithm.kl_coefficient=0.01",
+        "reward.function=digit_fraction",
+    ),
     *("model.source=directory", "data.max_prompt_tokens=12", "data.long_prompts=error"),
-    *("environment.target=tests.engines.teller:Caller", "environment.max_turn_tokens=20", "environment.max_turns=6"),
-    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=100"),
+    *(
+        "environment.target=tests.engines.teller:Caller",
+        "environment.max_turn_tokens=20",
+        "environment.max_turns=6",
+    ),
+    *(
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_response_tokens=100",
+    ),
     *("environment.retries=3", "environment.deadline_s=40", "+environment.arguments.turns=5"),
-    *("rollout.stop_at_eos=true", "engine.exact=true", "evaluation.every=0", "actor.optimizer.warmup_steps=0"),
+    *(
+        "rollout.stop_at_eos=true",
+        "engine.exact=true",
+        "evaluation.every=0",
+        "actor.optimizer.warmup_steps=0",
+    ),
     *("checkpoint.every=2", "logging.samples_every=1", "logging.tensorboard=false", "run.steps=6"),
 )
 BESIDE = (
-    *("engine.placement=server", "rollout.max_staleness=2", "rollout.spare_prompts=3", "algorithm.truncated_importance=token"),
+    *(
+        "engine.placement=server",
+        "rollout.max_staleness=2",
+        "rollout.spare_prompts=3",
+        "algorithm.truncated_importance=token",
+    ),
     *("run.max_restarts=9", "server.max_restarts=9"),
 )
-"""Drawn by the generator ahead of training, and stragglers are left behind in the middle of their branches."""
+"""Drawn by the generator ahead of training, and stragglers are left behind in the middle of their
+branches."""
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +68,25 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (*OVERRIDES, f"model.path={model}", f"data.path={directory / 'asked.jsonl'}")
 
 
-@pytest.mark.parametrize(("beside", "killed"), [((), "trainer"), (BESIDE, "generator")], ids=["in turn", "beside"])
+@pytest.mark.parametrize(
+    ("beside", "killed"), [((), "trainer"), (BESIDE, "generator")], ids=["in turn", "beside"]
+)
 def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
     tmp_path: Path, given: tuple[str, ...], beside: tuple[str, ...], killed: str
 ) -> None:
     expected = run_to_end(tmp_path / "expected", *given, *beside)
     assert expected.code == 0, expected.report()
     assert min(step["episode/branches"] for step in expected.metrics) > 0.1
-    assert all(step["mismatch/logprob_abs"] == 0 for step in expected.metrics[: 1 if beside else None])
+    assert all(
+        step["mismatch/logprob_abs"] == 0 for step in expected.metrics[: 1 if beside else None]
+    )
     assert logs(expected).count("begins a new branch, as others may") == 1
     if beside:
-        left = [sample for file in expected.paths.checkpoints.rglob("rollouts.safetensors") for sample in under_way(file)]
+        left = [
+            sample
+            for file in expected.paths.checkpoints.rglob("rollouts.safetensors")
+            for sample in under_way(file)
+        ]
         assert any(sample.branches and sample.finish_reason == "unfinished" for sample in left)
     with Launch(tmp_path / "run", *given, *beside) as launch:
         launch.wait_for_step(3)
@@ -68,7 +101,11 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
 
 def under_way(file: Path) -> list[Sample]:
     tensors = load_file(file).items()
-    left = {name.removeprefix("under_way."): part for name, part in tensors if name.startswith("under_way.")}
+    left = {
+        name.removeprefix("under_way."): part
+        for name, part in tensors
+        if name.startswith("under_way.")
+    }
     return samples_from_tensors(left)
 
 

@@ -47,12 +47,18 @@ dry_run: {{scale: tiny, max_ranks: 8}}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an experiment, its data, and the configuration of a reward model whose weights are elsewhere."""
+    """A directory with an experiment, its data, and the configuration of a reward model whose
+    weights are elsewhere."""
     place = tmp_path_factory.mktemp("dry_run")
     (place / "conf" / "experiment").mkdir(parents=True)
     (place / "conf" / "experiment" / "large.yaml").write_text(EXPERIMENT)
-    chats = [[{"role": "user", "content": f"Wie heißt der {number}. Planet? 🪐 " * 40}] for number in range(1, 9)]
-    (place / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    chats = [
+        [{"role": "user", "content": f"Wie heißt der {number}. Planet? 🪐 " * 40}]
+        for number in range(1, 9)
+    ]
+    (place / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
     (place / "judge").mkdir()
     judge = MODEL | {"architectures": ["LlamaForSequenceClassification"]}
     (place / "judge" / "config.json").write_text(json.dumps(judge))
@@ -60,27 +66,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(place: Path, name: str, *overrides: str, experiment: str = "large") -> Finished:
-    with Launch(place / name, f"--config-dir={place / 'conf'}", *overrides, experiment=experiment) as launch:
+    with Launch(
+        place / name, f"--config-dir={place / 'conf'}", *overrides, experiment=experiment
+    ) as launch:
         return launch.finish(400)
 
 
 def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        run = run_to_end(place / "run", f"--config-dir={place / 'conf'}", experiment="large", timeout_s=500)
+        run = run_to_end(
+            place / "run", f"--config-dir={place / 'conf'}", experiment="large", timeout_s=500
+        )
     paths = RunPaths(place / "run-dry-run")
     assert run.out.startswith(f"run directory: {paths.root}\n")
     metrics = read_metrics(paths.metrics)
     assert [step["step"] for step in metrics] == [1, 2]
     assert metrics[0]["mismatch/logprob_abs"] < 1e-5
-    assert (paths.checkpoint(2, "policy") / "rank_0.safetensors").is_file() and paths.checkpoint(2, "critic").is_dir()
+    assert (paths.checkpoint(2, "policy") / "rank_0.safetensors").is_file() and paths.checkpoint(
+        2, "critic"
+    ).is_dir()
     config = load_config(paths.config)
-    assert config.actor.parallel.ranks == 4 and config.actor.parallel.sequence and config.engine.parallel.tensor == 2
+    assert (
+        config.actor.parallel.ranks == 4
+        and config.actor.parallel.sequence
+        and config.engine.parallel.tensor == 2
+    )
     assert (read_shape(paths.initial_model).num_layers, config.critic.num_layers) == (4, 2)
     assert all("Planet? 🪐" in sample["prompt"] for sample in read_records(paths.samples))
     told = run.out.splitlines()[-1]
     assert told.startswith(
-        "dry run passed: 2 steps with trainer TP2+SP PP2 DP1, generator TP2 DP1, critic TP1 PP1 DP1, reward"
+        "dry run passed: 2 steps with trainer TP2+SP PP2 DP1, generator TP2 DP1, critic TP1 PP1"
+        " DP1, reward"
     )
     assert "resharded into the generator's layout, equal by checksum" in told
     assert not (place / "run").exists()
@@ -90,14 +107,20 @@ def test_a_mistake_in_the_large_layout_is_refused_before_anything_starts(place: 
     run = launched(place, "refused", "actor.parallel.pipeline=5")
     assert run.code == 2
     assert run.error.startswith(
-        "aligner: error: actor.parallel.pipeline=5: 32 layers do not divide by 5; sizes that fit: 1, 2, 4"
+        "aligner: error: actor.parallel.pipeline=5: 32 layers do not divide by 5; sizes that fit:"
+        " 1, 2, 4"
     )
     assert not list(place.glob("refused*"))
 
 
 def test_a_mistake_that_only_shows_in_a_step_ends_the_dry_run_and_is_named(place: Path) -> None:
     run = launched(
-        place, "unscored", "reward=exact_match", "dry_run.scale=tiny", "rollout.max_skipped_prompts=0", experiment="tiny_ppo"
+        place,
+        "unscored",
+        "reward=exact_match",
+        "dry_run.scale=tiny",
+        "rollout.max_skipped_prompts=0",
+        experiment="tiny_ppo",
     )
     assert run.code == 1
     assert "the data must say `answer`, a text or a number, beside the prompt" in run.error

@@ -14,7 +14,12 @@ from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TARGET = 0.25
-GIVEN = ("algorithm=grpo", f"run.end_at=reward/mean:{TARGET}", "run.steps=30", "logging.tensorboard=false")
+GIVEN = (
+    "algorithm=grpo",
+    f"run.end_at=reward/mean:{TARGET}",
+    "run.steps=30",
+    "logging.tensorboard=false",
+)
 
 
 def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path: Path) -> None:
@@ -24,11 +29,19 @@ def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path:
     rewards = [step["reward/mean"] for step in run.metrics]
     last = len(rewards)
     assert 3 <= last < 30 and rewards[-1] >= TARGET > max(rewards[:-1])
-    why = f"ended after step {last}: reward/mean {rewards[-1]:.6g} has reached run.end_at=reward/mean:{TARGET}"
+    why = (
+        f"ended after step {last}: reward/mean {rewards[-1]:.6g} has reached"
+        f" run.end_at=reward/mean:{TARGET}"
+    )
     assert f"\n{why}\n" in run.out and why in run.paths.log("trainer", 0).read_text()
     assert complete_steps(run.paths.checkpoints) == [last]
     status = read_status(run.paths.root)
-    assert (status.state, status.resumable, status.exit_code, status.note) == ("finished", False, 0, why)
+    assert (status.state, status.resumable, status.exit_code, status.note) == (
+        "finished",
+        False,
+        0,
+        why,
+    )
 
     directory = tmp_path / "stopped" / "run"
     stopped = run_to_end(directory, *GIVEN, "run.stop_after=2")
@@ -41,8 +54,18 @@ def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path:
     again = run_to_end(directory, *GIVEN, "run.resume=true")
     assert f"\n{why}\n" in again.out and len(again.metrics) == last
     on = next(line for line in again.out.splitlines() if "go on to the last step" in line)
-    words = [word for word in shlex.split(on, comments=True) if word.startswith("run.") and not word.startswith("run.dir=")]
+    words = [
+        word
+        for word in shlex.split(on, comments=True)
+        if word.startswith("run.") and not word.startswith("run.dir=")
+    ]
     assert "run.end_at=null" in words
-    further = run_to_end(directory, "algorithm=grpo", "logging.tensorboard=false", *words, f"run.stop_after={last + 1}")
+    further = run_to_end(
+        directory,
+        "algorithm=grpo",
+        "logging.tensorboard=false",
+        *words,
+        f"run.stop_after={last + 1}",
+    )
     assert len(further.metrics) == last + 1
     assert read_status(directory).state == "stopped"

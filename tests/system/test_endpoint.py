@@ -37,8 +37,17 @@ OVERRIDES = (
 
 BESIDE = (
     *OVERRIDES,
-    *("environment.agent=tests.engines.agents:calculates_slowly", "engine.placement=server", "rollout.max_staleness=1"),
-    *("algorithm.truncated_importance=token", "run.max_restarts=9", "server.max_restarts=9", "server.request_timeout_s=900"),
+    *(
+        "environment.agent=tests.engines.agents:calculates_slowly",
+        "engine.placement=server",
+        "rollout.max_staleness=1",
+    ),
+    *(
+        "algorithm.truncated_importance=token",
+        "run.max_restarts=9",
+        "server.max_restarts=9",
+        "server.request_timeout_s=900",
+    ),
 )
 """Drawn ahead of training."""
 
@@ -52,20 +61,35 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: Finished) -> None:
     records = [json.loads(line) for line in undisturbed.paths.samples.read_text().splitlines()]
-    answers = [turn["environment"] for record in records for turn in record.get("turns", []) if "environment" in turn]
+    answers = [
+        turn["environment"]
+        for record in records
+        for turn in record.get("turns", [])
+        if "environment" in turn
+    ]
     assert answers and all(answer.lstrip("]").endswith(";") for answer in answers)
-    assert all(step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in undisturbed.metrics)
-    assert len(undisturbed.metrics) == STEPS and max(step["reward/std"] for step in undisturbed.metrics) > 0
+    assert all(
+        step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0
+        for step in undisturbed.metrics
+    )
+    assert (
+        len(undisturbed.metrics) == STEPS
+        and max(step["reward/std"] for step in undisturbed.metrics) > 0
+    )
 
 
-def test_the_generator_answers_agents_as_the_trainers_ranks_do(undisturbed: Finished, tmp_path: Path) -> None:
+def test_the_generator_answers_agents_as_the_trainers_ranks_do(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")
     run = run_to_end(tmp_path / "run", *OVERRIDES, *server, experiment="calculator")
     assert_identical(run, undisturbed)
     assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
 
 
-def test_a_run_whose_endpoint_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_run_whose_endpoint_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
     """Drawn ahead, by the generator, and with a trainer that is killed, too."""
     beside = run_to_end(tmp_path / "beside", *BESIDE, experiment="calculator")
     assert [step["staleness/max"] for step in beside.metrics] == [0, 1, 1, 1]
@@ -86,7 +110,9 @@ def test_a_run_whose_agents_and_endpoint_on_the_trainers_ranks_are_killed_ends_w
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     killed = 0
-    with Launch(tmp_path / "run", *OVERRIDES, "run.max_restarts=9", experiment="calculator") as launch:
+    with Launch(
+        tmp_path / "run", *OVERRIDES, "run.max_restarts=9", experiment="calculator"
+    ) as launch:
         for step in (1, 2):
             launch.wait_for_step(step)
             killed += kill_environments(launch)
@@ -103,11 +129,22 @@ def test_a_run_whose_agents_and_endpoint_on_the_trainers_ranks_are_killed_ends_w
 
 @pytest.mark.parametrize("placement", ["colocated", "server"])
 def test_agents_are_answered_by_the_ranks_of_a_replica(tmp_path: Path, placement: str) -> None:
-    tensor = ("engine.parallel.tensor=2", "engine.parallel.data=1", f"engine.placement={placement}", "engine.exact=false")
-    layout = ("actor.parallel.data=2",) if placement == "colocated" else ("server.request_timeout_s=900",)
+    tensor = (
+        "engine.parallel.tensor=2",
+        "engine.parallel.data=1",
+        f"engine.placement={placement}",
+        "engine.exact=false",
+    )
+    layout = (
+        ("actor.parallel.data=2",)
+        if placement == "colocated"
+        else ("server.request_timeout_s=900",)
+    )
     run = run_to_end(tmp_path / "run", *OVERRIDES, *tensor, *layout, experiment="calculator")
     assert len(run.metrics) == STEPS
-    assert all(step["mismatch/logprob_abs"] < 1e-3 and step["rollout/skipped"] == 0 for step in run.metrics)
+    assert all(
+        step["mismatch/logprob_abs"] < 1e-3 and step["rollout/skipped"] == 0 for step in run.metrics
+    )
     records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
     assert any("environment" in turn for record in records for turn in record.get("turns", []))
 
@@ -116,7 +153,11 @@ def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path:
     model, data = tmp_path / "model", tmp_path / "questions.jsonl"
     model.mkdir()
     saved(model, "qwen")
-    data.write_text("".join(json.dumps({"prompt": f"why {at}?", "asked": f"why {at}?"}) + "\n" for at in range(4)))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"why {at}?", "asked": f"why {at}?"}) + "\n" for at in range(4)
+        )
+    )
     run = run_to_end(
         tmp_path / "run",
         "algorithm=grpo",
@@ -142,11 +183,17 @@ def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path:
     )
     assert run.code == 0, run.report()
     steps = [step for step in run.metrics if "mismatch/logprob_abs" in step]
-    assert len(steps) == 2 and all(step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in steps)
+    assert len(steps) == 2 and all(
+        step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in steps
+    )
     assert any("eval/score" in step for step in run.metrics)
     assert not any("eval/lost_episodes" in step for step in run.metrics)
     records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
-    assert any("<tool_call>" in turn.get("policy", "") for record in records for turn in record.get("turns", []))
+    assert any(
+        "<tool_call>" in turn.get("policy", "")
+        for record in records
+        for turn in record.get("turns", [])
+    )
 
 
 def assert_identical(run: Finished, expected: Finished) -> None:

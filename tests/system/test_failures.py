@@ -20,12 +20,18 @@ LONG = ("run.steps=5000", "logging.tensorboard=false")
 
 def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(tmp_path: Path) -> None:
     with Launch(
-        tmp_path / "run", "reward.function=tests.system.scorers:raising", "rollout.max_skipped_prompts=0", *LONG
+        tmp_path / "run",
+        "reward.function=tests.system.scorers:raising",
+        "rollout.max_skipped_prompts=0",
+        *LONG,
     ) as launch:
         run = launch.finish(150)
     assert run.code == 1, run.report()
     complaint = "the scorer function raised LookupError: no rule for this prompt"
-    told = rf"aligner: error: reward server .*{complaint} for prompt '{BAD_PROMPT}' and response ['\"].+"
+    told = (
+        rf"aligner: error: reward server .*{complaint} for prompt '{BAD_PROMPT}' and response"
+        r" ['\"].+"
+    )
     assert re.search(told, run.error), run.error
     assert run.metrics == []
     assert [event["name"] for event in checked_trace(run.paths.trace)["reward"]][-1] == "score"

@@ -22,16 +22,23 @@ GIVEN = (
 
 
 def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    sums = [{"prompt": f"{left}+{right}=", "response": str(left + right)} for left in range(20) for right in range(20)]
+    sums = [
+        {"prompt": f"{left}+{right}=", "response": str(left + right)}
+        for left in range(20)
+        for right in range(20)
+    ]
     (data := tmp_path / "sums.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
-    given = (*GIVEN, f"data.path={data}")  # the experiment's 37,952 records take longer to read than the run
+    # the experiment's 37,952 records take longer to read than the run
+    given = (*GIVEN, f"data.path={data}")
     undisturbed = run_to_end(tmp_path / "undisturbed", *given, experiment=EXPERIMENT)
     with small_disk(tmp_path / "disk", "20m") as disk:
         directory = disk.directory / "run"
         with Launch(directory, *given, experiment=EXPERIMENT) as launch:
             run = launch.finish(300)
         assert run.code == 1, run.report()
-        assert "no space left on device" in run.error.lower() and str(directory) in run.error, run.report()
+        assert "no space left on device" in run.error.lower() and str(directory) in run.error, (
+            run.report()
+        )
         assert "Traceback" not in run.error, run.report()
         complete = complete_steps(run.paths.checkpoints)
         assert complete and complete[-1] < STEPS, "the disk was to be full after some checkpoints"

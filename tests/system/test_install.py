@@ -1,4 +1,5 @@
-"""The wheel, installed by itself into an empty environment, away from the checkout; and with each Python that is here."""
+"""The wheel, installed by itself into an empty environment, away from the checkout; and with each
+Python that is here."""
 
 from __future__ import annotations
 
@@ -38,12 +39,19 @@ for experiment in ("tiny_ppo", "arithmetic", "llama3_70b_ppo"):
     plan.check(absent_inputs(plan.config))
     print(experiment)
 """
-"""Every module but those that need what was left out; and checks of runs, as `aligner validate` makes them."""
+"""Every module but those that need what was left out; and checks of runs, as `aligner validate`
+makes them."""
 
 
 def told(command: Sequence[str | Path], directory: Path, seconds: float = 300) -> str:
-    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(command, cwd=directory, env=outside, capture_output=True, text=True, timeout=seconds)
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(
+        command, cwd=directory, env=outside, capture_output=True, text=True, timeout=seconds
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -55,15 +63,35 @@ def environment(python: str | Path, directory: Path) -> Path:
 
 
 def install(inside: Path, *packages: str | Path) -> None:
-    """By the pip that there is; what is imported is compiled then, and thousands of files are not."""
-    pip = [sys.executable, "-m", "pip", "--python", inside / "python", "install", "-qq", "--no-compile"]
+    """By the pip that there is; what is imported is compiled then, and thousands of files are
+    not."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        inside / "python",
+        "install",
+        "-qq",
+        "--no-compile",
+    ]
     told([*pip, *packages], inside)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--wheel-dir", directory, REPOSITORY]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-qq",
+        "--no-deps",
+        "--wheel-dir",
+        directory,
+        REPOSITORY,
+    ]
     told(pip, directory)
     (file,) = directory.glob("aligner-*.whl")
     return file
@@ -72,15 +100,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     python = environment(sys.executable, tmp_path) / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    # The packages of this environment but ours: PyTriton finds its libraries in site-packages alone.
-    existing = [place for place in map(Path, site.getsitepackages()) if place.is_dir()]  # Debian's names some that are not
+    # The packages of this environment but ours: PyTriton finds its libraries in site-packages
+    # alone.
+    # Debian's names some that are not
+    existing = [place for place in map(Path, site.getsitepackages()) if place.is_dir()]
     for place in [path for directory in existing for path in directory.iterdir()]:
-        if not place.name.startswith(("aligner", "_aligner", "__editable__", "pip")) and not (packages / place.name).exists():
+        if (
+            not place.name.startswith(("aligner", "_aligner", "__editable__", "pip"))
+            and not (packages / place.name).exists()
+        ):
             (packages / place.name).symlink_to(place)
     install(python.parent, "--no-deps", wheel)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert told([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(str(packages))
+    assert told([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(
+        str(packages)
+    )
     aligner = tmp_path / "venv" / "bin" / "aligner"
     assert re.fullmatch(r"aligner \d+\.\d+\.\d+\n", told([aligner, "--version"], empty))
     assert "vocabulary 64" in told([aligner, "validate", "experiment=tiny_ppo"], empty)
@@ -90,7 +125,9 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_runs_are_checked_with_other_versions_of_python(wheel: Path, tmp_path: Path, version: str) -> None:
+def test_runs_are_checked_with_other_versions_of_python(
+    wheel: Path, tmp_path: Path, version: str
+) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} here")
@@ -100,17 +137,35 @@ def test_runs_are_checked_with_other_versions_of_python(wheel: Path, tmp_path: P
     light = [line for line in needed if re.match(r"[\w.-]+", line)[0] not in HEAVY]  # type: ignore[index]
     install(inside, *light)
     install(inside, "--no-deps", wheel)
-    told([inside / "python", "-m", "compileall", "-q", "-f", *(tmp_path / "venv" / "lib").glob("*/*/aligner")], tmp_path)
+    told(
+        [
+            inside / "python",
+            "-m",
+            "compileall",
+            "-q",
+            "-f",
+            *(tmp_path / "venv" / "lib").glob("*/*/aligner"),
+        ],
+        tmp_path,
+    )
     assert told([inside / "aligner", "--version"], tmp_path).startswith("aligner ")
     told([inside / "aligner", "new", "mine"], tmp_path)
-    assert told([inside / "python", "-c", _CHECKS], tmp_path).split() == ["tiny_ppo", "arithmetic", "llama3_70b_ppo"]
+    assert told([inside / "python", "-c", _CHECKS], tmp_path).split() == [
+        "tiny_ppo",
+        "arithmetic",
+        "llama3_70b_ppo",
+    ]
 
 
 def interpreter(version: str) -> Path | None:
-    """An interpreter of a version: pyenv's, or one on PATH that starts; pyenv's own on PATH need not."""
+    """An interpreter of a version: pyenv's, or one on PATH that starts; pyenv's own on PATH need
+    not."""
     installed = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     on_path = shutil.which(f"python{version}")
-    for python in [*sorted(installed.glob(f"{version}.*/bin/python")), *([Path(on_path)] if on_path else [])]:
+    for python in [
+        *sorted(installed.glob(f"{version}.*/bin/python")),
+        *([Path(on_path)] if on_path else []),
+    ]:
         if subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0:
             return python
     return None

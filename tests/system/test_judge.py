@@ -1,4 +1,5 @@
-"""A run that a judge scores: what becomes of it where the judge fails, and where the run is killed."""
+"""A run that a judge scores: what becomes of it where the judge fails, and where the run is
+killed."""
 
 from __future__ import annotations
 
@@ -21,8 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS, SAMPLES = 6, 16
 OVERRIDES = (
-    *("algorithm=grpo", "reward=judge", "reward.judge_model=tester", "reward.judge_input_price=1000"),
-    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", f"run.stop_after={STEPS}", "checkpoint.every=2"),
+    *(
+        "algorithm=grpo",
+        "reward=judge",
+        "reward.judge_model=tester",
+        "reward.judge_input_price=1000",
+    ),
+    *(
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        f"run.stop_after={STEPS}",
+        "checkpoint.every=2",
+    ),
     "logging.tensorboard=false",
 )
 
@@ -42,7 +53,9 @@ class HalfBroken:
 
     def answer(self, question: str, number: int) -> Reply:
         """What it says where it says something."""
-        return says(f"SCORE: {sum(character.isdigit() for character in question) % 11}", tokens_in=30)
+        return says(
+            f"SCORE: {sum(character.isdigit() for character in question) % 11}", tokens_in=30
+        )
 
 
 class PassedOn(HalfBroken):
@@ -69,7 +82,9 @@ def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
     time.sleep(2)
 
 
-def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_time_nothing_twice(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_time_nothing_twice(
+    tmp_path: Path,
+) -> None:
     judge = HalfBroken()
     judge.most = 4 * SAMPLES + SAMPLES // 2  # in the middle of a step
     with judging(judge) as server:
@@ -86,7 +101,9 @@ def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_ti
     assert all(step["rollout/skipped"] == 0 for step in run.metrics)
     again = run.metrics[2:]  # behind the checkpoint of step 2
     assert sum(step["judge/from_cache"] for step in again) >= SAMPLES
-    assert run.metrics[-1]["judge/cost_total"] == pytest.approx(len(server.answered) * 30 * 1000 / 1e6)
+    assert run.metrics[-1]["judge/cost_total"] == pytest.approx(
+        len(server.answered) * 30 * 1000 / 1e6
+    )
 
 
 WHICH, GOOD = " WHICH WHICH", " GOOD GOOD"
@@ -101,12 +118,18 @@ def judging_model(directory: Path) -> Path:
 
     asked = [(f"{text()}|{text()}{WHICH}", "B") for _ in range(8)]
     asked += [(f"{text()}{GOOD}", answer) for answer in ("yes", "no") * 4]
-    conversations = [[{"role": "user", "content": one}, {"role": "assistant", "content": said}] for one, said in asked]
+    conversations = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": said}]
+        for one, said in asked
+    ]
     return saved(directory, "qwen", conversations, [])
 
 
-def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_twice(tmp_path: Path) -> None:
-    """The reward is its probability of yes; responses are compared with references, always for B, so that all are ties."""
+def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    """The reward is its probability of yes; responses are compared with references, always for B,
+    so that all are ties."""
     asks = {"url": "{}", "model": "tiny", "max_tokens": "1", "tries": "1", "input_price": "1000"}
     prompts, steps = 3, 4
     (directory := tmp_path / "judge").mkdir()
@@ -114,13 +137,23 @@ def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_t
         judge.server, asks["url"] = server, server.url
         judge.most = 4 * prompts + 2 * SAMPLES + SAMPLES // 2  # in the middle of a step
         overrides = (
-            *("algorithm=grpo", "reward=judge", "reward.judge_asks=yes_no", f"reward.judge_template='{{response}}{GOOD}'"),
+            *(
+                "algorithm=grpo",
+                "reward=judge",
+                "reward.judge_asks=yes_no",
+                f"reward.judge_template='{{response}}{GOOD}'",
+            ),
             *(f"reward.judge_{name}={value}" for name, value in asks.items()),
             *(f"+evaluation.judge.judge_{name}={value}" for name, value in asks.items()),
             f"+evaluation.judge.judge_template='{{response_a}}|{{response_b}}{WHICH}'",
             *("evaluation.every=2", "evaluation.samples=2", "evaluation.function=digit_fraction"),
             "evaluation.prompts=[abc, 12, x]",
-            *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", f"run.stop_after={steps}", "checkpoint.every=2"),
+            *(
+                "rollout.prompts_per_step=4",
+                "rollout.samples_per_prompt=4",
+                f"run.stop_after={steps}",
+                "checkpoint.every=2",
+            ),
             "logging.tensorboard=false",
         )
         with Launch(tmp_path / "run", *overrides) as launch:
@@ -131,14 +164,22 @@ def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_t
         run = run_to_end(tmp_path / "run", *overrides, "run.resume=auto")
         assert len(set(server.answered)) == len(server.answered) > before
     assert [step["step"] for step in run.metrics] == list(range(steps + 1))
-    assert all(0 < step["reward/mean"] < 1 and step["rollout/skipped"] == 0 for step in run.metrics[1:])
+    assert all(
+        0 < step["reward/mean"] < 1 and step["rollout/skipped"] == 0 for step in run.metrics[1:]
+    )
     evaluated = [step for step in run.metrics if "eval/score" in step]
     assert [step["step"] for step in evaluated] == [0, 2, 4]
     for step in evaluated:
         assert step["eval/judge_unreadable"] == 0
-        assert (step["eval/judge_win_rate"], step["eval/judge_ties"], step["eval/judge_order_bias"]) == (0.5, 1, 1)
+        assert (
+            step["eval/judge_win_rate"],
+            step["eval/judge_ties"],
+            step["eval/judge_order_bias"],
+        ) == (0.5, 1, 1)
     with sqlite3.connect(run.paths.judge / "answers.sqlite") as database:
-        answers = [json.loads(answer) for (answer,) in database.execute("SELECT answer FROM answers")]
+        answers = [
+            json.loads(answer) for (answer,) in database.execute("SELECT answer FROM answers")
+        ]
     assert len(answers) == len(server.answered)
     cost = sum(answer["tokens_in"] for answer in answers) * 1000 / 1e6
     assert run.metrics[-1]["judge/cost_total"] == pytest.approx(cost)

@@ -18,7 +18,13 @@ from tests.system.test_agents import OVERRIDES as EPISODES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 7
-COMMON = (f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "logging.tensorboard=false", "evaluation.every=0")
+COMMON = (
+    f"run.steps={STEPS}",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+    "logging.tensorboard=false",
+    "evaluation.every=0",
+)
 TWO_SOURCES = (
     "reward.kind=combined",
     "+reward.sources.digits={kind: function, function: digit_fraction, weight: 2}",
@@ -27,22 +33,38 @@ TWO_SOURCES = (
 RUNS = {
     "dapo on two pipeline stages with samples one version old": (
         "tiny_ppo",
-        (*BESIDE, "algorithm=dapo", "actor.parallel.pipeline=2", "rollout.max_response_tokens=2", *TWO_SOURCES),
+        (
+            *BESIDE,
+            "algorithm=dapo",
+            "actor.parallel.pipeline=2",
+            "rollout.max_response_tokens=2",
+            *TWO_SOURCES,
+        ),
     ),
     "ppo on two data ranks with a critic that serves the reward": (
         "tiny_ppo",
-        ("actor.parallel.data=2", "engine.parallel.data=2", "critic.with_reward=true", *TWO_SOURCES),
+        (
+            "actor.parallel.data=2",
+            "engine.parallel.data=2",
+            "critic.with_reward=true",
+            *TWO_SOURCES,
+        ),
     ),
     "episodes of an environment, of a run that begins anew": ("calculator", EPISODES),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_left_alone(name: str, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_left_alone(
+    name: str, tmp_path: Path
+) -> None:
     experiment, overrides = RUNS[name]
     expected = run_to_end(tmp_path / "whole", *overrides, *COMMON, experiment=experiment)
     assert_all_there(expected)
-    told = {tuple(dict(parts or ())) for parts in read_samples(tmp_path / "whole")["score_parts"].to_pylist()}
+    told = {
+        tuple(dict(parts or ()))
+        for parts in read_samples(tmp_path / "whole")["score_parts"].to_pylist()
+    }
     assert told == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
     assert ("dapo" in name) == any(step["rollout/kept_fraction"] < 1 for step in expected.metrics)
     killed = tmp_path / "killed"
@@ -58,7 +80,9 @@ def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_le
     run = run_to_end(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment)
     assert run.code == 0, run.report()
     for tokens in (False, True):
-        assert read_samples(killed, tokens=tokens).equals(read_samples(tmp_path / "whole", tokens=tokens))
+        assert read_samples(killed, tokens=tokens).equals(
+            read_samples(tmp_path / "whole", tokens=tokens)
+        )
 
 
 def assert_all_there(run: Finished) -> None:
@@ -66,26 +90,52 @@ def assert_all_there(run: Finished) -> None:
     table, tokens = read_samples(run.paths.root), read_samples(run.paths.root, tokens=True)
     places = ["step", "group", "sample", "branch"]
     rows, of_tokens = table.to_pylist(), tokens.to_pylist()
-    assert [[row[name] for name in places] for row in rows] == [[row[name] for name in places] for row in of_tokens]
+    assert [[row[name] for name in places] for row in rows] == [
+        [row[name] for name in places] for row in of_tokens
+    ]
     assert len({tuple(row[name] for name in places) for row in rows}) == len(rows)
     for step in run.metrics:
-        every = [(row, lists) for row, lists in zip(rows, of_tokens, strict=True) if row["step"] == step["step"]]
-        assert np.mean([row["score"] for row, _ in every]) == pytest.approx(step["reward/mean"], abs=1e-5)
-        own = [(row, lists) for row, lists in every if row["advantage"] is not None]  # others were replaced
+        every = [
+            (row, lists)
+            for row, lists in zip(rows, of_tokens, strict=True)
+            if row["step"] == step["step"]
+        ]
+        assert np.mean([row["score"] for row, _ in every]) == pytest.approx(
+            step["reward/mean"], abs=1e-5
+        )
+        # others were replaced
+        own = [(row, lists) for row, lists in every if row["advantage"] is not None]
         assert len(own) / len(every) == pytest.approx(step["rollout/kept_fraction"])
-        assert np.mean([row["drawn_tokens"] for row, _ in own]) == pytest.approx(step["response/length"], abs=1e-5)
-        assert np.mean([not row["cut"] for row, _ in own]) == pytest.approx(step["response/ended_fraction"], abs=1e-5)
-        engine, trainer, versions = (drawn(own, name) for name in ("engine_logprob", "trainer_logprob", "version"))
-        assert np.abs(engine - trainer).mean() == pytest.approx(step["mismatch/logprob_abs"], abs=1e-6)
-        assert (step["step"] - 1 - versions).mean() == pytest.approx(step["staleness/mean"], abs=1e-6)
-        assert drawn(own, "entropy").mean() == pytest.approx(step["policy/entropy"], rel=0.02)  # a mean over minibatches
+        assert np.mean([row["drawn_tokens"] for row, _ in own]) == pytest.approx(
+            step["response/length"], abs=1e-5
+        )
+        assert np.mean([not row["cut"] for row, _ in own]) == pytest.approx(
+            step["response/ended_fraction"], abs=1e-5
+        )
+        engine, trainer, versions = (
+            drawn(own, name) for name in ("engine_logprob", "trainer_logprob", "version")
+        )
+        assert np.abs(engine - trainer).mean() == pytest.approx(
+            step["mismatch/logprob_abs"], abs=1e-6
+        )
+        assert (step["step"] - 1 - versions).mean() == pytest.approx(
+            step["staleness/mean"], abs=1e-6
+        )
+        # a mean over minibatches
+        assert drawn(own, "entropy").mean() == pytest.approx(step["policy/entropy"], rel=0.02)
         assert len(drawn(own, "advantage")) == len(drawn(own, "reference_logprob")) == len(engine)
     for row, lists in zip(rows, of_tokens, strict=True):
-        assert {len(values) for name, values in lists.items() if isinstance(values, list)} == {row["response_tokens"]}
+        assert {len(values) for name, values in lists.items() if isinstance(values, list)} == {
+            row["response_tokens"]
+        }
         assert sum(lists["drawn"]) == row["drawn_tokens"]
         own_advantages = [value for value in lists["advantage"] if value is not None]
-        assert own_advantages == [] or row["advantage"] == pytest.approx(np.mean(own_advantages), abs=1e-5)
-        assert row["score_parts"] is None or sum(dict(row["score_parts"]).values()) == pytest.approx(row["score"], abs=1e-5)
+        assert own_advantages == [] or row["advantage"] == pytest.approx(
+            np.mean(own_advantages), abs=1e-5
+        )
+        assert row["score_parts"] is None or sum(
+            dict(row["score_parts"]).values()
+        ) == pytest.approx(row["score"], abs=1e-5)
         text = "".join(lists["text"])
         assert text.replace("<pad>", "").replace("<eos>", "") == row["response"]
 

@@ -29,7 +29,11 @@ def test_what_a_killed_process_leaves_counts_where_it_was_of_the_run(tmp_path: P
         with Leftovers(tmp_path / "own") as leftovers:
             for run, file in files.items():
                 environment = {**os.environ, MARKER: str(tmp_path / run)}
-                processes.append(subprocess.Popen([sys.executable, "-c", USES_A_FILE, str(file)], env=environment))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", USES_A_FILE, str(file)], env=environment
+                    )
+                )
             end = time.monotonic() + 60
             while str(files["own"]) not in leftovers.left() and time.monotonic() < end:
                 time.sleep(0.1)

@@ -13,13 +13,22 @@ from tests.observability.tracker_readers import mlflow_steps, wandb_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-WATCHED = ("logging.wandb.enabled=true", "logging.mlflow.enabled=true", "logging.format=json", "run.steps=16")
+WATCHED = (
+    "logging.wandb.enabled=true",
+    "logging.mlflow.enabled=true",
+    "logging.format=json",
+    "run.steps=16",
+)
 
 
-def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader here; the run sets it itself
+def test_a_killed_and_resumed_run_is_watched_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # for the reader here; the run sets it itself
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     directory = tmp_path / "run"
-    with Launch(directory, *WATCHED, "checkpoint.every=2") as launch:  # killed at the block's end, with all its processes
+    # killed at the block's end, with all its processes
+    with Launch(directory, *WATCHED, "checkpoint.every=2") as launch:
         launch.wait_for_step(3)
         launch.wait_for_checkpoint(2)
         assert read_status(directory).state == "running"
@@ -30,10 +39,17 @@ def test_a_killed_and_resumed_run_is_watched_as_one(tmp_path: Path, monkeypatch:
     assert wandb_steps(finished.paths) == finished.metrics
     assert mlflow_steps(finished.paths) == finished.metrics
     assert read_status(directory).state == "finished"
-    # Helpers of the servers, such as Python's resource tracker, write lines of their own into the servers' logs.
+    # Helpers of the servers, such as Python's resource tracker, write lines of their own into the
+    # servers' logs.
     for role in ("prepare", "trainer"):
-        records = [json.loads(line) for line in (directory / "logs" / f"{role}-0.log").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (directory / "logs" / f"{role}-0.log").read_text().splitlines()
+        ]
         assert all((record["role"], record["rank"]) == (role, 0) for record in records)
     lines = (directory / "logs" / "critic-0.log").read_text().splitlines()
     said = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [record["level"] for record in said if "critic: ready at" in record["message"]] == ["info", "info"]
+    assert [record["level"] for record in said if "critic: ready at" in record["message"]] == [
+        "info",
+        "info",
+    ]

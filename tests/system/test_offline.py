@@ -18,11 +18,19 @@ def test_a_model_learns_demonstrations_and_is_converted(tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     sums = [(left, right) for left in range(8) for right in range(8)]
     data.write_text(
-        "".join(json.dumps({"prompt": f"{left}+{right}=", "response": str(left + right)}) + "\n" for left, right in sums)
+        "".join(
+            json.dumps({"prompt": f"{left}+{right}=", "response": str(left + right)}) + "\n"
+            for left, right in sums
+        )
     )
     finished = run_to_end(
         tmp_path / "run",
-        *("algorithm=sft", f"data.path={data}", "data.max_prompt_tokens=4", "data.max_response_tokens=3"),
+        *(
+            "algorithm=sft",
+            f"data.path={data}",
+            "data.max_prompt_tokens=4",
+            "data.max_response_tokens=3",
+        ),
         *("data.batch_size=16", "data.held_out=8", "evaluation.every=5", "run.steps=20"),
         *("actor.optimizer.learning_rate=3e-3", "logging.tensorboard=false"),
     )
@@ -35,7 +43,10 @@ def test_a_model_learns_demonstrations_and_is_converted(tmp_path: Path) -> None:
         "trainer-0.log",
     }
     log = (finished.paths.root / "logs" / "trainer-0.log").read_text()
-    assert "sft: 56 rows, 8 held out; steps of 16 rows, 3.5 an epoch; the run's 20 steps are 5.71 epochs" in log
+    assert (
+        "sft: 56 rows, 8 held out; steps of 16 rows, 3.5 an epoch; the run's 20 steps are 5.71"
+        " epochs" in log
+    )
 
     assert export(find_source(finished.paths.root), tmp_path / "model") == []
     check_model_directory(tmp_path / "model")

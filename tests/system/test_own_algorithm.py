@@ -1,4 +1,5 @@
-"""The example of docs/algorithms.md, a user's own estimator, loss and selection: trained with, checkpointed and resumed."""
+"""The example of docs/algorithms.md, a user's own estimator, loss and selection: trained with,
+checkpointed and resumed."""
 
 from __future__ import annotations
 
@@ -13,28 +14,43 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 MODULE = "own_algorithm"
 SETTINGS = (
-    *("algorithm=grpo", f"algorithm.advantage={MODULE}:rare_successes", f"algorithm.loss={MODULE}:soft_clip"),
+    *(
+        "algorithm=grpo",
+        f"algorithm.advantage={MODULE}:rare_successes",
+        f"algorithm.loss={MODULE}:soft_clip",
+    ),
     *(f"algorithm.train_on={MODULE}:undecided", "run.steps=4", "run.name=own"),
-    *("actor.optimizer.warmup_steps=2", "checkpoint.every=2", "checkpoint.keep=4", "logging.tensorboard=false"),
+    *(
+        "actor.optimizer.warmup_steps=2",
+        "checkpoint.every=2",
+        "checkpoint.keep=4",
+        "logging.tensorboard=false",
+    ),
 )
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where the runs are launched, with the example's module beside them and nothing of it in the package."""
+    """Where the runs are launched, with the example's module beside them and nothing of it in the
+    package."""
     page = (REPOSITORY / "docs" / "algorithms.md").read_text()
     (tmp_path / f"{MODULE}.py").write_text(page.split("```python\n")[1].split("```")[0])
     return tmp_path
 
 
-def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(place: Path) -> None:
+def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
+    place: Path,
+) -> None:
     whole = run_to_end(place / "whole", *SETTINGS)
     assert [step["step"] for step in whole.metrics] == [1, 2, 3, 4]
     for step in whole.metrics:
         assert step["policy/grad_norm"] > 0 and 0 <= step["policy/far_fraction"] <= 1
-    shutil.copytree(whole.paths.root, place / "parts", ignore=shutil.ignore_patterns("step_4", "logs"))
+    shutil.copytree(
+        whole.paths.root, place / "parts", ignore=shutil.ignore_patterns("step_4", "logs")
+    )
     resumed = run_to_end(place / "parts", *SETTINGS, "run.resume=true")
-    done_again = [got != before for got, before in zip(resumed.metrics, whole.metrics, strict=True)]  # times differ
+    # times differ
+    done_again = [got != before for got, before in zip(resumed.metrics, whole.metrics, strict=True)]
     assert done_again == [False, False, True, True]
     assert repeatable(resumed.metrics) == repeatable(whole.metrics)
     assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
@@ -42,17 +58,29 @@ def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbe
 
 def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place: Path) -> None:
     with Launch(
-        place / "run", "algorithm=grpo", f"algorithm.loss={MODULE}:hard_clip", "rollout.samples_per_prompt=4"
+        place / "run",
+        "algorithm=grpo",
+        f"algorithm.loss={MODULE}:hard_clip",
+        "rollout.samples_per_prompt=4",
     ) as launch:
         finished = launch.finish(60)
     assert finished.code == 2
-    assert f"algorithm.loss={MODULE}:hard_clip" in finished.error and "on PYTHONPATH" in finished.error
+    assert (
+        f"algorithm.loss={MODULE}:hard_clip" in finished.error and "on PYTHONPATH" in finished.error
+    )
     assert not (finished.paths.root / "logs" / "trainer-0.log").exists()
 
 
 def test_a_function_that_goes_wrong_ends_a_run_and_is_named(place: Path) -> None:
-    (place / "broken.py").write_text("def loss(logprobs, rows, context):\n    raise RuntimeError('no such luck')\n")
-    with Launch(place / "run", "algorithm=grpo", "algorithm.loss=broken:loss", "rollout.samples_per_prompt=4") as launch:
+    (place / "broken.py").write_text(
+        "def loss(logprobs, rows, context):\n    raise RuntimeError('no such luck')\n"
+    )
+    with Launch(
+        place / "run",
+        "algorithm=grpo",
+        "algorithm.loss=broken:loss",
+        "rollout.samples_per_prompt=4",
+    ) as launch:
         finished = launch.finish(120)
     assert finished.code == 1
     assert "algorithm.loss=broken:loss: it raised RuntimeError: no such luck" in finished.error

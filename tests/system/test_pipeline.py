@@ -1,4 +1,5 @@
-"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run whose roles fail."""
+"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run
+whose roles fail."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: 
     assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
 
 
-def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(undisturbed: Finished, tmp_path: Path) -> None:
-    """And trains on the same samples in the same order: in one launch, although the trainer is killed, too."""
+def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    """And trains on the same samples in the same order: in one launch, although the trainer is
+    killed, too."""
     faults = random_faults(SEED, GROUPS["all"], STEPS, 0.4, {"trainer": 2})
     disturbed = run_disturbed(tmp_path / "run", faults, *OVERRIDES)
     run = disturbed.run
@@ -59,7 +63,9 @@ def test_a_trainer_that_is_killed_alone_goes_on_from_its_checkpoint_beside_the_c
         launch.rank("trainer", 0).kill()
         run = launch.finish(200)
     assert run.code == 0, run.report()
-    assert "; starting trainer again" in run.out and "; starting critic again" not in run.out, run.out
+    assert "; starting trainer again" in run.out and "; starting critic again" not in run.out, (
+        run.out
+    )
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
@@ -67,7 +73,9 @@ def test_a_trainer_that_is_killed_alone_goes_on_from_its_checkpoint_beside_the_c
 def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as_if_nothing_had_happened(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    with Launch(tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10") as launch:
+    with Launch(
+        tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10"
+    ) as launch:
         launch.wait_for_step(1)
         launch.rank("reward", 0).suspend()
         launch.wait_for_step(3)
@@ -81,7 +89,9 @@ def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
-def test_an_evaluation_beside_the_next_step_finds_what_one_finds_between_steps(undisturbed: Finished, tmp_path: Path) -> None:
+def test_an_evaluation_beside_the_next_step_finds_what_one_finds_between_steps(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.beside=false")
     for metric in ("eval/score", "eval/digits/pass@2"):
         assert [step["step"] for step in between.metrics if metric in step] == [0, 2, 4, 6]

@@ -1,4 +1,5 @@
-"""Whole runs whose weights travel as what has changed, or in eight bits a number (`engine.publish`)."""
+"""Whole runs whose weights travel as what has changed, or in eight bits a number
+(`engine.publish`)."""
 
 from __future__ import annotations
 
@@ -21,25 +22,46 @@ OVERRIDES = (
 
 
 def without_publish(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in step.items() if not key.startswith("publish/")} for step in repeatable(metrics)]
+    return [
+        {key: value for key, value in step.items() if not key.startswith("publish/")}
+        for step in repeatable(metrics)
+    ]
 
 
-def test_a_run_by_changes_is_the_run_by_whole_weights_also_when_its_generator_is_killed(tmp_path: Path) -> None:
+def test_a_run_by_changes_is_the_run_by_whole_weights_also_when_its_generator_is_killed(
+    tmp_path: Path,
+) -> None:
     whole = run_to_end(tmp_path / "whole", *OVERRIDES)
     assert whole.code == 0, whole.report()
-    with Launch(tmp_path / "changes", *OVERRIDES, "engine.publish=changes", "engine.verify_every=1") as launch:
+    with Launch(
+        tmp_path / "changes", *OVERRIDES, "engine.publish=changes", "engine.verify_every=1"
+    ) as launch:
         launch.wait_for_step(3, timeout_s=300)
         launch.rank("generator", 0).kill()
         run = launch.finish(300)
     assert run.code == 0, run.report()
     assert without_publish(run.metrics) == without_publish(whole.metrics)
-    shares = [(step["publish/share"], step.get("publish/changed")) for step in run.metrics if "publish/share" in step]
-    assert any(changed is not None and changed < 0.5 and share < 1 for share, changed in shares), shares
-    assert any(changed is None and share == 1 for share, changed in shares), "to a generator that has started"
+    shares = [
+        (step["publish/share"], step.get("publish/changed"))
+        for step in run.metrics
+        if "publish/share" in step
+    ]
+    assert any(changed is not None and changed < 0.5 and share < 1 for share, changed in shares), (
+        shares
+    )
+    assert any(changed is None and share == 1 for share, changed in shares), (
+        "to a generator that has started"
+    )
 
 
 def test_eight_bits_a_number_serve_and_their_mismatch_is_told(tmp_path: Path) -> None:
-    run = run_to_end(tmp_path, "engine.publish=mxint8", "engine.parallel.data=1", "engine.verify_every=1", "run.steps=3")
+    run = run_to_end(
+        tmp_path,
+        "engine.publish=mxint8",
+        "engine.parallel.data=1",
+        "engine.verify_every=1",
+        "run.steps=3",
+    )
     assert run.code == 0, run.report()
     assert all(1e-5 < step["mismatch/logprob_abs"] < 0.1 for step in run.metrics)
     assert all("publish/mib" in step for step in run.metrics)

@@ -12,9 +12,11 @@ TASKS = ("calendar_arithmetic", "letter_counting", "spell_backward")
 OVERRIDES = (
     "model.source=random",
     # As the experiment has them, but fewer: all 24,000 take longer to make than two steps.
-    "data.tasks=[{name: calendar_arithmetic, questions: 60, config: {tasks: [is_leap_year]}},"
-    "{name: spell_backward, questions: 60, config: {max_word_len: 4}},"
-    "{name: letter_counting, questions: 60, config: {min_words: 1, max_words: 2}}]",
+    (
+        "data.tasks=[{name: calendar_arithmetic, questions: 60, config: {tasks: [is_leap_year]}},"
+        "{name: spell_backward, questions: 60, config: {max_word_len: 4}},"
+        "{name: letter_counting, questions: 60, config: {min_words: 1, max_words: 2}}]"
+    ),
     "evaluation.every=2",
     "evaluation.questions=6",
     "evaluation.samples=2",
@@ -39,4 +41,6 @@ def test_passes_are_told_of_each_task(tmp_path: Path) -> None:
         last[f"eval/pass@1/{task}_low"] <= rate <= last[f"eval/pass@1/{task}_high"]
         for task, rate in zip(TASKS, passes, strict=True)
     )
-    assert last["eval/score"] == pytest.approx(sum(last[f"eval/score/{task}"] for task in TASKS) / 3)
+    assert last["eval/score"] == pytest.approx(
+        sum(last[f"eval/score/{task}"] for task in TASKS) / 3
+    )

@@ -26,7 +26,12 @@ def test_values_of_environment_variables_reach_no_tracker_report_or_manifest(
     root.mkdir()
     config = compose_config(
         [
-            *("experiment=tiny_ppo", f"run.dir={root}", "cluster=slurm", f"+cluster.slurm.environment.TOKEN={SECRET}"),
+            *(
+                "experiment=tiny_ppo",
+                f"run.dir={root}",
+                "cluster=slurm",
+                f"+cluster.slurm.environment.TOKEN={SECRET}",
+            ),
             f"+cluster.slurm.roles.critic.environment={{TOKEN: {SECRET}}}",
             *(f"logging.{tracker}.enabled=true" for tracker in ("wandb", "mlflow")),
         ]
@@ -37,8 +42,15 @@ def test_values_of_environment_variables_reach_no_tracker_report_or_manifest(
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.write(1, {"reward/mean": 0.5})
     write_report(root)
-    with_it = [path for path in root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    with_it = [
+        path for path in root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     assert with_it == [paths.config]
-    assert load_config(paths.config).cluster.slurm.environment == {"TOKEN": SECRET}, "a job that resumes has it"
-    with_name = [path for path in root.rglob("*") if path.is_file() and b"TOKEN" in path.read_bytes()]
-    assert len(with_name) >= 5, with_name  # what there is is told: configuration, manifest, report and both trackers
+    assert load_config(paths.config).cluster.slurm.environment == {"TOKEN": SECRET}, (
+        "a job that resumes has it"
+    )
+    with_name = [
+        path for path in root.rglob("*") if path.is_file() and b"TOKEN" in path.read_bytes()
+    ]
+    # what there is is told: configuration, manifest, report and both trackers
+    assert len(with_name) >= 5, with_name

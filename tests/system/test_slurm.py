@@ -1,4 +1,5 @@
-"""Whole runs of `tiny_ppo` as jobs of a real Slurm, a role a component, four nodes on this machine."""
+"""Whole runs of `tiny_ppo` as jobs of a real Slurm, a role a component, four nodes on this
+machine."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ pytestmark = [
 
 STEPS = 8
 FOUR_NODES = (
-    *("cluster=slurm", "cluster.slurm.gpus=none", "cluster.devices_per_node=2", "cluster.threads_per_rank=1"),
+    *(
+        "cluster=slurm",
+        "cluster.slurm.gpus=none",
+        "cluster.devices_per_node=2",
+        "cluster.threads_per_rank=1",
+    ),
     *("actor.parallel.data=2", "cluster.slurm.roles.trainer.nodes=2"),
 )
 SECURE = ("server.tls.certificate=auto", "server.tls.mutual=true")
@@ -81,18 +87,31 @@ class Job:
             time.sleep(0.05)
 
     def wait_for_checkpoint(self) -> None:
-        """Until there is one that a resumed run would go on from: it is written beside the steps that follow it."""
+        """Until there is one that a resumed run would go on from: it is written beside the steps
+        that follow it."""
         deadline = time.monotonic() + _TIMEOUT_S
         while not complete_steps(self.paths.checkpoints):
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
 
 
-def launched(slurm: SlurmCluster, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launched(
+    slurm: SlurmCluster, directory: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
     """What a user sees."""
-    command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", f"run.dir={directory}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "launch",
+        "experiment=tiny_ppo",
+        f"run.dir={directory}",
+        *overrides,
+    ]
     environment = {**slurm.environment, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
@@ -105,13 +124,19 @@ def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = submitted(slurm, tmp_path_factory.mktemp("undisturbed") / "run", *FOUR_NODES, f"run.steps={STEPS}")
-    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
+    job = submitted(
+        slurm, tmp_path_factory.mktemp("undisturbed") / "run", *FOUR_NODES, f"run.steps={STEPS}"
+    )
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", (
+        job.log
+    )
     return job
 
 
 def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job) -> None:
-    assert [step["step"] for step in read_metrics(undisturbed.paths.metrics)] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in read_metrics(undisturbed.paths.metrics)] == list(
+        range(1, STEPS + 1)
+    )
     script = (undisturbed.paths.root / "job.sh").read_text()
     assert script.count("#SBATCH hetjob") == 2
     assert f"summary of {STEPS} steps" in undisturbed.log
@@ -132,9 +157,13 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
     done = len(read_metrics(job.paths.metrics))
     assert 2 <= done < STEPS
     slurm.start_soon(job.number)
-    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", job.log
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", (
+        job.log
+    )
     assert "queued again 1 time" in job.log
-    assert repeatable(read_metrics(job.paths.metrics)) == repeatable(read_metrics(undisturbed.paths.metrics))
+    assert repeatable(read_metrics(job.paths.metrics)) == repeatable(
+        read_metrics(undisturbed.paths.metrics)
+    )
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "policy") == []
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "critic") == []
 
@@ -145,9 +174,18 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2")
     job.wait_for_step(3)
     job.wait_for_checkpoint()
-    slurm.command("sbatch", "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    slurm.command(
+        "sbatch",
+        "--partition=urgent",
+        f"--nodes={NODES}",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    )
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
-    assert re.search(r"\ntrainer rank [01] was ended by SIGTERM, which came from outside\n", job.log), job.log
+    assert re.search(
+        r"\ntrainer rank [01] was ended by SIGTERM, which came from outside\n", job.log
+    ), job.log
     status = read_status(job.paths.root)
     assert (status.state, status.exit_code, status.step >= 3) == ("queued", 75, True)
     slurm.start_soon(job.number)
@@ -155,10 +193,14 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     steps = [record["step"] for record in read_metrics(job.paths.metrics)]
     assert steps == list(range(1, len(steps) + 1))
     assert load_config(job.paths.config).run.resume == "true"
-    said = [[*job.paths.logs.glob(f"srun-{job.number}-{requeues}-trainer-*.log")] for requeues in (0, 1)]
+    said = [
+        [*job.paths.logs.glob(f"srun-{job.number}-{requeues}-trainer-*.log")] for requeues in (0, 1)
+    ]
     assert [len(files) for files in said] == [1, 1] and "Terminated" in said[0][0].read_text()
     slurm.command("scancel", job.number)
-    assert job.wait_for_state("PENDING", "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED", job.log
+    assert (
+        job.wait_for_state("PENDING", "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED"
+    ), job.log
     assert read_status(job.paths.root).exit_code == 143
 
 
@@ -173,11 +215,14 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
         time.sleep(0.2)
     slurm.command("scontrol", "requeue", job.number)
     job.wait_for_state("PENDING")
-    while (status := read_status(job.paths.root)).exit_code is None:  # Slurm does not wait for the supervisor
+    # Slurm does not wait for the supervisor
+    while (status := read_status(job.paths.root)).exit_code is None:
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     assert (status.state, status.exit_code) == ("queued", 143)
-    assert status.note is not None and status.note.startswith("stopped by SIGTERM; Slurm has its job in the queue")
+    assert status.note is not None and status.note.startswith(
+        "stopped by SIGTERM; Slurm has its job in the queue"
+    )
     slurm.command("scancel", job.number)
     status = read_status(job.paths.root)
     assert status.state == "stopped"
@@ -187,10 +232,19 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
 def shared_memory_of(role: str, job: Job) -> list[Path]:
     """What a server's rank 0 has said that it shares, as soon as there is some."""
     words = {f"role={role}", str(job.paths.config)}
-    pids = [each.pid for each in psutil.process_iter(["cmdline"]) if words <= {*(each.info["cmdline"] or ())}]  # srun's, too
-    (claim,) = [claim for pid in pids for claim in Path("/dev/shm").glob(f"aligner-server-*-{pid}-*")]
+    # srun's, too
+    pids = [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if words <= {*(each.info["cmdline"] or ())}
+    ]
+    (claim,) = [
+        claim for pid in pids for claim in Path("/dev/shm").glob(f"aligner-server-*-{pid}-*")
+    ]
     deadline = time.monotonic() + _TIMEOUT_S
-    while not (found := [path for path in (claim / "paths").read_text().splitlines() if "/psm_" in path]):
+    while not (
+        found := [path for path in (claim / "paths").read_text().splitlines() if "/psm_" in path]
+    ):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     return [*map(Path, found)]
@@ -200,12 +254,20 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     job = submitted(
-        slurm, tmp_path / "run", *FOUR_NODES, *SECURE, "run.steps=1000", "checkpoint.every=2", "run.max_restarts=1"
+        slurm,
+        tmp_path / "run",
+        *FOUR_NODES,
+        *SECURE,
+        "run.steps=1000",
+        "checkpoint.every=2",
+        "run.max_restarts=1",
     )
     job.wait_for_step(1)
 
     def kill(role: str) -> None:
-        *_, step = [number for name, number in slurm.steps(job.number).items() if name.startswith(role)]
+        *_, step = [
+            number for name, number in slurm.steps(job.number).items() if name.startswith(role)
+        ]
         slurm.command("scancel", "--signal=KILL", step)
 
     def wait_for(words: str) -> None:
@@ -226,31 +288,53 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
     assert job.log.count("starting critic again") == 1
     kill("trainer")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
-    assert re.search(r"aligner: error: trainer rank [01] was ended by SIGKILL after 1 restart", job.log)
+    assert re.search(
+        r"aligner: error: trainer rank [01] was ended by SIGKILL after 1 restart", job.log
+    )
     assert re.search(r"log: .*/trainer-[01]\.log", job.log)
 
 
 def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_to_go_on(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "cluster.slurm.srun=['--container-image=image']")
+    job = submitted(
+        slurm, tmp_path / "run", *FOUR_NODES, "cluster.slurm.srun=['--container-image=image']"
+    )
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
-    assert re.search(r"aligner: error: prepare rank 0 ended with exit code \d+; what started it says:\n  \| srun: ", job.log)
+    assert re.search(
+        r"aligner: error: prepare rank 0 ended with exit code \d+; what started it says:\n  \|"
+        r" srun: ",
+        job.log,
+    )
     assert "container-image" in job.log and "Traceback" not in job.log
     status = read_status(job.paths.root)
     assert status.state == "failed"
-    assert status.note is not None and status.note.endswith(f"start it again with: sbatch {job.paths.job_script}")
+    assert status.note is not None and status.note.endswith(
+        f"start it again with: sbatch {job.paths.job_script}"
+    )
 
 
-def test_a_run_whose_job_waits_is_not_launched_a_second_time(slurm: SlurmCluster, tmp_path: Path) -> None:
-    directory, given = tmp_path / "two words" / "run", (*FOUR_NODES, "cluster.slurm.sbatch=[--hold]", "run.resume=auto")
+def test_a_run_whose_job_waits_is_not_launched_a_second_time(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    directory, given = (
+        tmp_path / "two words" / "run",
+        (
+            *FOUR_NODES,
+            "cluster.slurm.sbatch=[--hold]",
+            "run.resume=auto",
+        ),
+    )
     job = submitted(slurm, directory, *given)
     before = job.paths.config.read_text(), job.paths.job_script.read_text()
     (tmp_path / "link").symlink_to(directory)
     for same in (directory, tmp_path / "link"):
         second = launched(slurm, same, *given, "run.steps=1000")
         assert second.returncode == 2
-        told = f"queued already, as job {job.number}; wait for its end, or `scancel {job.number}` first"
+        told = (
+            f"queued already, as job {job.number}; wait for its end, or `scancel {job.number}`"
+            " first"
+        )
         assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"
     assert (job.paths.config.read_text(), job.paths.job_script.read_text()) == before
     slurm.command("scancel", job.number)
@@ -282,10 +366,18 @@ for role, ranks in (("trainer", 2), ("critic", 2)):
 """
 
 
-def test_roles_that_share_a_node_see_devices_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_roles_that_share_a_node_see_devices_of_their_own(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     paths = RunPaths(tmp_path)
     given = (
-        *("experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}", "actor.parallel.data=2", "critic.parallel.data=2"),
+        *(
+            "experiment=tiny_ppo",
+            "cluster=slurm",
+            f"run.dir={tmp_path}",
+            "actor.parallel.data=2",
+            "critic.parallel.data=2",
+        ),
         *("cluster.slurm.roles.trainer.devices=0-3", "cluster.slurm.roles.critic.devices=6-7"),
         *("cluster.slurm.roles.critic.beside=trainer", "cluster.slurm.roles.reward.beside=trainer"),
         "cluster.slurm.roles.reward.devices='5'",
@@ -296,9 +388,14 @@ def test_roles_that_share_a_node_see_devices_of_their_own(slurm: SlurmCluster, t
     (tmp_path / "sees.py").write_text(_SEES)
     asked = [line for line in render_script(config).splitlines() if line.startswith("#SBATCH")]
     run = f"{sys.executable} {tmp_path / 'sees.py'} {tmp_path}"
-    paths.job_script.write_text("\n".join(["#!/usr/bin/env bash", *asked, f"PYTHONPATH={REPOSITORY} {run}", ""]))
+    paths.job_script.write_text(
+        "\n".join(["#!/usr/bin/env bash", *asked, f"PYTHONPATH={REPOSITORY} {run}", ""])
+    )
     slurm.command("sbatch", "--wait", str(paths.job_script))
-    seen = {role: [paths.log(role, rank).read_text().strip() for rank in range(3)] for role in ("trainer", "critic")}
+    seen = {
+        role: [paths.log(role, rank).read_text().strip() for rank in range(3)]
+        for role in ("trainer", "critic")
+    }
     assert seen == {"trainer": ["0,1", "0,1", "5"], "critic": ["6,7", "6,7", "5"]}
 
 
@@ -309,11 +406,17 @@ def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path
     path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     environment = {**slurm.environment, "PATH": path, "ALIGNER_CLUSTER": str(cluster)}
     done = subprocess.run(
-        [str(script), "--output", str(output)], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+        [str(script), "--output", str(output)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     checked = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(checked) > 5 and {each["result"] for each in checked} == {"absent"}  # Slurm's GPUs are files here
+    # Slurm's GPUs are files here
+    assert len(checked) > 5 and {each["result"] for each in checked} == {"absent"}
 
 
 @pytest.mark.parametrize(
@@ -321,15 +424,21 @@ def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path
     [
         ("cluster.slurm.partition=nowhere", "invalid partition specified: nowhere"),
         ("cluster.slurm.time=2-00:00:00", "Requested time limit is invalid"),
-        ("cluster.slurm.roles.trainer.nodes=2 actor.parallel.data=32", "Requested node configuration is not available"),
+        (
+            "cluster.slurm.roles.trainer.nodes=2 actor.parallel.data=32",
+            "Requested node configuration is not available",
+        ),
     ],
 )
 def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_run_directory(
     slurm: SlurmCluster, tmp_path: Path, override: str, said: str
 ) -> None:
-    ended = launched(slurm, tmp_path / "run", *FOUR_NODES, "cluster.devices_per_node=100", *override.split())
+    ended = launched(
+        slurm, tmp_path / "run", *FOUR_NODES, "cluster.devices_per_node=100", *override.split()
+    )
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith("aligner: error: cluster.slurm: Slurm refuses the job: ")
     assert said in ended.stderr
     assert not (tmp_path / "run").exists()
-    assert slurm.command("squeue", "--noheader", "--states=PENDING,RUNNING") == ""  # a job before this one may be completing
+    # a job before this one may be completing
+    assert slurm.command("squeue", "--noheader", "--states=PENDING,RUNNING") == ""

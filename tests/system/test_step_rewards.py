@@ -1,4 +1,5 @@
-"""Whole runs whose reward speaks of steps, and whose prompts are chosen by what they have scored."""
+"""Whole runs whose reward speaks of steps, and whose prompts are chosen by what they have
+scored."""
 
 from __future__ import annotations
 
@@ -23,13 +24,21 @@ RETURNS = (
     "algorithm.uncorrected_staleness=true",
 )
 GIVEN = (
-    *(*BESIDE, *RETURNS, "actor.parallel.data=2", f"run.steps={STEPS}", "logging.tensorboard=false"),
+    *(
+        *BESIDE,
+        *RETURNS,
+        "actor.parallel.data=2",
+        f"run.steps={STEPS}",
+        "logging.tensorboard=false",
+    ),
     *("reward.function=tests.system.scorers:digit_steps", "reward.step_rewards=true"),
     *("data.pass_threshold=3", "data.curriculum.between=[0.1,0.9]", "rollout.prompts_per_step=4"),
 )
 
 
-def test_a_token_is_worth_the_steps_that_end_with_it_and_behind_it_and_a_run_that_is_resumed_goes_on_alike(tmp_path: Path):
+def test_a_token_is_worth_the_steps_that_end_with_it_and_behind_it_and_a_run_that_is_resumed_goes_on_alike(
+    tmp_path: Path,
+):
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()  # both runs have one name, which checkpoints hold
     run = run_to_end(tmp_path / "whole" / "run", *GIVEN)
@@ -54,7 +63,12 @@ def test_a_process_reward_model_that_was_trained_here_rewards_steps(tmp_path: Pa
         {"prompt": "x", "steps": ["3."], "labels": [1]},
     ] * 8
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    offline = ("algorithm=reward_model", f"data.path={tmp_path / 'steps.jsonl'}", "run.steps=3", "data.batch_size=8")
+    offline = (
+        "algorithm=reward_model",
+        f"data.path={tmp_path / 'steps.jsonl'}",
+        "run.steps=3",
+        "data.batch_size=8",
+    )
     trained = run_to_end(tmp_path / "judge", *offline)
     judge = tmp_path / "judge_model"
     with pytest.raises(SystemExit, match=r"^0$"):

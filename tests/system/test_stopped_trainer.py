@@ -27,9 +27,17 @@ STEPS = 40
 @contextlib.contextmanager
 def trainer(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
     """A trainer rank without a launcher, which nothing ends."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "aligner", "train", "--config", str(paths.config)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -53,18 +61,36 @@ def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None
         process.send_signal(signal.SIGCONT)
 
 
-def test_a_trainer_that_goes_on_when_another_has_taken_the_run_leaves_no_trace_in_it(tmp_path: Path) -> None:
+def test_a_trainer_that_goes_on_when_another_has_taken_the_run_leaves_no_trace_in_it(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "sums.jsonl"
-    data.write_text("".join(f'{{"prompt": "{left}+1=", "response": "{left + 1}"}}\n' for left in range(8)))
+    data.write_text(
+        "".join(f'{{"prompt": "{left}+1=", "response": "{left + 1}"}}\n' for left in range(8))
+    )
     overrides = (
-        *("algorithm=sft", f"data.path={data}", "data.max_prompt_tokens=4", "data.max_response_tokens=3", "data.batch_size=4"),
-        *(f"run.steps={STEPS}", "run.name=run", "checkpoint.every=2", "checkpoint.keep=3", "logging.tensorboard=false"),
+        *(
+            "algorithm=sft",
+            f"data.path={data}",
+            "data.max_prompt_tokens=4",
+            "data.max_response_tokens=3",
+            "data.batch_size=4",
+        ),
+        *(
+            f"run.steps={STEPS}",
+            "run.name=run",
+            "checkpoint.every=2",
+            "checkpoint.keep=3",
+            "logging.tensorboard=false",
+        ),
     )
     (tmp_path / "undisturbed").mkdir()
     expected = run_to_end(tmp_path / "undisturbed" / "run", *overrides)
     paths = run_to_end(tmp_path / "run", *overrides, "run.stop_after=2").paths
     config = load_config(paths.config)
-    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, stop_after=None, resume="true"))
+    resumed = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, stop_after=None, resume="true")
+    )
     save_config(resumed, paths.config)
     with trainer(paths) as old:
         wait_for(lambda: len(read_metrics(paths.metrics)) >= 5, old)
@@ -72,12 +98,16 @@ def test_a_trainer_that_goes_on_when_another_has_taken_the_run_leaves_no_trace_i
         reached = len(read_metrics(paths.metrics))
         assert reached < STEPS - 10
         with trainer(paths) as new:
-            wait_for(lambda: min(complete_steps(paths.checkpoints)) > reached, new)  # the old one's are gone
+            # the old one's are gone
+            wait_for(lambda: min(complete_steps(paths.checkpoints)) > reached, new)
             old.send_signal(signal.SIGCONT)
             told = old.communicate(timeout=60)[1]
             assert new.communicate(timeout=60) and new.returncode == 0
     assert old.returncode == 1
-    assert "has taken the run since: what works for attempt 1 writes nothing more" in told and "Traceback" not in told
+    assert (
+        "has taken the run since: what works for attempt 1 writes nothing more" in told
+        and "Traceback" not in told
+    )
     assert repeatable(read_metrics(paths.metrics)) == repeatable(expected.metrics)
     assert complete_steps(paths.checkpoints) == [STEPS - 4, STEPS - 2, STEPS]
     assert checkpoint_differences(expected.paths, paths, STEPS, "policy") == []

@@ -21,7 +21,14 @@ from aligner.observability.metrics import read_records
 from aligner.paths import complete_steps
 from benchmarks.fault_draws import GROUPS, random_faults
 from benchmarks.faults import flip_bit, run_disturbed
-from benchmarks.runs import REPOSITORY, Finished, Launch, checkpoint_differences, repeatable, run_to_end
+from benchmarks.runs import (
+    REPOSITORY,
+    Finished,
+    Launch,
+    checkpoint_differences,
+    repeatable,
+    run_to_end,
+)
 from tests.observability.traces import checked_trace
 from tests.system.conftest import COMPARED, STEPS
 
@@ -30,11 +37,46 @@ pytestmark = pytest.mark.timeout(400)
 FAULTS_STEPS, FAULTS_SEED = 12, 0
 UPDATED = ("policy/lr", "policy/grad_norm", "policy/entropy", "value/loss", "value/grad_norm")
 DOCUMENTED = {
-    *("step", "reward/mean", "reward/std", "kl/reference", "kl/coef", "response/length", "response/ended_fraction"),
-    *("policy/loss", "policy/clip_fraction", "policy/approx_kl", "policy/ratio_max", "policy/entropy", "policy/grad_norm"),
-    *("policy/lr", "value/loss", "value/clip_fraction", "value/explained_variance", "mismatch/logprob_abs", "mismatch/kl"),
-    *("staleness/mean", "staleness/max", "time/step", "time/generate", "time/logprobs", "time/server_wait", "time/train"),
-    *("mismatch/fraction_above_1pct", "time/reshard", "throughput/samples_per_s", "throughput/tokens_per_s"),
+    *(
+        "step",
+        "reward/mean",
+        "reward/std",
+        "kl/reference",
+        "kl/coef",
+        "response/length",
+        "response/ended_fraction",
+    ),
+    *(
+        "policy/loss",
+        "policy/clip_fraction",
+        "policy/approx_kl",
+        "policy/ratio_max",
+        "policy/entropy",
+        "policy/grad_norm",
+    ),
+    *(
+        "policy/lr",
+        "value/loss",
+        "value/clip_fraction",
+        "value/explained_variance",
+        "mismatch/logprob_abs",
+        "mismatch/kl",
+    ),
+    *(
+        "staleness/mean",
+        "staleness/max",
+        "time/step",
+        "time/generate",
+        "time/logprobs",
+        "time/server_wait",
+        "time/train",
+    ),
+    *(
+        "mismatch/fraction_above_1pct",
+        "time/reshard",
+        "throughput/samples_per_s",
+        "throughput/tokens_per_s",
+    ),
 }
 
 FROM_THE_NEWEST = (
@@ -83,27 +125,65 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
 def test_the_trace_shows_what_every_role_did_in_every_step(undisturbed: Finished) -> None:
     trace = checked_trace(undisturbed.paths.trace)
     assert trace.keys() == {"trainer", "critic", "reward"}
-    seconds = {(event["name"], event["args"]["step"]): event["dur"] / 1e6 for event in trace["trainer"]}
+    seconds = {
+        (event["name"], event["args"]["step"]): event["dur"] / 1e6 for event in trace["trainer"]
+    }
     for step in undisturbed.metrics:
-        for phase, name in (("generate", "generate"), ("logprobs", "logprobs"), ("train", "train"), ("reshard", "publish")):
+        for phase, name in (
+            ("generate", "generate"),
+            ("logprobs", "logprobs"),
+            ("train", "train"),
+            ("reshard", "publish"),
+        ):
             assert seconds[name, step["step"]] == pytest.approx(step[f"time/{phase}"], abs=1e-5)
-    for role, name, rows in (("reward", "score", 64), ("critic", "values", 64), ("critic", "critic_train", 64)):
+    for role, name, rows in (
+        ("reward", "score", 64),
+        ("critic", "values", 64),
+        ("critic", "critic_train", 64),
+    ):
         events = [event for event in trace[role] if event["name"] == name]
-        computed = {step: sum(e["args"]["rows"] for e in events if e["args"]["step"] == step) for step in range(1, STEPS + 1)}
+        computed = {
+            step: sum(e["args"]["rows"] for e in events if e["args"]["step"] == step)
+            for step in range(1, STEPS + 1)
+        }
         assert set(computed.values()) == {rows}, (role, computed)
-    policy = {event["args"]["step"]: event for event in trace["trainer"] if event["name"] == "train"}
+    policy = {
+        event["args"]["step"]: event for event in trace["trainer"] if event["name"] == "train"
+    }
     critic = [event for event in trace["critic"] if event["name"] == "critic_train"]
-    overlapping = [event for event in critic if event["ts"] < (own := policy[event["args"]["step"]])["ts"] + own["dur"]]
+    overlapping = [
+        event
+        for event in critic
+        if event["ts"] < (own := policy[event["args"]["step"]])["ts"] + own["dur"]
+    ]
     assert len(overlapping) > len(critic) / 2  # the critic learns while the policy does
     assert {"checkpoint", "wait", "prefill"} <= {event["name"] for event in trace["trainer"]}
 
 
 def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    command = [sys.executable, "-m", "aligner", "report", str(undisturbed.paths.root), "--output", str(page)]
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "report",
+        str(undisturbed.paths.root),
+        "--output",
+        str(page),
+    ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{page}\n", "")
-    plots = {"utilization", "timeline", "reward", "kl", "length", "policy_loss", "value_loss", "mismatch", "staleness"}
+    plots = {
+        "utilization",
+        "timeline",
+        "reward",
+        "kl",
+        "length",
+        "policy_loss",
+        "value_loss",
+        "mismatch",
+        "staleness",
+    }
     assert plots <= set(re.findall(r'"key":"(\w+)"', page.read_text()))
 
 
@@ -118,10 +198,18 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finished, tmp_path: Path) -> None:
-    """Before it is told to stop it is also a second run with the same seed; it is evaluated, which must not be felt."""
+def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    """Before it is told to stop it is also a second run with the same seed; it is evaluated, which
+    must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
-    more = ("evaluation.every=1", "evaluation.prompts=[hello,xyz]", "evaluation.samples=2", *COMPARED)
+    more = (
+        "evaluation.every=1",
+        "evaluation.prompts=[hello,xyz]",
+        "evaluation.samples=2",
+        *COMPARED,
+    )
     with Launch(directory, *more) as launch:
         launch.wait_for_step(2)
         launch.interrupt(signal.SIGUSR1)
@@ -132,7 +220,9 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     assert steps < 6
     # What was left of a grace period is for the checkpoint: the resumed run evaluates it.
     assert ["eval/score" in record for record in stopped.metrics] == [True] * steps + [False]
-    assert repeatable(without_evaluation(stopped.metrics)) == repeatable(undisturbed.metrics[:steps])
+    assert repeatable(without_evaluation(stopped.metrics)) == repeatable(
+        undisturbed.metrics[:steps]
+    )
     assert (stopped.paths.checkpoints / f"step_{steps}" / "manifest.json").is_file()
     resumed = run_to_end(directory, "run.resume=true", "run.stop_after=6", *more)
     assert repeatable(without_evaluation(resumed.metrics)) == repeatable(undisturbed.metrics[:6])
@@ -143,11 +233,20 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(undisturbed: Finish
     assert checkpoint_differences(undisturbed.paths, resumed.paths, 6) == []
     evaluated = [record for record in resumed.metrics if "eval/score" in record]
     assert [record["step"] for record in evaluated] == list(range(7))
-    assert all(record.keys() >= {"eval/pass@2", "eval/win_rate", "eval/reference_perplexity"} for record in evaluated)
-    assert evaluated[0].keys() == {"step", "time/evaluate", *(key for key in evaluated[0] if key.startswith("eval/"))}
+    assert all(
+        record.keys() >= {"eval/pass@2", "eval/win_rate", "eval/reference_perplexity"}
+        for record in evaluated
+    )
+    assert evaluated[0].keys() == {
+        "step",
+        "time/evaluate",
+        *(key for key in evaluated[0] if key.startswith("eval/")),
+    }
     assert evaluated[-1]["eval/score"] > evaluated[0]["eval/score"]
     events = checked_trace(resumed.paths.trace)["trainer"]
-    assert [event["args"]["step"] for event in events if event["name"] == "train"] == list(range(1, 7))
+    assert [event["args"]["step"] for event in events if event["name"] == "train"] == list(
+        range(1, 7)
+    )
 
 
 @pytest.mark.slow
@@ -163,7 +262,9 @@ def test_a_run_that_was_killed_goes_on_from_what_the_clock_saved_as_if_it_had_no
     saved, before = complete_steps(launch.paths.checkpoints), launch.paths.metrics.read_text()
     assert saved[-1] >= 1  # that of a step is complete once the next one's metrics are written
     again = run_to_end(directory, *given)
-    assert again.metrics[0] == json.loads(before.splitlines()[0]), "the first step was not done again"
+    assert again.metrics[0] == json.loads(before.splitlines()[0]), (
+        "the first step was not done again"
+    )
     assert not again.paths.set_aside.exists()
     assert repeatable(again.metrics) == repeatable(undisturbed.metrics[:6])
     assert checkpoint_differences(undisturbed.paths, again.paths, 6) == []
@@ -173,32 +274,62 @@ def test_a_run_that_was_killed_goes_on_from_what_the_clock_saved_as_if_it_had_no
 
 def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """The steps, the initial policy's evaluation left out, without what was evaluated."""
-    return [{key: value for key, value in step.items() if not key.startswith("eval/")} for step in metrics if step["step"]]
+    return [
+        {key: value for key, value in step.items() if not key.startswith("eval/")}
+        for step in metrics
+        if step["step"]
+    ]
 
 
 def stopped(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
     """The undisturbed run as it was after some of its checkpoints; where they are."""
-    shutil.copytree(undisturbed.paths.root, directory, ignore=shutil.ignore_patterns("checkpoints", "tensorboard", "logs"))
+    shutil.copytree(
+        undisturbed.paths.root,
+        directory,
+        ignore=shutil.ignore_patterns("checkpoints", "tensorboard", "logs"),
+    )
     for step in checkpoints:
-        shutil.copytree(undisturbed.paths.checkpoints / f"step_{step}", directory / "checkpoints" / f"step_{step}")
+        shutil.copytree(
+            undisturbed.paths.checkpoints / f"step_{step}",
+            directory / "checkpoints" / f"step_{step}",
+        )
     (directory / "checkpoints" / "step_6").rename(directory / "checkpoints" / "step_6_backup")
-    shutil.copytree(directory / "checkpoints" / "step_6_backup", directory / "checkpoints" / "step_6")
+    shutil.copytree(
+        directory / "checkpoints" / "step_6_backup", directory / "checkpoints" / "step_6"
+    )
     return directory / "checkpoints"
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_newest_checkpoint_in_which_no_bit_was_flipped(undisturbed: Finished, tmp_path: Path) -> None:
-    checkpoints, damaged = stopped(undisturbed, tmp_path / "run", 6, 12, 18), {12: "policy", 18: "critic"}
+def test_a_run_goes_on_from_the_newest_checkpoint_in_which_no_bit_was_flipped(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    checkpoints, damaged = (
+        stopped(undisturbed, tmp_path / "run", 6, 12, 18),
+        {
+            12: "policy",
+            18: "critic",
+        },
+    )
     for step, part in damaged.items():
         flip_bit(checkpoints / f"step_{step}" / part / "rank_0.safetensors", 0.5, 0)
     run = run_to_end(tmp_path / "run", *FROM_THE_NEWEST)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:12])
     assert checkpoint_differences(undisturbed.paths, run.paths, 12) == []
     log = run.paths.log("trainer", 0).read_text()
-    assert "Traceback" not in log and run.out.count("a checkpoint was damaged, and is set aside as") == 2
+    assert (
+        "Traceback" not in log
+        and run.out.count("a checkpoint was damaged, and is set aside as") == 2
+    )
     for step, part in damaged.items():
-        assert f"{part}/rank_0.safetensors is damaged" in (checkpoints / f"step_{step}.damaged" / "damage.txt").read_text()
-        assert f"DAMAGED: checkpoint step_{step} is not used" in log and f"step_{step}.damaged" in run.out
+        assert (
+            f"{part}/rank_0.safetensors is damaged"
+            in (checkpoints / f"step_{step}.damaged" / "damage.txt").read_text()
+        )
+        assert (
+            f"DAMAGED: checkpoint step_{step} is not used" in log
+            and f"step_{step}.damaged" in run.out
+        )
 
 
 @pytest.mark.slow
@@ -212,22 +343,41 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothin
         run = launch.finish(150)
     assert run.code == 1, run.report()
     assert "every checkpoint is damaged" in run.error and "Traceback" not in run.error, run.report()
-    assert "step_12/manifest.json: damaged" in run.error and "step_6: critic/updates.json is damaged" in run.error
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_12", "step_6", "step_6_backup"]
+    assert (
+        "step_12/manifest.json: damaged" in run.error
+        and "step_6: critic/updates.json is damaged" in run.error
+    )
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "step_12",
+        "step_6",
+        "step_6_backup",
+    ]
     assert len(run.metrics) == len(undisturbed.metrics)
     json.loads((checkpoints / "step_6" / "manifest.json").read_text())
 
 
 @pytest.mark.slow
-def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp_path: Path) -> None:
+def test_a_run_resumes_at_another_layout_where_it_was(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     directory = tmp_path / "run"
     skipped = shutil.ignore_patterns("step_*", "tensorboard", "logs")
     shutil.copytree(undisturbed.paths.root, directory, ignore=skipped)
     shutil.copytree(undisturbed.paths.checkpoints / "step_6", directory / "checkpoints" / "step_6")
     resumed = run_to_end(
         directory,
-        *("run.resume=true", "run.stop_after=8", "logging.tensorboard=false", "checkpoint.best_metric=reward/mean", *COMPARED),
-        *("actor.parallel.data=2", "actor.optimizer.distributed=true", "critic.parallel.pipeline=2"),
+        *(
+            "run.resume=true",
+            "run.stop_after=8",
+            "logging.tensorboard=false",
+            "checkpoint.best_metric=reward/mean",
+            *COMPARED,
+        ),
+        *(
+            "actor.parallel.data=2",
+            "actor.optimizer.distributed=true",
+            "critic.parallel.pipeline=2",
+        ),
     )
     assert [step["step"] for step in resumed.metrics] == list(range(1, 9))
     for got, expected in zip(resumed.metrics[6:], undisturbed.metrics[6:8], strict=True):
@@ -235,19 +385,34 @@ def test_a_run_resumes_at_another_layout_where_it_was(undisturbed: Finished, tmp
         for key in (*UPDATED, "kl/reference", "kl/coef"):
             assert got[key] == pytest.approx(expected[key], rel=1e-3), key
     manifest = json.loads((directory / "checkpoints" / "step_8" / "manifest.json").read_text())
-    assert manifest["metric"] == {"name": "reward/mean", "value": resumed.metrics[-1]["reward/mean"]}
+    assert manifest["metric"] == {
+        "name": "reward/mean",
+        "value": resumed.metrics[-1]["reward/mean"],
+    }
     assert manifest["config"]["actor"]["parallel"]["data"] == 2
     trace = checked_trace(directory / "trace.json")
     assert {event["tid"] for event in trace["critic"] if event["args"].get("step", 0) > 6} == {0, 1}
     events = [event for event in trace["trainer"] if event["name"] == "train"]
-    steps = {rank: [event["args"]["step"] for event in events if event["tid"] == rank] for rank in (0, 1)}
-    assert steps == {0: list(range(1, 9)), 1: [7, 8]}  # of all that the undisturbed run did, those that were kept
+    steps = {
+        rank: [event["args"]["step"] for event in events if event["tid"] == rank] for rank in (0, 1)
+    }
+    # of all that the undisturbed run did, those that were kept
+    assert steps == {0: list(range(1, 9)), 1: [7, 8]}
 
 
-def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(undisturbed: Finished, tmp_path: Path) -> None:
+def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    command = [sys.executable, "-m", "aligner", "convert", str(undisturbed.paths.root), str(tmp_path / "model")]
+    command = [
+        sys.executable,
+        "-m",
+        "aligner",
+        "convert",
+        str(undisturbed.paths.root),
+        str(tmp_path / "model"),
+    ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{tmp_path / 'model'}\n", "")
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -255,14 +420,23 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(und
 
 
 @pytest.mark.slow
-def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(undisturbed: Finished, tmp_path: Path) -> None:
+def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     run = run_to_end(tmp_path / "run", "cluster.deterministic=true", "run.stop_after=2", *COMPARED)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:2])
 
 
 @pytest.mark.slow
-def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
-    layout = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2", *COMPARED)
+def test_the_first_step_is_the_same_at_another_layout(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    layout = (
+        "actor.parallel.tensor=2",
+        "actor.parallel.pipeline=2",
+        "critic.parallel.tensor=2",
+        *COMPARED,
+    )
     sharded = run_to_end(tmp_path / "sharded", *layout, "run.stop_after=1")
     expected, got = undisturbed.metrics[0], sharded.metrics[0]
     # The same tokens were sampled: a digit more or less in 64 responses would show here.
@@ -279,14 +453,17 @@ def test_the_first_step_is_the_same_at_another_layout(undisturbed: Finished, tmp
         "kl/reference",
     ):
         assert got[key] == pytest.approx(expected[key], rel=1e-4), key
-    # What the engine drew and what the trainer recomputed: the log-probs of both, token by token on average.
+    # What the engine drew and what the trainer recomputed: the log-probs of both, token by token on
+    # average.
     assert got["mismatch/logprob_abs"] < 1e-4
     # The loss is a sum of terms of order 1 that nearly cancel.
     assert got["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(undisturbed: Finished, tmp_path: Path) -> None:
+def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
     apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *COMPARED)
     assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
     assert (apart.paths.root / "logs" / "generator-0.log").is_file()
@@ -333,20 +510,32 @@ def save_reward_model(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(tmp_path: Path) -> None:
+def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(
+    tmp_path: Path,
+) -> None:
     # Scores of a random model's first steps are mostly 0, so that some prompts are replaced.
-    overrides = ("algorithm=dapo", "rollout.max_response_tokens=3", "algorithm.minibatches=4", "run.steps=2")
+    overrides = (
+        "algorithm=dapo",
+        "rollout.max_response_tokens=3",
+        "algorithm.minibatches=4",
+        "run.steps=2",
+    )
     overrides += ("algorithm.early_stop_kl=1e-9",)  # above what rounding makes of no movement
     finished = run_to_end(tmp_path / "run", *overrides)
     assert [step["step"] for step in finished.metrics] == [1, 2]
     for step in finished.metrics:
         assert not [name for name in step if name.startswith("value/")]
         assert 0 < step["rollout/kept_fraction"] < 1
-        assert step["policy/updates"] == 2  # the first has not moved the policy when its loss is taken
+        # the first has not moved the policy when its loss is taken
+        assert step["policy/updates"] == 2
         assert step["policy/grad_norm"] > 0 and step["mismatch/logprob_abs"] < 1e-3
     assert not list((finished.paths.root / "logs").glob("critic*"))
     checkpoint = finished.paths.checkpoints / "step_2"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "pass_rates", "policy"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "manifest.json",
+        "pass_rates",
+        "policy",
+    ]
     state = json.loads((checkpoint / "manifest.json").read_text())["state"]
     assert state["critic_updates"] == 0 and state["position"] > 2 * 16
 
@@ -359,7 +548,13 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     save_reward_model(directory)
     run = run_to_end(
         tmp_path / "run",
-        *("algorithm=rloo", "reward.kind=model", f"reward.path={directory}", "reward.parallel.tensor=2", "run.steps=2"),
+        *(
+            "algorithm=rloo",
+            "reward.kind=model",
+            f"reward.path={directory}",
+            "reward.parallel.tensor=2",
+            "run.steps=2",
+        ),
         *("logging.samples_every=1", "logging.samples_count=64"),
     )
     samples = read_records(run.paths.samples)
@@ -369,13 +564,16 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
         assert step["reward/mean"] == pytest.approx(sum(rewards) / 64, abs=1e-5)
     model = LlamaForSequenceClassification.from_pretrained(directory).eval()
     tokenizer = Tokenizer.from_file(str(run.paths.initial_model / "tokenizer.json"))
-    # Every response has 16 tokens; one of fewer characters drew special tokens, which its text leaves out.
+    # Every response has 16 tokens; one of fewer characters drew special tokens, which its text
+    # leaves out.
     whole = [sample for sample in samples if len(sample["response"]) == 16]
     assert len(whole) > 32
     expected = []
     for sample in whole:
         tokens = torch.tensor([tokenizer.encode(sample["prompt"] + sample["response"]).ids])
         with torch.no_grad():
-            expected.append(float(model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits))
+            expected.append(
+                float(model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits)
+            )
     assert max(expected) - min(expected) > 0.5
     assert [sample["reward"] for sample in whole] == pytest.approx(expected, abs=1e-4)

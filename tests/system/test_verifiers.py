@@ -1,4 +1,5 @@
-"""Whole runs on an environment that is written for `verifiers`, which knows nothing of us, in its own virtual environment."""
+"""Whole runs on an environment that is written for `verifiers`, which knows nothing of us, in its
+own virtual environment."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ PYTHON, EXAMPLES = installed_python("verifiers"), REPOSITORY / "docs" / "example
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(PYTHON is None, reason="not installed: python -m benchmarks.peer_environment verifiers"),
+    pytest.mark.skipif(
+        PYTHON is None, reason="not installed: python -m benchmarks.peer_environment verifiers"
+    ),
 ]
 NUMBERS: dict[str, Any] = {name: {"title": name.upper(), "type": "integer"} for name in "ab"}
 # As verifiers sends it.
 MULTIPLY: dict[str, Any] = {
     "name": "multiply",
     "description": "Multiply two numbers.",
-    "parameters": {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "title": "multiplyArguments"},
+    "parameters": {
+        "type": "object",
+        "properties": NUMBERS,
+        "required": ["a", "b"],
+        "title": "multiplyArguments",
+    },
 }
 LEARNED = [(2, 3), (7, 8)]
 
@@ -34,7 +42,10 @@ LEARNED = [(2, 3), (7, 8)]
 def model(tmp_path: Path) -> Path:
     """One that has begun to learn to call the calculator."""
     conversations = [
-        called(f"{a}*{b}?", ToolCall("000010000", "multiply", {"a": a, "b": b}), str(a * b), str(a * b)) for a, b in LEARNED
+        called(
+            f"{a}*{b}?", ToolCall("000010000", "multiply", {"a": a, "b": b}), str(a * b), str(a * b)
+        )
+        for a, b in LEARNED
     ]
     directory = tmp_path / "model"
     directory.mkdir()
@@ -45,7 +56,9 @@ def model(tmp_path: Path) -> Path:
 def tasks(tmp_path: Path) -> Path:
     """The environment's own, of which the model knows some."""
     command = [str(PYTHON), "verifiers_agent.py", "tasks", "verifiers_products"]
-    lines = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        command, cwd=EXAMPLES, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert len(lines) == 64
     known = {f"{a}*{b}?" for a, b in LEARNED}
     file = tmp_path / "tasks.jsonl"
@@ -83,8 +96,14 @@ def test_an_environment_of_verifiers_is_trained_on_the_tokens_that_were_drawn_fo
         "run.steps=3",
     )
     assert run.code == 0, run.report()
-    assert all(step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in run.metrics)
+    assert all(
+        step["mismatch/logprob_abs"] == 0 and step["rollout/skipped"] == 0 for step in run.metrics
+    )
     assert max(step["reward/mean"] for step in run.metrics) > 0 and len(run.metrics) == 3
-    turns = [turn for line in run.paths.samples.read_text().splitlines() for turn in json.loads(line).get("turns", [])]
+    turns = [
+        turn
+        for line in run.paths.samples.read_text().splitlines()
+        for turn in json.loads(line).get("turns", [])
+    ]
     assert any("<tool_call>" in turn.get("policy", "") for turn in turns)
     assert any("<tool_response>\n56\n" in turn.get("environment", "") for turn in turns)

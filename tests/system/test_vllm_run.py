@@ -23,8 +23,15 @@ GENERATOR = (
 )
 
 
-def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(tmp_path: Path) -> None:
-    cut = ("actor.parallel.tensor=2", "actor.parallel.pipeline=2", "engine.publish=changes", "engine.verify_every=1")
+def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(
+    tmp_path: Path,
+) -> None:
+    cut = (
+        "actor.parallel.tensor=2",
+        "actor.parallel.pipeline=2",
+        "engine.publish=changes",
+        "engine.verify_every=1",
+    )
     with Launch(tmp_path / "run", *GENERATOR, *cut, "run.stop_after=3") as launch:
         run = launch.finish(500)
     assert run.code == 0, run.report()
@@ -36,12 +43,18 @@ def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(t
 def test_a_worker_of_vllm_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", *GENERATOR, "run.stop_after=8") as launch:
         launch.wait_for_step(2, timeout_s=300)
-        (program,) = (each for each in launch.rank("generator", 0).children() if "serve.py" in " ".join(each.cmdline()))
+        (program,) = (
+            each
+            for each in launch.rank("generator", 0).children()
+            if "serve.py" in " ".join(each.cmdline())
+        )
         worker = max(program.children(recursive=True), key=lambda each: each.memory_info().rss)
         assert launch.steps < 8, "it is in the middle"
         worker.kill()
         run = launch.finish(400)
         assert run.code == 0, run.report()
-        assert "generator" in "".join(line for line in run.out.splitlines() if "; starting " in line), run.report()
+        assert "generator" in "".join(
+            line for line in run.out.splitlines() if "; starting " in line
+        ), run.report()
         assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 8
         assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE

@@ -43,7 +43,9 @@ RESPONSE_TOKENS = 7
 
 def letters(batch: Sequence[ScoringRequest]) -> list[float]:
     """A scorer: the share of letters."""
-    return [sum(map(str.isalpha, request.response)) / max(len(request.response), 1) for request in batch]
+    return [
+        sum(map(str.isalpha, request.response)) / max(len(request.response), 1) for request in batch
+    ]
 
 
 def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config:
@@ -52,7 +54,9 @@ def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config
         run=RunConfig(dir=run, steps=5),
         model=ModelConfig(path=model),
         data=DataConfig(prompts=["unused"], max_prompt_tokens=16),
-        rollout=RolloutConfig(max_response_tokens=RESPONSE_TOKENS, temperature=0.7, stop_at_eos=False),
+        rollout=RolloutConfig(
+            max_response_tokens=RESPONSE_TOKENS, temperature=0.7, stop_at_eos=False
+        ),
         actor=ActorConfig(parallel=ParallelConfig(data=ranks)),
         evaluation=EvaluationConfig(**{"every": 2, "function": "digit_fraction"} | evaluation),
     )
@@ -64,7 +68,9 @@ def built(config: Config, world: World) -> Evaluations:
     """What evaluates the initial weights. Collective."""
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
-    policy = Policy(shape, world, config.actor, directory, config.rollout.temperature, total_updates=1)
+    policy = Policy(
+        shape, world, config.actor, directory, config.rollout.temperature, total_updates=1
+    )
     sampler, publisher = build_engine_ends(config, policy, tokenizer, client=None)
     publisher.publish(version=0)
     options, services = build_options(config.rollout, shape), Services(None, None)
@@ -76,7 +82,8 @@ def built(config: Config, world: World) -> Evaluations:
 
 
 def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str, Any]:
-    """Metrics of the initial weights, drawn greedily and not, and what a run does that has been resumed."""
+    """Metrics of the initial weights, drawn greedily and not, and what a run does that has been
+    resumed."""
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
@@ -89,11 +96,16 @@ def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str
     found["resumed"] = first.evaluate(2)
     begin(first, world)
     found["beside"] = first.evaluate(2)
-    drawing = replace(first, suite=_with(first, samples=3), options=replace(first.options, greedy=False))
+    drawing = replace(
+        first, suite=_with(first, samples=3), options=replace(first.options, greedy=False)
+    )
     found["drawn"] = [drawing.evaluate(2), drawing.evaluate(4)]
     sharp = replace(drawing, options=replace(drawing.options, temperature=0.5))
     found["sharp"] = sharp.evaluate(2)
-    found["sharp responses"] = [sample.response.tolist() for sample in sharp.builder.generate(first.prompts, 3, sharp.options)]
+    found["sharp responses"] = [
+        sample.response.tolist()
+        for sample in sharp.builder.generate(first.prompts, 3, sharp.options)
+    ]
     found["other prompts"] = _error(replace(first, prompts=first.prompts[:1]), step=2)
     found["other scorer"] = _error(replace(first, suite=_with(first, function="math")), step=2)
     samples = first.builder.generate(first.prompts, 1, first.options)
@@ -113,7 +125,8 @@ def begin(of: Evaluator, world: World) -> None:
 
 
 def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
-    """Metrics of the initial weights by every suite: at first, of a run that goes on, and of what is scored beside it."""
+    """Metrics of the initial weights by every suite: at first, of a run that goes on, and of what
+    is scored beside it."""
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
@@ -133,7 +146,8 @@ def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str
 
 
 def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
-    """Metrics of the initial weights by a judge, of a run, and of it again where it goes on in its directory."""
+    """Metrics of the initial weights by a judge, of a run, and of it again where it goes on in its
+    directory."""
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)

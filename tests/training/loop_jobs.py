@@ -50,7 +50,8 @@ def saves(minutes: float) -> list[bool]:
 
 @dataclass(kw_only=True)
 class ScriptedLoop(TrainingLoop):
-    """Trains nothing; what its steps and evaluations measure is written down, and rank 0 alone knows it."""
+    """Trains nothing; what its steps and evaluations measure is written down, and rank 0 alone
+    knows it."""
 
     rank: int
     kls: Sequence[float]

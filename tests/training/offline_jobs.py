@@ -53,7 +53,9 @@ PREFERENCES = {
     "kto": PreferenceConfig(kind="kto", beta=0.5, undesirable_weight=0.75),
 }
 TASKS = ("sft", "taught", *PREFERENCES, "reward_model", "steps")
-TEACHER = TeacherConfig(scores="scores", loss="jensen_shannon", beta=0.3, weight=2.0, imitation_weight=0.5)
+TEACHER = TeacherConfig(
+    scores="scores", loss="jensen_shannon", beta=0.3, weight=2.0, imitation_weight=0.5
+)
 """Of the task `taught`."""
 _TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model", "taught": "sft"}
 
@@ -81,10 +83,14 @@ def examples(task: str) -> list[Any]:
         elif task == "steps":
             labels = torch.tensor([1.0, 0.0, 1.0][: 1 + index % 3])
             positions = index + torch.tensor([2, 5, 6][: 1 + index % 3])
-            made.append(LabeledSteps(torch.cat([prompt, whole(6)]), prompt.numel(), positions, labels))
+            made.append(
+                LabeledSteps(torch.cat([prompt, whole(6)]), prompt.numel(), positions, labels)
+            )
         else:
             margin = [0.25 if task == "rpo_sq" else None, 0.5, 2.0][index % 3]
-            made.append(Preference(answered(prompt, 2 + index), answered(prompt, 7 - index), margin))
+            made.append(
+                Preference(answered(prompt, 2 + index), answered(prompt, 7 - index), margin)
+            )
     return made
 
 
@@ -95,16 +101,24 @@ def teacher_logits(made: Sequence[Demonstration]) -> Tensor:
     return 2 * torch.randn(count, VOCABULARY, generator=generator, dtype=torch.float64)
 
 
-def with_scores(made: Sequence[Demonstration], directory: Path, vocabulary: int = VOCABULARY) -> list[Demonstration]:
-    """With the log-probs of the 5 tokens that the teacher finds most probable, kept in the directory."""
+def with_scores(
+    made: Sequence[Demonstration], directory: Path, vocabulary: int = VOCABULARY
+) -> list[Demonstration]:
+    """With the log-probs of the 5 tokens that the teacher finds most probable, kept in the
+    directory."""
     every = teacher_logits(made).log_softmax(-1)
     logprobs, ids = every.topk(5)
     rest = every.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     rows = demonstration_rows(made, pad_token_id=0)
     taught = TaughtTokens(
-        torch.zeros(rows.mask.shape), torch.zeros(*rows.mask.shape, 5).int(), torch.zeros(*rows.mask.shape, 6)
+        torch.zeros(rows.mask.shape),
+        torch.zeros(*rows.mask.shape, 5).int(),
+        torch.zeros(*rows.mask.shape, 6),
     )
-    taught.ids[rows.mask], taught.outcomes[rows.mask] = ids.int(), torch.cat([logprobs, rest], -1).float()
+    taught.ids[rows.mask], taught.outcomes[rows.mask] = (
+        ids.int(),
+        torch.cat([logprobs, rest], -1).float(),
+    )
     directory.mkdir(parents=True)
     write_part(directory / part_name(1, 1), rows, taught)
     (directory / "teacher.json").write_text("{}")
@@ -113,16 +127,23 @@ def with_scores(made: Sequence[Demonstration], directory: Path, vocabulary: int 
     return [replace(each, taught=scores.find(each.tokens, each.is_learned)) for each in made]
 
 
-def configuration(directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any) -> Config:
+def configuration(
+    directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any
+) -> Config:
     """A run of four steps over all examples."""
     taught = {"teacher": TEACHER} if task == "taught" else {}
     return Config(
         run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
         model=ModelConfig(path=directory),
         data=DataConfig(**({"batch_size": 6, "shuffle": False} | sections.pop("data", {}))),
-        algorithm=AlgorithmConfig(trainer=_TRAINERS.get(task, task), preference=PREFERENCES.get(task, PreferenceConfig())),
+        algorithm=AlgorithmConfig(
+            trainer=_TRAINERS.get(task, task), preference=PREFERENCES.get(task, PreferenceConfig())
+        ),
         actor=ActorConfig(
-            parallel=ParallelConfig(**layout), micro_batch_tokens=32, logprob_chunk_tokens=10, optimizer=OPTIMIZER
+            parallel=ParallelConfig(**layout),
+            micro_batch_tokens=32,
+            logprob_chunk_tokens=10,
+            optimizer=OPTIMIZER,
         ),
         logging=LoggingConfig(tensorboard=False),
         **(taught | sections),
@@ -135,7 +156,8 @@ def run_data(made: Sequence[Any], held_out: int = 0, *, shuffle: bool = False) -
 
 
 def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each task: its loss before, two updates with the first one's gradients, and its loss after."""
+    """Of each task: its loss before, two updates with the first one's gradients, and its loss
+    after."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     found = {}
     for name in TASKS:
@@ -173,7 +195,8 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
     """What the reward's ranks make of answers when a run serves the model in a directory."""
     world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
     config = Config(
-        model=ModelConfig(path=directory), reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32)
+        model=ModelConfig(path=directory),
+        reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32),
     )
     scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
     rows = demonstration_rows(answers, pad_token_id=0)
@@ -183,9 +206,11 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
     return scores
 
 
-def train(directory: str, task: str, root: str, told_after: int | None = None, **sections: Any) -> bool:
-    """A whole run of the trainer, with two examples held out, that is told to stop in step `told_after`, or before any (0);
-    whether it was.
+def train(
+    directory: str, task: str, root: str, told_after: int | None = None, **sections: Any
+) -> bool:
+    """A whole run of the trainer, with two examples held out, that is told to stop in step
+    `told_after`, or before any (0); whether it was.
     """
     chosen = {
         "checkpoint": CheckpointConfig(every=2),
@@ -213,14 +238,22 @@ def train(directory: str, task: str, root: str, told_after: int | None = None, *
     return trainer.stop.is_early
 
 
-def score(directory: str, layout: dict[str, Any], root: str, **run: Any) -> tuple[int, Tensor, Tensor]:
-    """A run that scores the demonstrations of `sft` in four parts: steps that it did, and what its model says of all at once,
-    the 5 most probable tokens of each that is learned from and their log-probs with that of all others.
+def score(
+    directory: str, layout: dict[str, Any], root: str, **run: Any
+) -> tuple[int, Tensor, Tensor]:
+    """A run that scores the demonstrations of `sft` in four parts: steps that it did, and what its
+    model says of all at once, the 5 most probable tokens of each that is learned from and their
+    log-probs with that of all others.
     """
     settings: dict[str, Any] = {"teacher": TeacherConfig(top_k=5), "run": run}
     config = configuration(directory, layout, "teacher_scores", root, **settings)
-    world, made = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120), examples("sft")
-    trainer = build_trainer(config, world, Tokenizer(Path(directory)), run_data(made), Services(None, None))
+    world, made = (
+        worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120),
+        examples("sft"),
+    )
+    trainer = build_trainer(
+        config, world, Tokenizer(Path(directory)), run_data(made), Services(None, None)
+    )
     assert isinstance(trainer, TeacherScorer)
     before = trainer.resume(())
     trainer.run()

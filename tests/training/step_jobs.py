@@ -37,7 +37,9 @@ class _EvenTokens:
     def score(self, tokens: Tensor, lengths: Tensor, prompts: Tensor, *_: Any) -> Future[Tensor]:
         answer: Future[Tensor] = Future()
         rows = zip(tokens, lengths.tolist(), prompts.tolist(), strict=True)
-        answer.set_result(torch.stack([(row[first:end] % 2 == 0).float().mean() for row, end, first in rows]))
+        answer.set_result(
+            torch.stack([(row[first:end] % 2 == 0).float().mean() for row, end, first in rows])
+        )
         return answer
 
     def assert_settled(self) -> None: ...
@@ -46,7 +48,8 @@ class _EvenTokens:
 
 
 class _CountingCritic(_EvenTokens):
-    """Stands for the critic's server: of each token that comes before it a value is worth its hundredth."""
+    """Stands for the critic's server: of each token that comes before it a value is worth its
+    hundredth."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -89,8 +92,11 @@ def _of_its_own(job: Callable[P, T]) -> Callable[P, T]:
 
 
 @_of_its_own
-def critic_warmup(overrides: list[str], first: int, saved_after: int | None = None) -> list[dict[str, Any]]:
-    """A run's steps from `first` on, which it resumes from: metrics, the published version if any, and the policy's weights.
+def critic_warmup(
+    overrides: list[str], first: int, saved_after: int | None = None
+) -> list[dict[str, Any]]:
+    """A run's steps from `first` on, which it resumes from: metrics, the published version if any,
+    and the policy's weights.
 
     After `saved_after` steps a checkpoint is taken.
     """
@@ -122,20 +128,35 @@ def critic_warmup(overrides: list[str], first: int, saved_after: int | None = No
     for step in range(first, config.run.steps):
         metrics = trainer.step(step, PhaseTimer()).metrics
         trainer.publish(step + 1, PhaseTimer(), last=step + 1 == config.run.steps)
-        weights = {name: parameter.detach().clone() for name, parameter in trainer.policy.runner.parameters()}
-        found.append({"metrics": metrics, "published": published[:], "weights": weights, "critic": critic.updates})
+        weights = {
+            name: parameter.detach().clone()
+            for name, parameter in trainer.policy.runner.parameters()
+        }
+        found.append(
+            {
+                "metrics": metrics,
+                "published": published[:],
+                "weights": weights,
+                "critic": critic.updates,
+            }
+        )
         published.clear()
         if step + 1 == saved_after:
-            checkpoint.write_text(json.dumps(asdict(trainer.finish_save(trainer.begin_save(saved_after)))))
+            checkpoint.write_text(
+                json.dumps(asdict(trainer.finish_save(trainer.begin_save(saved_after))))
+            )
     trainer.close()
     worlds.shutdown()
     return found
 
 
 class _Halves:
-    """Stands for the teacher's servers: the log-probs of even tokens are -1, those of odd ones -2."""
+    """Stands for the teacher's servers: the log-probs of even tokens are -1, those of odd ones
+    -2."""
 
-    def logprobs(self, tokens: Tensor, lengths: Tensor, prompts: Tensor, metadata: object) -> Future[Tensor]:
+    def logprobs(
+        self, tokens: Tensor, lengths: Tensor, prompts: Tensor, metadata: object
+    ) -> Future[Tensor]:
         answer: Future[Tensor] = Future()
         places = torch.arange(1, tokens.shape[1])
         inside = (places >= prompts[:, None]) & (places < lengths[:, None])
@@ -157,7 +178,9 @@ def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
     teacher = _Halves() if config.has_teacher else None
     services: Any = Services(None, _EvenTokens(), teacher=teacher)  # type: ignore[arg-type]
-    trainer = build_trainer(config, world, tokenizer, open_prompts(config.data, tokenizer, config.seed), services)
+    trainer = build_trainer(
+        config, world, tokenizer, open_prompts(config.data, tokenizer, config.seed), services
+    )
     assert isinstance(trainer, OnlineTrainer)
     trainer.begin(0)
     found = []

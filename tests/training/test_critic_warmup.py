@@ -25,7 +25,9 @@ RUN = [
 
 
 def same(one, other) -> bool:
-    return all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+    return all(
+        torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items()
+    )
 
 
 def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_runs(pool, tmp_path):
@@ -33,16 +35,22 @@ def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_ru
     waiting, learning = steps[:WAITS], steps[WAITS:]
     each = compose_config(RUN).algorithm.epochs * compose_config(RUN).algorithm.minibatches
     assert [step["critic"] for step in steps] == [each * done for done in range(1, STEPS + 1)]
-    assert [step["metrics"]["policy/updates"] for step in steps] == [0] * WAITS + [each] * (STEPS - WAITS)
+    assert [step["metrics"]["policy/updates"] for step in steps] == [0] * WAITS + [each] * (
+        STEPS - WAITS
+    )
     assert all(step["metrics"]["value/loss"] > 0 for step in steps)
     assert all(same(step, steps[0]) for step in waiting) and not same(learning[0], steps[0])
     assert [step["published"] for step in steps] == [[0], [], [], [WAITS + 1], [WAITS + 2]]
     for step in waiting:
-        assert not any(name in step["metrics"] for name in ("policy/lr", "policy/loss", "policy/grad_norm"))
+        assert not any(
+            name in step["metrics"] for name in ("policy/lr", "policy/loss", "policy/grad_norm")
+        )
         assert step["metrics"]["kl/coef"] == 0.1, "there is nothing that it could hold back"
         assert abs(step["metrics"]["kl/reference"]) < 1e-3
     for step in steps:
-        assert step["metrics"]["staleness/max"] == 0, "the newest weights are those that the engine has"
+        assert step["metrics"]["staleness/max"] == 0, (
+            "the newest weights are those that the engine has"
+        )
         assert step["metrics"]["mismatch/logprob_abs"] < 1e-3
     assert learning[0]["metrics"]["kl/coef"] == 0.1 != learning[1]["metrics"]["kl/coef"]
     # Its first update is that of the schedule, which has the policy's updates alone.
@@ -53,17 +61,31 @@ def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_ru
 
 
 @pytest.mark.parametrize("after", [1, WAITS, WAITS + 1])
-def test_a_run_that_resumes_in_the_warmup_or_behind_it_goes_on_as_if_nothing_had_been(pool, tmp_path, after):
+def test_a_run_that_resumes_in_the_warmup_or_behind_it_goes_on_as_if_nothing_had_been(
+    pool, tmp_path, after
+):
     run = [*RUN, f"run.dir={tmp_path / 'run'}"]
     (through,) = pool.run(step_jobs.critic_warmup, 1, run, 0, after)
     (resumed,) = pool.run(step_jobs.critic_warmup, 1, [*run, "run.resume=true"], after)
     assert resumed[0]["published"][0] == (0 if after <= WAITS else after)
     for again, once in zip(resumed, through[after:], strict=True):
-        assert again["metrics"] == once["metrics"] and again["critic"] == once["critic"] and same(again, once)
+        assert (
+            again["metrics"] == once["metrics"]
+            and again["critic"] == once["critic"]
+            and same(again, once)
+        )
 
 
 def test_weights_are_counted_by_steps_where_an_engine_must_be_given_each():
     config = compose_config(RUN)
     assert [weights_version(config, step) for step in range(STEPS + 1)] == [0, 0, 0, 0, 4, 5]
-    for values in ({"engine.sleep": True}, {"rollout.max_staleness": 1}, {"algorithm.critic_warmup_steps": 0}):
-        assert [weights_version(with_values(config, values), step) for step in range(3)] == [0, 1, 2]
+    for values in (
+        {"engine.sleep": True},
+        {"rollout.max_staleness": 1},
+        {"algorithm.critic_warmup_steps": 0},
+    ):
+        assert [weights_version(with_values(config, values), step) for step in range(3)] == [
+            0,
+            1,
+            2,
+        ]

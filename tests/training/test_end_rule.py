@@ -22,12 +22,19 @@ def test_a_run_that_nothing_but_its_steps_ends_has_no_rule() -> None:
 
 
 def test_a_rule_is_what_the_keys_say() -> None:
-    run, kept = RunConfig(end_at="eval/score/a:b:-0.5", end_without_gain=2), CheckpointConfig(best_metric="eval/loss")
-    assert EndRule.of(Config(run=run, checkpoint=kept)) == EndRule(None, ("eval/score/a:b", -0.5), 2, "eval/loss")
+    run, kept = (
+        RunConfig(end_at="eval/score/a:b:-0.5", end_without_gain=2),
+        CheckpointConfig(best_metric="eval/loss"),
+    )
+    assert EndRule.of(Config(run=run, checkpoint=kept)) == EndRule(
+        None, ("eval/score/a:b", -0.5), 2, "eval/loss"
+    )
     assert EndRule.of(Config(run=RunConfig(end_kl=0.5))) == EndRule(kl=0.5)
 
 
-@pytest.mark.parametrize(("found", "ends"), [({KL: 0.5}, False), ({KL: 0.51}, True), ({KL: -9.0}, False), ({}, False)])
+@pytest.mark.parametrize(
+    ("found", "ends"), [({KL: 0.5}, False), ({KL: 0.51}, True), ({KL: -9.0}, False), ({}, False)]
+)
 def test_a_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) -> None:
     reason = EndRule(kl=0.5).reason(found, [])
     assert reason == ("kl/reference 0.51 is above run.end_kl=0.5" if ends else None)
@@ -51,10 +58,15 @@ def test_a_value_that_is_reached_ends_the_run_from_above_or_of_a_loss_from_below
     assert reason == (f"{metric} {value:g} has reached run.end_at={metric}:0.9" if ends else None)
 
 
-def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_does_not_exist_is_told() -> None:
+def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_does_not_exist_is_told() -> (
+    None
+):
     rule = EndRule(target=("eval/score", 0.9))
     assert rule.reason({"reward/mean": 1.0}, []) is None
-    with pytest.raises(AlignerError, match=r"run\.end_at=eval/score:0\.9: no such metric; this step's: eval/loss, kl/coef"):
+    with pytest.raises(
+        AlignerError,
+        match=r"run\.end_at=eval/score:0\.9: no such metric; this step's: eval/loss, kl/coef",
+    ):
         rule.reason({"kl/coef": 0.0, "eval/loss": 1.0}, [])
 
 
@@ -72,10 +84,14 @@ def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_do
         ("eval/loss", [0.7, 0.6, 0.5], False),
     ],
 )
-def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(metric: str, values: list[float], ends: bool) -> None:
+def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(
+    metric: str, values: list[float], ends: bool
+) -> None:
     rule = EndRule(without_gain=2, metric=metric)
     assert (rule.reason({metric: values[-1]}, values) is not None) == ends
-    assert rule.reason({KL: 0.0}, values) is None, "a step that is not evaluated ends nothing by that"
+    assert rule.reason({KL: 0.0}, values) is None, (
+        "a step that is not evaluated ends nothing by that"
+    )
 
 
 def test_a_run_without_a_gain_says_what_was_best() -> None:
@@ -83,14 +99,16 @@ def test_a_run_without_a_gain_says_what_was_best() -> None:
     assert told == "eval/score was 0.5 and has not become better since: run.end_without_gain=1"
 
 
-# The loop, of two ranks of which only the first knows what was measured, evaluated at steps 0, 3, 6, 9 and 10, and where it
-# stops: what is found there, 0.9, would be a gain.
+# The loop, of two ranks of which only the first knows what was measured, evaluated at steps 0, 3,
+# 6, 9 and 10, and where it stops: what is found there, 0.9, would be a gain.
 SCORES = [0.1, 0.9, 0.9, 0.5, 0.9, 0.9, 0.4, 0.9, 0.9, 0.5, 0.9]
 KLS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 WITHOUT_GAIN = {"end_without_gain": 2}
 
 
-def scripted(pool: WorkerPool, root: Path, told_after: int | None = None, **run: object) -> list[int]:
+def scripted(
+    pool: WorkerPool, root: Path, told_after: int | None = None, **run: object
+) -> list[int]:
     """The steps that both ranks of a run did."""
     one, other = pool.run(loop_jobs.scripted, 2, str(root), KLS, SCORES, told_after, run)
     assert one == other
@@ -98,13 +116,23 @@ def scripted(pool: WorkerPool, root: Path, told_after: int | None = None, **run:
 
 
 def evaluated(root: Path) -> list[int]:
-    return [int(step["step"]) for step in read_metrics(RunPaths(root).metrics) if "eval/score" in step]
+    return [
+        int(step["step"]) for step in read_metrics(RunPaths(root).metrics) if "eval/score" in step
+    ]
 
 
-def test_a_run_ends_with_its_last_step_evaluated_and_in_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_ends_with_its_last_step_evaluated_and_in_a_checkpoint(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert scripted(pool, tmp_path, end_kl=0.45) == [1, 2, 3, 4, 5, 6]
-    assert early_end(RunPaths(tmp_path)) == "ended after step 6: kl/reference 0.5 is above run.end_kl=0.45"
-    assert evaluated(tmp_path) == [0, 3, 6] and (tmp_path / "checkpoints" / "step_6" / "manifest.json").is_file()
+    assert (
+        early_end(RunPaths(tmp_path))
+        == "ended after step 6: kl/reference 0.5 is above run.end_kl=0.45"
+    )
+    assert (
+        evaluated(tmp_path) == [0, 3, 6]
+        and (tmp_path / "checkpoints" / "step_6" / "manifest.json").is_file()
+    )
     assert scripted(pool, tmp_path / "between", end_kl=0.35) == [1, 2, 3, 4, 5]
     assert evaluated(tmp_path / "between") == [0, 3, 5]
 
@@ -114,7 +142,9 @@ def test_a_run_that_reaches_nothing_does_all_of_its_steps(pool: WorkerPool, tmp_
     assert early_end(RunPaths(tmp_path)) is None
 
 
-def test_the_initial_policy_ends_no_run_and_is_the_first_to_be_beaten(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_initial_policy_ends_no_run_and_is_the_first_to_be_beaten(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert scripted(pool, tmp_path / "at", end_at="eval/score:0.1") == [1, 2, 3]
     assert scripted(pool, tmp_path / "gain", end_without_gain=1) == [1, 2, 3, 4, 5, 6]
 
@@ -135,14 +165,18 @@ def test_a_run_that_was_stopped_ends_where_one_does_that_was_left_alone(
     assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {told_of}"
 
 
-def test_a_run_that_was_stopped_before_its_end_was_seen_ends_when_it_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_before_its_end_was_seen_ends_when_it_goes_on(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert scripted(pool, tmp_path, 9, **WITHOUT_GAIN) == list(range(1, 10))
     assert evaluated(tmp_path) == [0, 3, 6] and early_end(RunPaths(tmp_path)) is None
     assert scripted(pool, tmp_path, resume="true", **WITHOUT_GAIN) == []
     assert evaluated(tmp_path) == [0, 3, 6, 9] and early_end(RunPaths(tmp_path)) is not None
 
 
-def test_a_run_that_has_ended_does_no_more_until_the_key_is_another(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_does_no_more_until_the_key_is_another(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert scripted(pool, tmp_path, end_at="eval/score:0.5") == [1, 2, 3]
     why = early_end(RunPaths(tmp_path))
     assert why == "ended after step 3: eval/score 0.5 has reached run.end_at=eval/score:0.5"

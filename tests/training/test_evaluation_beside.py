@@ -1,4 +1,5 @@
-"""What a run that is evaluated beside its next steps writes down: the same as one that waits, wherever it was stopped."""
+"""What a run that is evaluated beside its next steps writes down: the same as one that waits,
+wherever it was stopped."""
 
 from __future__ import annotations
 
@@ -18,20 +19,30 @@ SCORES = [0.1, 0.2, 0.3, 0.8, 0.4, 0.9, 0.5, 0.6, 0.7, 0.6, 0.3]
 """Evaluated are steps 0, 3, 6, 9 and 10, and where a checkpoint is taken."""
 
 
-def scripted(pool: WorkerPool, root: Path, told_after: int | None = None, *, beside: bool, **more: Any) -> None:
+def scripted(
+    pool: WorkerPool, root: Path, told_after: int | None = None, *, beside: bool, **more: Any
+) -> None:
     run = {"resume": "auto"}
-    one, other = pool.run(loop_jobs.scripted, 2, str(root), KLS, SCORES, told_after, run, beside=beside, **more)
+    one, other = pool.run(
+        loop_jobs.scripted, 2, str(root), KLS, SCORES, told_after, run, beside=beside, **more
+    )
     assert one == other
 
 
 def scores(root: Path) -> dict[int, float]:
     """By step, what its evaluation has found."""
-    return {int(step["step"]): step["eval/score"] for step in read_metrics(RunPaths(root).metrics) if "eval/score" in step}
+    return {
+        int(step["step"]): step["eval/score"]
+        for step in read_metrics(RunPaths(root).metrics)
+        if "eval/score" in step
+    }
 
 
 def checkpoints(root: Path) -> dict[int, tuple[float | None, bool]]:
     """Of each that is kept what its weights are worth, and whether that is still to be found."""
-    manifests = [json.loads(file.read_text()) for file in (root / "checkpoints").glob("step_*/manifest.json")]
+    manifests = [
+        json.loads(file.read_text()) for file in (root / "checkpoints").glob("step_*/manifest.json")
+    ]
     return {
         manifest["state"]["step"]: (
             None if manifest["metric"] is None else manifest["metric"]["value"],
@@ -53,14 +64,39 @@ def test_scores_are_those_of_their_steps_and_the_best_checkpoint_is_kept(
         scripted(pool, tmp_path / name, beside=name == "beside", **settings)
     assert scores(tmp_path / "beside") == scores(tmp_path / "waiting")
     assert {0: 0.1, 3: 0.8, 6: 0.5, 9: 0.6, 10: 0.3}.items() <= scores(tmp_path / "beside").items()
-    assert checkpoints(tmp_path / "beside") == checkpoints(tmp_path / "waiting") == {3: (0.8, False), 10: (0.3, False)}
+    assert (
+        checkpoints(tmp_path / "beside")
+        == checkpoints(tmp_path / "waiting")
+        == {
+            3: (0.8, False),
+            10: (0.3, False),
+        }
+    )
 
 
-def test_a_run_that_was_killed_before_an_evaluation_was_known_begins_with_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_an_evaluation_was_known_begins_with_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     settings = {"every": 3, "keep": 5, "asynchronous": False}
-    with pytest.raises(Exception, match="list index out of range"):  # in step 4, whose script is missing
-        pool.run(loop_jobs.scripted, 2, str(tmp_path), KLS[:3], SCORES, None, {"steps": 10}, beside=True, **settings)
+    # in step 4, whose script is missing
+    with pytest.raises(Exception, match="list index out of range"):
+        pool.run(
+            loop_jobs.scripted,
+            2,
+            str(tmp_path),
+            KLS[:3],
+            SCORES,
+            None,
+            {"steps": 10},
+            beside=True,
+            **settings,
+        )
     assert scores(tmp_path) == {0: 0.1} and checkpoints(tmp_path) == {3: (None, True)}
     scripted(pool, tmp_path, beside=True, **settings)
     assert scores(tmp_path) == {0: 0.1, 3: 0.8, 6: 0.5, 9: 0.6, 10: 0.3}
-    assert checkpoints(tmp_path) == {3: (0.8, False), 6: (0.5, False), 9: (0.6, False), 10: (0.3, False)}
+    assert checkpoints(tmp_path) == {
+        3: (0.8, False),
+        6: (0.5, False),
+        9: (0.6, False),
+        10: (0.3, False),
+    }

@@ -31,16 +31,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What both of two ranks found, and what one alone did."""
     run = tmp_path_factory.mktemp("evaluated")
-    first, second = pool.run(evaluation_jobs.evaluations, 2, str(llama), str(run / "two"), 2, prompts=PROMPTS)
+    first, second = pool.run(
+        evaluation_jobs.evaluations, 2, str(llama), str(run / "two"), 2, prompts=PROMPTS
+    )
     assert first == second
-    (alone,) = pool.run(evaluation_jobs.evaluations, 1, str(llama), str(run / "one"), 1, prompts=PROMPTS)
+    (alone,) = pool.run(
+        evaluation_jobs.evaluations, 1, str(llama), str(run / "one"), 1, prompts=PROMPTS
+    )
     return {"two": first, "one": alone, "run": run}
 
 
-def test_it_is_due_before_the_first_step_every_so_many_and_after_the_last(found: dict[str, Any]) -> None:
+def test_it_is_due_before_the_first_step_every_so_many_and_after_the_last(
+    found: dict[str, Any],
+) -> None:
     assert found["one"]["due"] == [0, 2, 4, 5]
 
 
@@ -50,7 +58,10 @@ def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transfo
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    network, tokenizer = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), Tokenizer(llama)
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(),
+        Tokenizer(llama),
+    )
     logprobs, digits = [], []
     for text, response in zip(PROMPTS, found["one"]["responses"], strict=True):
         prompt = tokenizer.encode(text)
@@ -61,7 +72,9 @@ def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transfo
         said = tokenizer.decode(response)
         digits.append(sum(character.isdigit() for character in said) / max(len(said), 1))
     metrics = found["one"]["step 0"]
-    assert metrics["eval/reference_perplexity"] == pytest.approx(torch.tensor(logprobs).mean().neg().exp().item(), rel=1e-4)
+    assert metrics["eval/reference_perplexity"] == pytest.approx(
+        torch.tensor(logprobs).mean().neg().exp().item(), rel=1e-4
+    )
     assert metrics["eval/score"] == pytest.approx(sum(digits) / 3)
     assert metrics["eval/length"] == evaluation_jobs.RESPONSE_TOKENS
 
@@ -72,7 +85,10 @@ def test_the_initial_policy_ties_with_itself_and_a_resumed_run_compares_with_the
     metrics = found["one"]["step 0"]
     assert metrics["eval/win_rate"] == 0.5
     assert found["one"]["resumed"] == metrics
-    records = [json.loads(line) for line in (found["run"] / "one" / "references.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (found["run"] / "one" / "references.jsonl").read_text().splitlines()
+    ]
     assert [record["prompt"] for record in records] == PROMPTS
     assert sum(record["score"] for record in records) / 3 == pytest.approx(metrics["eval/score"])
 
@@ -90,40 +106,61 @@ def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, An
 
 
 @torch.no_grad()
-def test_the_kl_of_what_is_drawn_is_from_the_initial_model_at_temperature_1(found: dict[str, Any], llama: Path) -> None:
+def test_the_kl_of_what_is_drawn_is_from_the_initial_model_at_temperature_1(
+    found: dict[str, Any], llama: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    network, tokenizer = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(), Tokenizer(llama)
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval(),
+        Tokenizer(llama),
+    )
     differences = []
     for place, response in enumerate(found["one"]["sharp responses"]):
         prompt, drawn = tokenizer.encode(PROMPTS[place // 3]), torch.tensor(response)
         logits = network(torch.cat([prompt, drawn])[None]).logits[0, len(prompt) - 1 : -1].double()
         moved = (logits / 0.5).log_softmax(-1) - logits.log_softmax(-1)
         differences.append(moved.gather(1, drawn[:, None]).sum().item())
-    assert found["one"]["sharp"]["eval/reference_kl"] == pytest.approx(sum(differences) / 9, rel=1e-4)
+    assert found["one"]["sharp"]["eval/reference_kl"] == pytest.approx(
+        sum(differences) / 9, rel=1e-4
+    )
     assert found["one"]["drawn"][0]["eval/reference_kl"] == pytest.approx(0, abs=1e-4)
     assert "eval/reference_kl" not in found["one"]["step 0"]  # the most probable tokens are no draw
 
 
 @pytest.mark.parametrize("name", ["step 0", "resumed", "responses"])
-def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(found: dict[str, Any], name: str) -> None:
+def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(
+    found: dict[str, Any], name: str
+) -> None:
     if name == "responses":
         assert found["two"][name] == found["one"][name]
     else:
         assert found["two"][name] == pytest.approx(found["one"][name], rel=1e-5)
 
 
-def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_scores_says_so(found: dict[str, Any]) -> None:
+def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_scores_says_so(
+    found: dict[str, Any],
+) -> None:
     for ranks in ("one", "two"):
-        assert "references.jsonl: no such file, so that there is nothing to compare" in found[ranks]["lost"]
-        assert "references.jsonl: it has the references of other prompts" in found[ranks]["other prompts"]
-        assert "references.jsonl: it has scores by evaluation.function=" in found[ranks]["other scorer"]
+        assert (
+            "references.jsonl: no such file, so that there is nothing to compare"
+            in found[ranks]["lost"]
+        )
+        assert (
+            "references.jsonl: it has the references of other prompts"
+            in found[ranks]["other prompts"]
+        )
+        assert (
+            "references.jsonl: it has scores by evaluation.function="
+            in found[ranks]["other scorer"]
+        )
 
 
 def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes_on_asks_nothing_twice(
     pool: WorkerPool, llama: Path, tmp_path: Path
 ) -> None:
-    """It takes the text that comes first by its letters, and has nothing to say about one of the prompts."""
+    """It takes the text that comes first by its letters, and has nothing to say about one of the
+    prompts."""
 
     def alphabetic(question: str, _: int) -> Reply:
         prompt, first, second = question.split("|")
@@ -133,25 +170,45 @@ def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes
         judge = {"judge_url": server.url, "judge_model": "tester", "judge_tries": 1}
         judge["judge_template"] = "{prompt}|{response_a}|{response_b}"
         drawn = {"prompts": PROMPTS, "samples": 3, "judge": judge}
-        first, second = pool.run(evaluation_jobs.judged, 2, str(llama), str(tmp_path / "run"), 2, **drawn)
+        first, second = pool.run(
+            evaluation_jobs.judged, 2, str(llama), str(tmp_path / "run"), 2, **drawn
+        )
         assert first == second and first[0] == first[1] == first[2]
         assert len(set(server.questions)) == len(server.questions)
     references = {
         record["prompt"]: record["response"]
-        for record in map(json.loads, (tmp_path / "run" / "references.jsonl").read_text().splitlines())
+        for record in map(
+            json.loads, (tmp_path / "run" / "references.jsonl").read_text().splitlines()
+        )
     }
     asked = {tuple(question.split("|")) for question in server.questions}
-    wins = {prompt: [a < b for name, a, b in asked if name == prompt and b == references[prompt]] for prompt in PROMPTS}
+    wins = {
+        prompt: [a < b for name, a, b in asked if name == prompt and b == references[prompt]]
+        for prompt in PROMPTS
+    }
     assert all(len(each) == 3 for each in wins.values())  # all differ from the reference
-    assert first[0]["eval/judge_win_rate"] == pytest.approx((sum(wins["abc"]) + sum(wins["1+1="])) / 6)
-    assert (first[0]["eval/judge_unreadable"], first[0]["eval/judge_order_bias"], first[0]["eval/judge_ties"]) == (3, 0, 0)
+    assert first[0]["eval/judge_win_rate"] == pytest.approx(
+        (sum(wins["abc"]) + sum(wins["1+1="])) / 6
+    )
+    assert (
+        first[0]["eval/judge_unreadable"],
+        first[0]["eval/judge_order_bias"],
+        first[0]["eval/judge_ties"],
+    ) == (3, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def measured(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By name what two ranks found with suites, and one with the unnamed one and with one of the suites alone."""
+def measured(
+    pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """By name what two ranks found with suites, and one with the unnamed one and with one of the
+    suites alone."""
     run = tmp_path_factory.mktemp("suites")
-    drawn = {"prompts": ["x+y", "hello"], "samples": 3, "function": "tests.training.evaluation_jobs:letters"}
+    drawn = {
+        "prompts": ["x+y", "hello"],
+        "samples": 3,
+        "function": "tests.training.evaluation_jobs:letters",
+    }
     given = {
         "all": {"prompts": PROMPTS, "suites": {"easy": {"prompts": PROMPTS[:2]}, "drawn": drawn}},
         "unnamed": {"prompts": PROMPTS},
@@ -159,7 +216,9 @@ def measured(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFac
     }
     each: dict[str, Any] = {"run": run}
     for name, ranks in {"all": 2, "unnamed": 1, "drawn": 1}.items():
-        every = pool.run(evaluation_jobs.suites, ranks, str(llama), str(run / name), ranks, **given[name])
+        every = pool.run(
+            evaluation_jobs.suites, ranks, str(llama), str(run / name), ranks, **given[name]
+        )
         assert all(one == every[0] for one in every)
         each[name] = every[0]
     return each
@@ -167,14 +226,25 @@ def measured(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFac
 
 def test_suites_are_measured_beside_each_other_as_each_is_alone(measured: dict[str, Any]) -> None:
     both, unnamed, drawn = (measured[name][0] for name in ("all", "unnamed", "drawn"))
-    assert {name: value for name, value in both.items() if name.count("/") == 1} == pytest.approx(unnamed, rel=1e-5)
-    assert {name: value for name, value in both.items() if name.startswith("eval/drawn/")} == pytest.approx(drawn, abs=1e-5)
+    assert {name: value for name, value in both.items() if name.count("/") == 1} == pytest.approx(
+        unnamed, rel=1e-5
+    )
+    assert {
+        name: value for name, value in both.items() if name.startswith("eval/drawn/")
+    } == pytest.approx(drawn, abs=1e-5)
     assert all(name.startswith("eval/drawn/") for name in drawn)
-    assert {"eval/drawn/pass@2", "eval/drawn/reference_kl", "eval/easy/win_rate", "eval/easy/score_low"} <= set(both)
+    assert {
+        "eval/drawn/pass@2",
+        "eval/drawn/reference_kl",
+        "eval/easy/win_rate",
+        "eval/easy/score_low",
+    } <= set(both)
     assert "eval/easy/pass@2" not in both and both["eval/easy/score"] != both["eval/score"]
 
 
-def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_worth_the_same(measured: dict[str, Any]) -> None:
+def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_worth_the_same(
+    measured: dict[str, Any],
+) -> None:
     for name in ("all", "drawn"):
         at_first, resumed, beside = measured[name]
         assert at_first == resumed == beside
@@ -183,24 +253,40 @@ def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_wor
 
 
 def test_a_suite_draws_the_same_whatever_suites_are_beside_it(llama: Path) -> None:
-    config = Config(evaluation=EvaluationConfig(prompts=["a"], suites={name: {"prompts": ["a", "b"]} for name in ("x", "y")}))
+    config = Config(
+        evaluation=EvaluationConfig(
+            prompts=["a"], suites={name: {"prompts": ["a", "b"]} for name in ("x", "y")}
+        )
+    )
     unnamed, first, second = (
         [prompt.id for prompt in open_evaluation_prompts(suite, DataConfig(), Tokenizer(llama))]
         for suite in evaluation_suites(config)
     )
-    assert len({*unnamed, *first, *second}) == 5 and min(*unnamed, *first, *second) == unnamed[0] == 2**40
+    assert (
+        len({*unnamed, *first, *second}) == 5
+        and min(*unnamed, *first, *second) == unnamed[0] == 2**40
+    )
     config.evaluation.suites = {"y": {"prompts": ["c"]}}
     config.evaluation.prompts = []
     (alone,) = evaluation_suites(config)
     assert open_evaluation_prompts(alone, DataConfig(), Tokenizer(llama))[0].id == second[0]
 
 
-def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp_path: Path) -> None:
+def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(
+    llama: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "held_out.jsonl"
-    file.write_text('{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n')
+    file.write_text(
+        '{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n'
+    )
     settings = EvaluationConfig(path=str(file), fields={"prompt": "question"}, count=2)
-    prompts = open_evaluation_prompts(Suite(None, settings), DataConfig(max_prompt_tokens=4), Tokenizer(llama))
-    assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"answer": 2}), ("b", {"reference": "c"})]
+    prompts = open_evaluation_prompts(
+        Suite(None, settings), DataConfig(max_prompt_tokens=4), Tokenizer(llama)
+    )
+    assert [(prompt.text, prompt.metadata) for prompt in prompts] == [
+        ("a", {"answer": 2}),
+        ("b", {"reference": "c"}),
+    ]
     assert [prompt.id for prompt in prompts] == [2**40, 2**40 + 1]
 
 
@@ -211,10 +297,14 @@ def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(llama: Path, tmp
         ('{"prompt": "abcdef"}', "has 6 tokens, allowed: 1 to data.max_prompt_tokens=4"),
     ],
 )
-def test_a_held_out_record_that_can_not_be_used_is_named(llama: Path, tmp_path: Path, record: str, problem: str) -> None:
+def test_a_held_out_record_that_can_not_be_used_is_named(
+    llama: Path, tmp_path: Path, record: str, problem: str
+) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{record}\n')
     with pytest.raises(ConfigError, match=f"{file}:2: .*{problem}"):
         open_evaluation_prompts(
-            Suite(None, EvaluationConfig(path=str(file))), DataConfig(max_prompt_tokens=4), Tokenizer(llama)
+            Suite(None, EvaluationConfig(path=str(file))),
+            DataConfig(max_prompt_tokens=4),
+            Tokenizer(llama),
         )

@@ -7,6 +7,7 @@ from tests.worker_pool import WorkerPool
 
 
 def test_when_the_time_for_a_checkpoint_has_come_on_one_rank_all_take_it(pool: WorkerPool) -> None:
-    # Rank 0's clock stands still, rank 1's goes on by 40 s a step: 60 s are over after two steps, and after two more.
+    # Rank 0's clock stands still, rank 1's goes on by 40 s a step: 60 s are over after two steps,
+    # and after two more.
     assert pool.run(loop_jobs.saves, 2, 1.0) == [[False, True, False, True, False, True]] * 2
     assert pool.run(loop_jobs.saves, 2, 0.0) == [[False] * 6] * 2

@@ -1,4 +1,5 @@
-"""The offline trainers against transformers and torch alone, at several layouts, and through a stop."""
+"""The offline trainers against transformers and torch alone, at several layouts, and through a
+stop."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.rewards.sources import RewardNormalizer
 from aligner.schema import CheckpointConfig
-from aligner.training.offline_tasks import PairwiseRewardModel, ProcessRewardModel, demonstration_rows, with_others_answers
+from aligner.training.offline_tasks import (
+    PairwiseRewardModel,
+    ProcessRewardModel,
+    demonstration_rows,
+    with_others_answers,
+)
 from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
 from tests.megatron.reference import save_llama
@@ -83,7 +89,8 @@ def values(trunk: Any, head: Tensor, rows: list[Tensor]) -> Tensor:
 
 
 def taught_loss(model: Any, made: list[Demonstration]) -> Tensor:
-    """Outcome by outcome: the 5 tokens that the teacher finds most probable and all others together, of each token."""
+    """Outcome by outcome: the 5 tokens that the teacher finds most probable and all others
+    together, of each token."""
     settings, teacher = offline_jobs.TEACHER, offline_jobs.teacher_logits(made).softmax(-1)
     terms, beta = [], settings.beta
     for demonstration in made:
@@ -96,7 +103,11 @@ def taught_loss(model: Any, made: list[Demonstration]) -> Tensor:
             for outcome in (*([token] for token in ids), others):
                 its, own = one[outcome].sum(), other[outcome].sum()
                 mixture = beta * its + (1 - beta) * own
-                apart = apart + beta * its * (its / mixture).log() + (1 - beta) * own * (own / mixture).log()
+                apart = (
+                    apart
+                    + beta * its * (its / mixture).log()
+                    + (1 - beta) * own * (own / mixture).log()
+                )
             imitated = -other[demonstration.tokens[place]].log()
             terms.append(settings.weight * apart + settings.imitation_weight * imitated)
     return torch.stack(terms).mean()
@@ -112,7 +123,9 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
     if task == "steps":
         found = values(model.model, head, [example.tokens for example in made])
         at_steps = torch.cat([found[row, example.positions] for row, example in enumerate(made)])
-        return binary_cross_entropy_with_logits(at_steps, torch.cat([example.labels for example in made]))
+        return binary_cross_entropy_with_logits(
+            at_steps, torch.cat([example.labels for example in made])
+        )
     if task == "kto":  # the policy is still the reference, so that the baseline is 0
         log_ratios = answer_logprobs(model, [example.answer for example in made])
         ahead = 0.5 * (log_ratios - log_ratios.detach())
@@ -130,8 +143,11 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
         if task == "orpo":
             odds = [side.exp() / (1 - side.exp()) for side in (each, other)]
             return (-each - 0.3 * logsigmoid((odds[0] / odds[1]).log())).mean()
-        ahead = 0.1 * (better - worse - (better - worse).detach())  # the policy is still the reference
-        return (-logsigmoid(ahead) if task == "dpo" else (ahead - 2 * margins).square() - 0.5 * each).mean()
+        # the policy is still the reference
+        ahead = 0.1 * (better - worse - (better - worse).detach())
+        return (
+            -logsigmoid(ahead) if task == "dpo" else (ahead - 2 * margins).square() - 0.5 * each
+        ).mean()
     assert normalizer is not None
     rewards = []
     for side in (chosen, rejected):
@@ -143,7 +159,9 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: Found, llama: Path, task: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(
+    single: Found, llama: Path, task: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
     # In float64, so that what is off is ours alone.
@@ -154,8 +172,11 @@ def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: 
     loss.backward()
     assert found["before"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert found["stats"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()} | {"score.weight": head.grad}
-    # Rounding goes with a tensor's largest gradients, and how far with the processor's instructions: 1e-5 of them with AMX.
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()} | {
+        "score.weight": head.grad
+    }
+    # Rounding goes with a tensor's largest gradients, and how far with the processor's
+    # instructions: 1e-5 of them with AMX.
     errors = {
         name: float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
         for name, (_, gradient) in found["gradients"].items()
@@ -165,14 +186,19 @@ def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(single: 
 
 
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["tp2-sp"]))
-def test_the_losses_are_the_same_at_every_layout(pool: WorkerPool, llama: Path, single: Found, layout: str) -> None:
+def test_the_losses_are_the_same_at_every_layout(
+    pool: WorkerPool, llama: Path, single: Found, layout: str
+) -> None:
     for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):
-        # Before its first update a policy is its own reference: which answer it prefers is rounding.
+        # Before its first update a policy is its own reference: which answer it prefers is
+        # rounding.
         for task in ("dpo", "rpo_sq", "kto"):
             del found[task]["stats"][0]["accuracy"]
         for task in TASKS:
             for got, want in zip(found[task]["stats"], single[task]["stats"], strict=True):
-                assert got == pytest.approx({name: want[name] for name in got}, rel=1e-4, abs=1e-6), task
+                assert got == pytest.approx(
+                    {name: want[name] for name in got}, rel=1e-4, abs=1e-6
+                ), task
             assert found[task]["companions"].keys() == single[task]["companions"].keys()
             for name, content in single[task]["companions"].items():
                 assert found[task]["companions"][name] == pytest.approx(content, rel=1e-3)
@@ -185,11 +211,15 @@ def test_a_new_reward_head_has_the_published_deviation(single: Found) -> None:
     assert float(head.std()) == pytest.approx(65**-0.5, rel=0.3)
 
 
-def test_a_new_reward_models_rewards_of_the_answers_have_mean_0_and_deviation_1(single: Found, llama: Path) -> None:
+def test_a_new_reward_models_rewards_of_the_answers_have_mean_0_and_deviation_1(
+    single: Found, llama: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     trunk = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval().model
-    answers = [answer for pair in examples("reward_model") for answer in (pair.chosen, pair.rejected)]
+    answers = [
+        answer for pair in examples("reward_model") for answer in (pair.chosen, pair.rejected)
+    ]
     with torch.no_grad():
         found = values(trunk, single["reward_model"]["head"], [answer.tokens for answer in answers])
     raw = torch.stack([found[row, len(answer.tokens) - 1] for row, answer in enumerate(answers)])
@@ -205,7 +235,9 @@ def test_the_loss_falls(single: Found) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
+def undisturbed(
+    pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, RunPaths]:
     """A whole run of four steps of two of the tasks."""
     runs = {task: tmp_path_factory.mktemp("whole") / task for task in ("dpo", "reward_model")}
     for task, run in runs.items():
@@ -223,7 +255,8 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
     assert checkpoint_differences(undisturbed[task], paths, 4) == []
     # A run that ends evaluates where it ends too.
     trained = [
-        {key: step[key] for key in step if not key.startswith("eval/")} for step in repeatable(read_metrics(paths.metrics))
+        {key: step[key] for key in step if not key.startswith("eval/")}
+        for step in repeatable(read_metrics(paths.metrics))
     ]
     assert trained == [
         {key: step[key] for key in step if not key.startswith("eval/")}
@@ -235,12 +268,22 @@ def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_i
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
     paths, best = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, best_metric="eval/loss")
-    stopped = pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best)
+    stopped = pool.run(
+        offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best
+    )
     kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=best))
     assert stopped == [True] and [state.owes_evaluation for state in kept.newest()] == [False, True]
     assert ["eval/loss" in step for step in read_metrics(paths.metrics)] == [False, True, False]
     assert kept.best() == 2
-    pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), run={"resume": "true"}, checkpoint=best)
+    pool.run(
+        offline_jobs.train,
+        1,
+        str(llama),
+        "dpo",
+        str(paths.root),
+        run={"resume": "true"},
+        checkpoint=best,
+    )
     whole, resumed = (repeatable(read_metrics(run.metrics)) for run in (undisturbed["dpo"], paths))
     assert resumed == whole and "eval/loss" in resumed[2]
     assert not any(state.owes_evaluation for state in kept.newest())
@@ -251,39 +294,76 @@ def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_i
 def test_checkpoints_by_the_clock_change_nothing_that_is_measured_and_are_resumed_from(
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
-    paths, often = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, every_minutes=1e-9, keep=9, best_metric="eval/loss")
+    paths, often = (
+        RunPaths(tmp_path / "dpo"),
+        CheckpointConfig(every=2, every_minutes=1e-9, keep=9, best_metric="eval/loss"),
+    )
     pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), checkpoint=often)
     kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=often))
-    assert [(state.step, state.by_time) for state in kept.newest()] == [(1, True), (2, False), (3, True), (4, False)]
-    manifests = [json.loads((paths.checkpoints / f"step_{n}/manifest.json").read_text()) for n in range(1, 5)]
+    assert [(state.step, state.by_time) for state in kept.newest()] == [
+        (1, True),
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
+    manifests = [
+        json.loads((paths.checkpoints / f"step_{n}/manifest.json").read_text()) for n in range(1, 5)
+    ]
     assert [manifest["metric"] is None for manifest in manifests] == [True, False, True, False]
-    assert repeatable(read_metrics(paths.metrics)) == repeatable(read_metrics(undisturbed["dpo"].metrics))
+    assert repeatable(read_metrics(paths.metrics)) == repeatable(
+        read_metrics(undisturbed["dpo"].metrics)
+    )
     (paths.checkpoints / "step_4").rename(tmp_path / "step_4")
     pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), run={"resume": "true"})
-    assert repeatable(read_metrics(paths.metrics)) == repeatable(read_metrics(undisturbed["dpo"].metrics))
+    assert repeatable(read_metrics(paths.metrics)) == repeatable(
+        read_metrics(undisturbed["dpo"].metrics)
+    )
     assert checkpoint_differences(undisturbed["dpo"], paths, 4) == []
 
 
-def test_what_is_told_to_stop_before_its_first_step_does_none(pool: WorkerPool, llama: Path, tmp_path: Path) -> None:
+def test_what_is_told_to_stop_before_its_first_step_does_none(
+    pool: WorkerPool, llama: Path, tmp_path: Path
+) -> None:
     paths = RunPaths(tmp_path / "sft")
-    assert pool.run(offline_jobs.train, 1, str(llama), "sft", str(paths.root), told_after=0) == [True]
+    assert pool.run(offline_jobs.train, 1, str(llama), "sft", str(paths.root), told_after=0) == [
+        True
+    ]
     assert read_metrics(paths.metrics) == [] and not paths.checkpoints.exists()
 
 
 def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPaths]) -> None:
-    every = {"policy/grad_norm", "policy/lr", "time/step", "time/batch", "time/train", "throughput/tokens_per_s"}
+    every = {
+        "policy/grad_norm",
+        "policy/lr",
+        "time/step",
+        "time/batch",
+        "time/train",
+        "throughput/tokens_per_s",
+    }
     for task, paths in undisturbed.items():
         steps = read_metrics(paths.metrics)
         assert [step["step"] for step in steps] == [1, 2, 3, 4]
         for step in steps:
-            assert step.keys() >= every | {f"{task}/{name}" for name in ("loss", "accuracy", "margin")}
+            assert step.keys() >= every | {
+                f"{task}/{name}" for name in ("loss", "accuracy", "margin")
+            }
         # Every third step, and at the checkpoints.
-        assert [{"eval/loss", "eval/accuracy"} <= step.keys() for step in steps] == [False, True, True, True]
+        assert [{"eval/loss", "eval/accuracy"} <= step.keys() for step in steps] == [
+            False,
+            True,
+            True,
+            True,
+        ]
 
 
-def test_checkpoints_say_where_the_data_stands(llama: Path, undisturbed: dict[str, RunPaths]) -> None:
+def test_checkpoints_say_where_the_data_stands(
+    llama: Path, undisturbed: dict[str, RunPaths]
+) -> None:
     config = configuration(str(llama), {}, "dpo", str(undisturbed["dpo"].root))
-    assert [(state.step, state.position) for state in RunCheckpoints(config).newest()] == [(2, 6), (4, 12)]
+    assert [(state.step, state.position) for state in RunCheckpoints(config).newest()] == [
+        (2, 6),
+        (4, 12),
+    ]
 
 
 def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
@@ -299,9 +379,13 @@ def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
     normalizer = RewardNormalizer(**json.loads((tmp_path / "model" / NORMALIZATION).read_text()))
     # The stream's own answers but those of the held-out pairs.
     stream = offline_jobs.run_data(examples("reward_model"), held_out=2, shuffle=True).examples
-    answers = [answer for pair in stream.take(0, len(stream)) for answer in (pair.chosen, pair.rejected)]
+    answers = [
+        answer for pair in stream.take(0, len(stream)) for answer in (pair.chosen, pair.rejected)
+    ]
     with torch.no_grad():
-        rewards = normalizer(torch.cat([model(answer.tokens[None]).logits[:, 0] for answer in answers]))
+        rewards = normalizer(
+            torch.cat([model(answer.tokens[None]).logits[:, 0] for answer in answers])
+        )
     (served,) = pool.run(offline_jobs.served_scores, 1, str(tmp_path / "model"), answers)
     torch.testing.assert_close(torch.tensor(served), rewards, rtol=1e-4, atol=1e-5)
     assert float(rewards.mean()) == pytest.approx(0, abs=1e-4)
@@ -324,7 +408,11 @@ def test_a_steps_label_lies_on_its_last_token() -> None:
 
 def test_a_prompt_gets_the_answer_of_the_row_behind_it() -> None:
     rows = demonstration_rows(
-        [Demonstration(torch.arange(start, start + 5), prompt) for start, prompt in ((10, 2), (20, 4), (30, 1))], 0
+        [
+            Demonstration(torch.arange(start, start + 5), prompt)
+            for start, prompt in ((10, 2), (20, 4), (30, 1))
+        ],
+        0,
     )
     mixed = with_others_answers(rows, pad_token_id=0)
     texts = [row[:length].tolist() for row, length in zip(mixed.tokens, mixed.lengths, strict=True)]
@@ -334,6 +422,8 @@ def test_a_prompt_gets_the_answer_of_the_row_behind_it() -> None:
 
 def test_a_margin_counts_for_both_rows_of_its_pair() -> None:
     pairs = examples("dpo")[:3]
-    rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).rows([*pairs, dataclasses.replace(pairs[0], margin=1.5)])
+    rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).rows(
+        [*pairs, dataclasses.replace(pairs[0], margin=1.5)]
+    )
     assert rows.margins.tolist() == [0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 1.5, 1.5]
     assert rows.mask.sum(1).tolist() == [1] * 8

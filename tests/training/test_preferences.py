@@ -29,25 +29,38 @@ from aligner.training.preference_sampling import PairWriter, preferences
 
 
 def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -> None:
-    tokenizer = Tokenizer(prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"])))
+    tokenizer = Tokenizer(
+        prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"]))
+    )
     end = tokenizer.eos_token_ids[0]
 
     def sample(prompt: int, index: int, text: str, *special: int) -> Sample:
         response = torch.cat([tokenizer.encode(text), torch.tensor(special, dtype=torch.int64)])
         tokens, length = torch.cat([tokenizer.encode("ab"), response]), len(response)
-        return Sample(prompt, index, tokens, 2, torch.zeros(length), torch.zeros(length, dtype=torch.int64), "length")
+        return Sample(
+            prompt,
+            index,
+            tokens,
+            2,
+            torch.zeros(length),
+            torch.zeros(length, dtype=torch.int64),
+            "length",
+        )
 
     groups = [
         [sample(0, 0, "1"), sample(0, 1, "22", end), sample(0, 2, "333")],
         [sample(1, 0, "1"), sample(1, 1, "2"), sample(1, 2, "3")],  # all score the same
-        [sample(2, 0, "1"), sample(2, 1, "1", end), sample(2, 2, "2")],  # the best and the worst say the same
+        # the best and the worst say the same
+        [sample(2, 0, "1"), sample(2, 1, "1", end), sample(2, 2, "2")],
         [sample(3, 0, "1"), sample(3, 1, "", end), sample(3, 2, "2")],  # the worst says nothing
     ]
     scores = torch.tensor([0.5, 2.0, -1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 0.0, 0.5])
     samples = [each for group in groups for each in group]
     prompts = [Prompt(each.prompt_id, "ab", tokenizer.encode("ab")) for each in samples]
     pending = PendingRows(())
-    rollout = RolloutBatch(prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending)
+    rollout = RolloutBatch(
+        prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending
+    )
     assert preferences(rollout, scores, 3, tokenizer) == (
         [
             {
@@ -77,7 +90,9 @@ def test_all_pairs_are_every_two_samples_of_a_prompt_of_which_one_is_better() ->
     pairs = all_pairs(scores, 4).view(-1, 2).tolist()
     assert pairs == [[1, 3], [1, 0], [1, 2], [3, 0], [3, 2]]
     chance = torch.randint(3, (60,), generator=torch.Generator().manual_seed(0)).float()
-    expected = {(i, j) for i in range(60) for j in range(60) if i // 5 == j // 5 and chance[i] > chance[j]}
+    expected = {
+        (i, j) for i in range(60) for j in range(60) if i // 5 == j // 5 and chance[i] > chance[j]
+    }
     assert {tuple(pair) for pair in all_pairs(chance, 5).view(-1, 2).tolist()} == expected
 
 
@@ -91,14 +106,19 @@ class Weighted:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Tokenizer:
-    """With three end tokens as Llama 3.1 has them: of a text, of a message that goes on, of a turn."""
+    """With three end tokens as Llama 3.1 has them: of a text, of a message that goes on, of a
+    turn."""
     config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path_factory.mktemp('run')}"])
     directory = shutil.copytree(prepare_model(config), tmp_path_factory.mktemp("llama") / "model")
     tokenizer = read_tokenizer(directory)
     tokenizer.add_special_tokens(["<|eom_id|>", "<|eot_id|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     shape = json.loads((directory / "config.json").read_text())
-    ends = [shape["eos_token_id"], tokenizer.token_to_id("<|eom_id|>"), tokenizer.token_to_id("<|eot_id|>")]
+    ends = [
+        shape["eos_token_id"],
+        tokenizer.token_to_id("<|eom_id|>"),
+        tokenizer.token_to_id("<|eot_id|>"),
+    ]
     shape |= {"eos_token_id": ends, "vocab_size": tokenizer.get_vocab_size()}
     (directory / "config.json").write_text(json.dumps(shape))
     return Tokenizer(directory)
@@ -106,11 +126,17 @@ def llama(tmp_path_factory) -> Tokenizer:
 
 def drawn(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -> Sample:
     response = torch.cat([tokenizer.encode(text), torch.tensor(end, dtype=torch.int64)])
-    tokens, length, reason = torch.cat([tokenizer.encode("ab"), response]), len(response), "stop" if end else "length"
+    tokens, length, reason = (
+        torch.cat([tokenizer.encode("ab"), response]),
+        len(response),
+        "stop" if end else "length",
+    )
     return Sample(prompt, index, tokens, 2, torch.zeros(length), torch.zeros(length).long(), reason)
 
 
-def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whichever_ended_it(llama, tmp_path) -> None:
+def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whichever_ended_it(
+    llama, tmp_path
+) -> None:
     first, other, turn = llama.eos_token_ids
     samples = [
         drawn(llama, 0, 0, "12", turn),
@@ -119,7 +145,11 @@ def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whiche
         drawn(llama, 1, 1, "567"),  # cut
     ]
     prompts = [Prompt(each.prompt_id, "ab", llama.encode("ab")) for each in samples]
-    batch, pending, scores = collate(samples, llama.pad_token_id), PendingRows(()), torch.tensor([2.0, 1.0, 2.0, 1.0])
+    batch, pending, scores = (
+        collate(samples, llama.pad_token_id),
+        PendingRows(()),
+        torch.tensor([2.0, 1.0, 2.0, 1.0]),
+    )
     rollout = RolloutBatch(prompts, samples, batch, pending, pending)
     paths = RunPaths(tmp_path)
     writer = PairWriter(paths, llama)
@@ -127,17 +157,26 @@ def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whiche
     writer.write(1, records, rollout, scores)
     writer.finish()
 
-    pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False), llama, 1).take(0, 2)
+    pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False), llama, 1).take(
+        0, 2
+    )
     read = [member for pair in pairs for member in (pair.chosen, pair.rejected)]
-    given = open_demonstrations(DataConfig(path=str(paths.responses), shuffle=False), llama, 1).take(0, 4)
+    given = open_demonstrations(
+        DataConfig(path=str(paths.responses), shuffle=False), llama, 1
+    ).take(0, 4)
     for members in (read, given):
-        assert [member.tokens.tolist() for member in members] == [sample.tokens.tolist() for sample in samples]
+        assert [member.tokens.tolist() for member in members] == [
+            sample.tokens.tolist() for sample in samples
+        ]
     rows, model = demonstration_rows(read, llama.pad_token_id), ModelSource("judge", Weighted())
     assert torch.equal(
-        model.raw(ScoringBatch(list, rows.tokens, rows.lengths)), model.raw(ScoringBatch(list, batch.tokens, batch.lengths))
+        model.raw(ScoringBatch(list, rows.tokens, rows.lengths)),
+        model.raw(ScoringBatch(list, batch.tokens, batch.lengths)),
     )
     # Another model's: its texts are tokenized, and end as its own do.
-    pairs = open_preferences(DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1).take(0, 2)
+    pairs = open_preferences(
+        DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1
+    ).take(0, 2)
     assert [pair.chosen.tokens[-1] for pair in pairs] == [first, first]
 
 
@@ -149,9 +188,15 @@ def test_what_is_kept_of_samples_are_all_or_each_prompts_best_and_none_of_a_low_
     assert kept_responses(scores, 3, "best", 1.0).tolist() == [1, 6]
 
 
-def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(llama, tmp_path) -> None:
+def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(
+    llama, tmp_path
+) -> None:
     first, _, turn = llama.eos_token_ids
-    samples = [drawn(llama, 0, 0, "13", turn), drawn(llama, 0, 1, "12", turn), drawn(llama, 1, 0, "4")]
+    samples = [
+        drawn(llama, 0, 0, "13", turn),
+        drawn(llama, 0, 1, "12", turn),
+        drawn(llama, 1, 0, "4"),
+    ]
     samples.append(drawn(llama, 1, 1, "", turn))
     (tmp_path / "data.jsonl").write_text(
         '{"prompt": "ab", "response": "12", "by": "me"}\n'
@@ -159,25 +204,45 @@ def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(lla
     )
     source = DataConfig(path=str(tmp_path / "data.jsonl"), shuffle=False)
     told, cut = open_prompts(source, llama, 1, answers=True).take(0, 2)
-    assert told.metadata == {"response": "12", "by": "me", "response_tokens": [*llama.encode("12").tolist(), first]}
-    rollout = RolloutBatch([told, told, cut, cut], samples, collate(samples, 0), PendingRows(()), PendingRows(()))
+    assert told.metadata == {
+        "response": "12",
+        "by": "me",
+        "response_tokens": [*llama.encode("12").tolist(), first],
+    }
+    rollout = RolloutBatch(
+        [told, told, cut, cut], samples, collate(samples, 0), PendingRows(()), PendingRows(())
+    )
     records, without = preferences(rollout, torch.zeros(4), 2, llama, pairs="demonstration")
     assert [(each["chosen"], each["rejected"]) for each in records] == [("12", "13"), ("7", "4")]
     assert "margin" not in records[0] and without == 0
     writer = PairWriter(RunPaths(tmp_path), llama)
-    assert writer.write(1, records, rollout, torch.zeros(4), [0, 3]) == 1, "one that says nothing is not kept"
+    assert writer.write(1, records, rollout, torch.zeros(4), [0, 3]) == 1, (
+        "one that says nothing is not kept"
+    )
     writer.finish()
-    pairs = open_preferences(DataConfig(path=str(RunPaths(tmp_path).preferences), shuffle=False), llama, 1).take(0, 2)
+    pairs = open_preferences(
+        DataConfig(path=str(RunPaths(tmp_path).preferences), shuffle=False), llama, 1
+    ).take(0, 2)
     read = [pair.chosen.tokens[2:].tolist() for pair in pairs]
-    assert read == [[*llama.encode("12").tolist(), first], llama.encode("7").tolist()], "as it was drawn, else with an end"
+    assert read == [
+        [*llama.encode("12").tolist(), first],
+        llama.encode("7").tolist(),
+    ], "as it was drawn, else with an end"
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl:1: needs a `response` key"):
         open_prompts(source, llama, 1, answers=True)
 
 
-def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_an_error(llama, tmp_path) -> None:
+def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_an_error(
+    llama, tmp_path
+) -> None:
     length, further = len(llama.encode("ab34")), drawn(llama, 0, 0, "345")
-    branch = replace(further, prompt_length=length, engine_logprobs=torch.zeros(1), weight_versions=torch.zeros(1).long())
+    branch = replace(
+        further,
+        prompt_length=length,
+        engine_logprobs=torch.zeros(1),
+        weight_versions=torch.zeros(1).long(),
+    )
     told = replace(drawn(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,))
     prompt = Prompt(0, "ab", llama.encode("ab"), {"question": "a", "answer": "b"})
     rollout = RolloutBatch([prompt], [told], collate([told], 0), PendingRows(()), PendingRows(()))
@@ -191,19 +256,32 @@ def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_
     assert not paths.preferences.exists()
     kept = [json.loads(line) for line in paths.responses.read_text().splitlines()]
     assert [record["question"] for record in kept] == ["a", "a"] and "answer" not in kept[0]
-    first, read = open_demonstrations(DataConfig(path=str(paths.responses), shuffle=False), llama, 1).take(0, 2)
-    assert (first.tokens.tolist(), first.prompt_length) == (branch.tokens.tolist(), length), "a branch with what it read"
-    assert (read.tokens.tolist(), read.learned.tolist()) == (told.tokens.tolist(), [False, False, True, False])
+    first, read = open_demonstrations(
+        DataConfig(path=str(paths.responses), shuffle=False), llama, 1
+    ).take(0, 2)
+    assert (first.tokens.tolist(), first.prompt_length) == (
+        branch.tokens.tolist(),
+        length,
+    ), "a branch with what it read"
+    assert (read.tokens.tolist(), read.learned.tolist()) == (
+        told.tokens.tolist(),
+        [False, False, True, False],
+    )
 
 
 def test_a_reference_that_was_drawn_keeps_the_token_that_ended_it(llama) -> None:
     first, _, turn = llama.eos_token_ids
     text = llama.encode("12").tolist()
     given = [{"reference_tokens": [*text, turn]}, {"reference_tokens": text}, {}]
-    prompts = [Prompt(place, "ab", llama.encode("ab"), {"reference": "12", **each}) for place, each in enumerate(given)]
+    prompts = [
+        Prompt(place, "ab", llama.encode("ab"), {"reference": "12", **each})
+        for place, each in enumerate(given)
+    ]
     samples = reference_samples(prompts, [], llama, ended=True)
     assert [sample.response.tolist() for sample in samples] == [[*text, turn], text, [*text, first]]
     assert [sample.finish_reason for sample in samples] == ["stop", "length", "stop"]
     wrong = Prompt(0, "ab", llama.encode("ab"), {"reference": "13", "reference_tokens": text})
-    with pytest.raises(ConfigError, match="the prompt 'ab': `reference_tokens` and `reference` are not the same"):
+    with pytest.raises(
+        ConfigError, match="the prompt 'ab': `reference_tokens` and `reference` are not the same"
+    ):
         reference_samples([wrong], [], llama, ended=True)

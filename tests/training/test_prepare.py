@@ -11,16 +11,26 @@ from aligner.errors import ConfigError
 from aligner.training.prepare import prepare_run
 
 JUDGE = (
-    *("experiment=tiny_ppo", "reward=judge", "reward.judge_url=http://127.0.0.1:9/v1", "reward.judge_model=tester"),
+    *(
+        "experiment=tiny_ppo",
+        "reward=judge",
+        "reward.judge_url=http://127.0.0.1:9/v1",
+        "reward.judge_model=tester",
+    ),
     "reward.judge_template='{response} {rubric}'",
 )
 
 
-def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(tmp_path: Path) -> None:
+def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(
+    tmp_path: Path,
+) -> None:
     records = [{"prompt": "abc", "rubric": "Be kind."}, {"prompt": "xyz", "answer": "4"}]
     data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = r"reward\.judge_template: it has \{rubric\}, and the record of prompt 'xyz' has no such field, but answer"
+    told = (
+        r"reward\.judge_template: it has \{rubric\}, and the record of prompt 'xyz' has no such"
+        r" field, but answer"
+    )
     with pytest.raises(ConfigError, match=told):
         prepare_run(compose_config([*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}"]))
     data.write_text(json.dumps(records[0]) + "\n")
@@ -30,36 +40,75 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(t
     with pytest.raises(ConfigError, match=told):
         prepare_run(compose_config(evaluated))
     prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction"]))
-    judge = "{judge_url: http://a/v1, judge_model: b, judge_template: '{rubric}|{response_a}|{response_b}'}"
+    judge = (
+        "{judge_url: http://a/v1, judge_model: b, judge_template:"
+        " '{rubric}|{response_a}|{response_b}'}"
+    )
     with pytest.raises(ConfigError, match=told.replace("reward", r"evaluation\.judge")):
-        prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction", f"+evaluation.judge={judge}"]))
+        prepare_run(
+            compose_config(
+                [*evaluated, "evaluation.function=digit_fraction", f"+evaluation.judge={judge}"]
+            )
+        )
     prepare_run(compose_config(given))
 
 
-def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are_refused_beforehand(tmp_path: Path) -> None:
+def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are_refused_beforehand(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "data.jsonl"
-    records = [{"prompt": "abc", "task": "chat"}, {"prompt": "2+2=", "task": "sums", "answer": "4"}, {"prompt": "xyz"}]
+    records = [
+        {"prompt": "abc", "task": "chat"},
+        {"prompt": "2+2=", "task": "sums", "answer": "4"},
+        {"prompt": "xyz"},
+    ]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def prepare(*sources: str) -> None:
         given = [f"+reward.sources.{name}" for name in sources]
-        run = ("experiment=tiny_ppo", "reward.kind=combined", f"run.dir={tmp_path / 'run'}", f"data.path={data}")
+        run = (
+            "experiment=tiny_ppo",
+            "reward.kind=combined",
+            f"run.dir={tmp_path / 'run'}",
+            f"data.path={data}",
+        )
         prepare_run(compose_config([*run, *given]))
 
     sums = "a={kind: function, function: exact_match, weight: 0, task_weights: {sums: 2}}"
     prepare(sums, "b={kind: function, function: digit_fraction}")
-    with pytest.raises(ConfigError, match=r"the record of prompt 'xyz' has task=None, for which every source's weight is 0"):
-        prepare(sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}")
     with pytest.raises(
-        ConfigError, match=r"sources\.b\.task_weights\.sumz: no record has this task; theirs: None, chat, sums"
+        ConfigError,
+        match=r"the record of prompt 'xyz' has task=None, for which every source's weight is 0",
+    ):
+        prepare(
+            sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}"
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"sources\.b\.task_weights\.sumz: no record has this task; theirs: None, chat, sums",
     ):
         prepare(sums, "b={kind: function, function: digit_fraction, task_weights: {sumz: 0}}")
 
 
 def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path) -> None:
-    more = ("algorithm=preferences", "rollout.samples_per_prompt=2", "algorithm.kept_fields=[answer, question]")
-    config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'p.jsonl'}", *more])
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "1", "question": "x"}\n{"prompt": "b", "answer": "2"}\n')
-    with pytest.raises(ConfigError, match=r"kept_fields: the record of prompt 'b' has no `question`, but answer"):
+    more = (
+        "algorithm=preferences",
+        "rollout.samples_per_prompt=2",
+        "algorithm.kept_fields=[answer, question]",
+    )
+    config = compose_config(
+        [
+            "experiment=tiny_ppo",
+            f"run.dir={tmp_path / 'run'}",
+            f"data.path={tmp_path / 'p.jsonl'}",
+            *more,
+        ]
+    )
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a", "answer": "1", "question": "x"}\n{"prompt": "b", "answer": "2"}\n'
+    )
+    with pytest.raises(
+        ConfigError, match=r"kept_fields: the record of prompt 'b' has no `question`, but answer"
+    ):
         prepare_run(config)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))

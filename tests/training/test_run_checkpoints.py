@@ -21,12 +21,17 @@ from tests.small_disk import small_disk
 
 
 def checkpoints(directory, **settings):
-    return RunCheckpoints(Config(run=RunConfig(dir=str(directory)), checkpoint=CheckpointConfig(**settings)))
+    return RunCheckpoints(
+        Config(run=RunConfig(dir=str(directory)), checkpoint=CheckpointConfig(**settings))
+    )
 
 
 def commit(kept, step, metric=None, **state):
     (kept._directory / f"step_{step}" / "policy").mkdir(parents=True)
-    kept.commit(TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step, **state), metric)
+    kept.commit(
+        TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step, **state),
+        metric,
+    )
     newest = kept.newest()  # the journal begins after the first of them
     kept.prune()
     assert kept.newest() == newest
@@ -59,7 +64,16 @@ def test_what_the_clock_saves_pushes_out_nothing_that_was_asked_for(tmp_path):
         commit(kept, step, by_time=step % 4 > 0)
         found.append(kept.steps())
     assert found[:5] == [[1], [1, 2], [2, 3], [3, 4], [4, 5]]
-    assert found[5:] == [[4, 6], [4, 7], [4, 8], [4, 8, 9], [4, 8, 10], [4, 8, 11], [8, 12], [8, 12, 13]]
+    assert found[5:] == [
+        [4, 6],
+        [4, 7],
+        [4, 8],
+        [4, 8, 9],
+        [4, 8, 10],
+        [4, 8, 11],
+        [8, 12],
+        [8, 12, 13],
+    ]
     kept = checkpoints(tmp_path / "by_time", keep=2)
     for step in range(1, 6):
         commit(kept, step, by_time=step < 5)
@@ -68,14 +82,19 @@ def test_what_the_clock_saves_pushes_out_nothing_that_was_asked_for(tmp_path):
 
 def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tmp_path):
     kept = checkpoints(tmp_path, best_metric="reward/max")
-    with pytest.raises(AlignerError, match=r"best_metric=reward/max: no such metric; this step's: kl/coef, reward/mean"):
+    with pytest.raises(
+        AlignerError,
+        match=r"best_metric=reward/max: no such metric; this step's: kl/coef, reward/mean",
+    ):
         kept.check_metric({"reward/mean": 1.0, "kl/coef": 0.0})
     kept.check_metric({"kl/coef": 0.0})
     assert kept.metric({"kl/coef": 0.0}) is None
     assert checkpoints(tmp_path).metric({}) is None
 
 
-@pytest.mark.parametrize("name", ["eval/loss", "policy/approx_kl", "mismatch/kl", "eval/reference_perplexity"])
+@pytest.mark.parametrize(
+    "name", ["eval/loss", "policy/approx_kl", "mismatch/kl", "eval/reference_perplexity"]
+)
 def test_of_a_loss_a_distance_or_a_perplexity_the_lowest_is_the_best(tmp_path, name):
     kept = checkpoints(tmp_path, keep=1, best_metric=name)
     for step, loss in enumerate((0.3, 0.1, 0.2), 1):
@@ -85,10 +104,14 @@ def test_of_a_loss_a_distance_or_a_perplexity_the_lowest_is_the_best(tmp_path, n
 
 def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_path):
     kept = checkpoints(tmp_path, keep=1, best_metric="eval/score")
-    for step, stats in enumerate(({"eval/score": 0.2}, {"eval/score": 0.4}, {"reward/mean": 9.0}, {"eval/score": 0.3}), 1):
+    for step, stats in enumerate(
+        ({"eval/score": 0.2}, {"eval/score": 0.4}, {"reward/mean": 9.0}, {"eval/score": 0.3}), 1
+    ):
         commit(kept, step, kept.metric(stats))
     assert kept.steps() == [2, 4]
-    with pytest.raises(AlignerError, match=r"best_metric=eval/score: no such metric; this step's: eval/loss"):
+    with pytest.raises(
+        AlignerError, match=r"best_metric=eval/score: no such metric; this step's: eval/loss"
+    ):
         kept.check_metric({"eval/loss": 1.0})
 
 
@@ -107,11 +130,20 @@ def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_
     assert manifest["holds"].keys() == {"policy", "rng", "data"}  # no critic where none was saved
     assert manifest["config"] == dataclasses.asdict(kept._config)
     file.write_text(json.dumps(manifest | {"format": 0}))
-    with pytest.raises(AlignerError, match=r"manifest\.json: damaged: its content is not what its checksum was made of"):
+    with pytest.raises(
+        AlignerError,
+        match=r"manifest\.json: damaged: its content is not what its checksum was made of",
+    ):
         kept.newest()
-    for text in (sealed(json.dumps(manifest | {"format": 0})), '{\n "format": 0,\n "aligner": "0.1"\n}'):
+    for text in (
+        sealed(json.dumps(manifest | {"format": 0})),
+        '{\n "format": 0,\n "aligner": "0.1"\n}',
+    ):
         file.write_text(text)
-        with pytest.raises(AlignerError, match=f"{file}: a checkpoint of format 0; this release of aligner reads format 4"):
+        with pytest.raises(
+            AlignerError,
+            match=f"{file}: a checkpoint of format 0; this release of aligner reads format 4",
+        ):
             kept.set_damaged_aside(0)
 
 
@@ -121,10 +153,14 @@ def commit_whole(kept, step):
     for part in ("policy", "critic"):
         (directory / part).mkdir(parents=True)
         entry = TensorEntry("weight", torch.float32, (4,))
-        record = write_safetensors(directory / part / "rank_0.safetensors", [entry], lambda name: torch.ones(4))
+        record = write_safetensors(
+            directory / part / "rank_0.safetensors", [entry], lambda name: torch.ones(4)
+        )
         index = {"weight": Entry((4,), False, (Piece(0, None, 0, 0),))}
         files = {"rank_0.safetensors": record}
-        manifest = Manifest("1", {}, "scalar", "", {}, {}, {}, None, 1, 1, 1, files=files, index=index)
+        manifest = Manifest(
+            "1", {}, "scalar", "", {}, {}, {}, None, 1, 1, 1, files=files, index=index
+        )
         (directory / part / "manifest.json").write_text(manifest.to_json())
     UpdateLedger(RunId("run"), 7, {"loss": 0.1}).save(directory / "critic" / "updates.json")
     (directory / "rollouts").mkdir()
@@ -162,7 +198,9 @@ def flip(place):
         ("rollouts/rollouts.safetensors", flip(40)),
     ],
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(tmp_path, caplog, file, harm):
+def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(
+    tmp_path, caplog, file, harm
+):
     kept = checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         commit_whole(kept, step)
@@ -175,7 +213,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(tmp_
     assert [state.step for state in kept.newest()] == [2]
     for name in ("step_6.damaged.2", "step_4.damaged"):
         assert file in (kept._directory / name / "damage.txt").read_text()
-    assert len(caplog.messages) == 2 and all(told.startswith("DAMAGED: ") and file in told for told in caplog.messages)
+    assert len(caplog.messages) == 2 and all(
+        told.startswith("DAMAGED: ") and file in told for told in caplog.messages
+    )
     with pytest.raises(AlignerError, match=rf"every checkpoint is damaged(.|\n)*step_2: .*{file}"):
         harm(kept._directory / "step_2" / file)
         kept.set_damaged_aside(0)
@@ -196,7 +236,10 @@ def test_a_checkpoint_without_a_file_that_its_part_names_is_not_committed(tmp_pa
     directory = commit_whole(kept, 4)
     (directory / "manifest.json").unlink()
     (directory / "critic" / "rank_0.safetensors").unlink()
-    with pytest.raises(AlignerError, match=r"step_4/critic: the checkpoint is incomplete: rank_0\.safetensors is missing"):
+    with pytest.raises(
+        AlignerError,
+        match=r"step_4/critic: the checkpoint is incomplete: rank_0\.safetensors is missing",
+    ):
         kept.commit(TrainingState(4, 0.05, 4, 32))
     assert kept.steps() == []
 
@@ -211,11 +254,20 @@ def test_what_cannot_be_deleted_is_told_once_and_swept_when_it_can(tmp_path, cap
         commit(kept, 2)
         commit(kept, 3)
         assert kept.steps() == [3]
-        assert [path.name for path in (kept._directory / "step_1").iterdir()] == ["busy"]  # all else of it is gone
-    assert len(caplog.messages) == 1 and "step_1, no longer kept, cannot be deleted: " in caplog.messages[0]
+        # all else of it is gone
+        assert [path.name for path in (kept._directory / "step_1").iterdir()] == ["busy"]
+    assert (
+        len(caplog.messages) == 1
+        and "step_1, no longer kept, cannot be deleted: " in caplog.messages[0]
+    )
     (kept._directory / "step_5").mkdir()  # is being written
     commit(kept, 4)
-    assert sorted(path.name for path in kept._directory.iterdir()) == ["step_1_backup", "step_4", "step_5", "step_x"]
+    assert sorted(path.name for path in kept._directory.iterdir()) == [
+        "step_1_backup",
+        "step_4",
+        "step_5",
+        "step_x",
+    ]
 
 
 def test_a_trainer_that_has_lost_its_run_changes_no_checkpoint_and_no_pairs(tmp_path, monkeypatch):
@@ -234,9 +286,15 @@ def test_a_trainer_that_has_lost_its_run_changes_no_checkpoint_and_no_pairs(tmp_
     changes = [
         *(lambda: kept.set_damaged_aside(0), lambda: kept.commit(TrainingState(6, 0.05, 6, 48))),
         *(lambda: kept.settle(2, None), lambda: kept._delete(kept._directory / "step_2")),
-        *(pairs.finish, lambda: pairs.resume(0), lambda: pairs.write(2, [], SimpleNamespace(samples=[], prompts=[]), [])),
+        *(
+            pairs.finish,
+            lambda: pairs.resume(0),
+            lambda: pairs.write(2, [], SimpleNamespace(samples=[], prompts=[]), []),
+        ),
     ]
     for change in changes:
-        with pytest.raises(AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"):
+        with pytest.raises(
+            AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"
+        ):
             change()
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before

@@ -20,27 +20,54 @@ MIXTURE = [
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_step_whose_routes_are_replayed_is_nearer_to_the_engine_and_says_how_many_differ(pool, tmp_path, minibatches):
-    """With a single update, which computes the log-probs from before it itself, and with several."""
-    overrides = [*MIXTURE, "algorithm=grpo", "algorithm.kl_coefficient=0.1", f"algorithm.minibatches={minibatches}"]
+def test_a_step_whose_routes_are_replayed_is_nearer_to_the_engine_and_says_how_many_differ(
+    pool, tmp_path, minibatches
+):
+    """With a single update, which computes the log-probs from before it itself, and with
+    several."""
+    overrides = [
+        *MIXTURE,
+        "algorithm=grpo",
+        "algorithm.kl_coefficient=0.1",
+        f"algorithm.minibatches={minibatches}",
+    ]
     runs = {}
     for replayed in (False, True):
-        more = [f"run.dir={tmp_path / str(replayed)}", *(["algorithm.replay_routes=true"] if replayed else [])]
+        more = [
+            f"run.dir={tmp_path / str(replayed)}",
+            *(["algorithm.replay_routes=true"] if replayed else []),
+        ]
         (runs[replayed],) = pool.run(step_jobs.steps, 1, [*overrides, *more], 2)
     for without, replayed in zip(runs[False], runs[True], strict=True):
         assert "mismatch/routes" not in without
         assert 0 < replayed["mismatch/routes"] < 0.2
         assert replayed["mismatch/logprob_abs"] < without["mismatch/logprob_abs"]
-        # Nothing to speak of is learned: an update, or a reference, that took other experts would be off.
+        # Nothing to speak of is learned: an update, or a reference, that took other experts would
+        # be off.
         assert abs(replayed["kl/reference"]) < 1e-4
         assert replayed["policy/ratio_max"] < 1 + 1e-4
 
 
 def test_a_policy_that_is_distilled_goes_where_its_teacher_is(pool, tmp_path):
-    """To even tokens, which the teacher finds likelier; each of a step's two parts is asked about by itself."""
-    overrides = ["experiment=tiny_ppo", "algorithm=on_policy_distillation", "teacher.path=somewhere", "checkpoint.every=0"]
-    (metrics,) = pool.run(step_jobs.steps, 1, [*overrides, "rollout.micro_batches=2", f"run.dir={tmp_path / 'run'}"], 8)
+    """To even tokens, which the teacher finds likelier; each of a step's two parts is asked about
+    by itself."""
+    overrides = [
+        "experiment=tiny_ppo",
+        "algorithm=on_policy_distillation",
+        "teacher.path=somewhere",
+        "checkpoint.every=0",
+    ]
+    (metrics,) = pool.run(
+        step_jobs.steps,
+        1,
+        [*overrides, "rollout.micro_batches=2", f"run.dir={tmp_path / 'run'}"],
+        8,
+    )
     first, last = metrics[0], metrics[-1]
-    assert last["reward/mean"] > first["reward/mean"] + 0.1, "the share of even tokens, which is not learned from"
+    assert last["reward/mean"] > first["reward/mean"] + 0.1, (
+        "the share of even tokens, which is not learned from"
+    )
     assert last["distill/reverse_kl"] < first["distill/reverse_kl"]
-    assert first["distill/response_reverse_kl"] == pytest.approx(16 * first["distill/reverse_kl"], rel=1e-4)
+    assert first["distill/response_reverse_kl"] == pytest.approx(
+        16 * first["distill/reverse_kl"], rel=1e-4
+    )

@@ -28,7 +28,8 @@ from aligner.training.step_metrics import (
 
 
 def measured(engine_over_trainer: list[float]) -> dict[str, float]:
-    """The metrics of a response whose tokens the engine has found so many times as probable, with others before and after."""
+    """The metrics of a response whose tokens the engine has found so many times as probable, with
+    others before and after."""
     width = len(engine_over_trainer) + 2
     trainer, nothing = torch.full((1, width), -2.0), torch.zeros(1, width)
     engine = trainer + torch.tensor([[9.0, *engine_over_trainer, 9.0]]).log()
@@ -62,17 +63,22 @@ def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_to
     assert metrics["response/learned_to_4"] == 1
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
     assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)
-    assert metrics["mismatch/kl"] == pytest.approx(sum(math.exp(-log) - 1 + log for log in logs) / 4, rel=1e-2)
+    assert metrics["mismatch/kl"] == pytest.approx(
+        sum(math.exp(-log) - 1 + log for log in logs) / 4, rel=1e-2
+    )
 
 
 def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
     trainer_over_engine = (2.0, 0.8, 4.0)
     expected = sum(ratio - 1 - math.log(ratio) for ratio in trainer_over_engine) / 3
-    assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(expected)
+    assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(
+        expected
+    )
 
 
 def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
-    """Of a response of two tokens and one of a single one; what is outside the mask does not count."""
+    """Of a response of two tokens and one of a single one; what is outside the mask does not
+    count."""
     mask = torch.tensor([[True, True, False], [True, False, False]])
     policy = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, math.nan, math.nan]])
     teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
@@ -125,7 +131,14 @@ def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_vers
 
 def test_lengths_are_counted_up_to_powers_of_two():
     counts = length_counts("of", [1, 2, 3, 4, 5, 8, 9, 1024])
-    assert counts == {"of_to_1": 1, "of_to_2": 1, "of_to_4": 2, "of_to_8": 2, "of_to_16": 1, "of_to_1024": 1}
+    assert counts == {
+        "of_to_1": 1,
+        "of_to_2": 1,
+        "of_to_4": 2,
+        "of_to_8": 2,
+        "of_to_16": 1,
+        "of_to_1024": 1,
+    }
 
 
 def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
@@ -137,7 +150,9 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     nan = math.nan
     scores = future([1.0, 0.0, nan, nan, 3.0, 0.0])
     settings = RolloutConfig(samples_per_prompt=2, spare_prompts=1, prompts_per_step=12)
-    sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    sample = Sample(
+        0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop"
+    )
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
     counts = {"deferred": 1, "skipped": 2, "left_out": (7, 8), "guesses": (8, 2)}
@@ -147,14 +162,33 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     metrics = rollout_metrics(scored, settings)
     # What dynamic sampling has left out was drawn, too, as was what has no score.
     assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (6.0, 2.0)
-    assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (1.0, 3.0, 1.0)
+    assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (
+        1.0,
+        3.0,
+        1.0,
+    )
     assert (metrics["rollout/guessed"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
     # Of six samples four have a score: what is gone is not told as kept.
-    assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (3 / 12, 4 / 6)
+    assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (
+        3 / 12,
+        4 / 6,
+    )
     for changed, allowed in (
-        ({"max_skipped_prompts": 2}, "max_skipped_prompts=2, .*: 3 prompts of this step, which takes 12, could .* and 2 may"),
-        ({"max_skipped_fraction": 0.2}, r"max_skipped_fraction=0\.2: 3 prompts .* and 2 may be left out"),
-        ({"prompts_per_step": 8}, r"max_skipped_fraction=0\.25: 3 prompts of this step, which takes 8, .* and 2 may be left"),
+        (
+            {"max_skipped_prompts": 2},
+            "max_skipped_prompts=2, .*: 3 prompts of this step, which takes 12, could .* and 2 may",
+        ),
+        (
+            {"max_skipped_fraction": 0.2},
+            r"max_skipped_fraction=0\.2: 3 prompts .* and 2 may be left out",
+        ),
+        (
+            {"prompts_per_step": 8},
+            (
+                r"max_skipped_fraction=0\.25: 3 prompts of this step, which takes 8, .* and 2 may"
+                r" be left"
+            ),
+        ),
     ):
         with pytest.raises(AlignerError, match=allowed):
             rollout_metrics(scored, dataclasses.replace(settings, **changed))
@@ -174,7 +208,9 @@ def test_the_rewards_distribution_is_that_of_a_loop_over_the_scores():
         mean = math.fsum(numbers) / len(numbers)
         expected = {
             "reward/mean": mean,
-            "reward/std": math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)),
+            "reward/std": math.sqrt(
+                math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
+            ),
             "reward/min": numbers[0],
             "reward/p10": quantile(0.1),
             "reward/p50": quantile(0.5),
@@ -182,21 +218,35 @@ def test_the_rewards_distribution_is_that_of_a_loop_over_the_scores():
             "reward/max": numbers[-1],
         }
         if each > 1:
-            groups = [scores.tolist()[first : first + each] for first in range(0, len(numbers), each)]
-            expected["reward/zero_std_fraction"] = sum(len(set(group)) == 1 for group in groups) / prompts
+            groups = [
+                scores.tolist()[first : first + each] for first in range(0, len(numbers), each)
+            ]
+            expected["reward/zero_std_fraction"] = (
+                sum(len(set(group)) == 1 for group in groups) / prompts
+            )
         assert score_metrics(scores, each) == pytest.approx(expected, abs=1e-7)
 
 
 def test_each_source_of_the_reward_has_its_mean_in_the_metrics():
     done: Future = Future()
     nan = math.nan
-    done.set_result(torch.tensor([[1.5, 1.0, 0.5], [2.0, 3.0, -1.0], [nan, nan, nan], [nan, nan, nan]]))
-    sample = Sample(0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    done.set_result(
+        torch.tensor([[1.5, 1.0, 0.5], [2.0, 3.0, -1.0], [nan, nan, nan], [nan, nan, nan]])
+    )
+    sample = Sample(
+        0, 0, torch.tensor([5, 6]), 1, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop"
+    )
     samples, prompts = [sample] * 4, [Prompt(row // 2, "", torch.tensor([5])) for row in range(4)]
-    rollout = RolloutBatch(prompts, samples, collate(samples, 0), PendingRows((done,)), PendingRows(())).scored()
+    rollout = RolloutBatch(
+        prompts, samples, collate(samples, 0), PendingRows((done,)), PendingRows(())
+    ).scored()
     settings = RolloutConfig(samples_per_prompt=2, prompts_per_step=4)
     metrics = rollout_metrics(rollout, settings, ("judge", "length"))
-    assert (metrics["reward/mean"], metrics["reward/mean/judge"], metrics["reward/mean/length"]) == (1.75, 2.0, -0.25)
+    assert (
+        metrics["reward/mean"],
+        metrics["reward/mean/judge"],
+        metrics["reward/mean/length"],
+    ) == (1.75, 2.0, -0.25)
     assert metrics["reward/zero_std_fraction"] == 0
 
 
@@ -206,28 +256,60 @@ def test_branches_stay_with_their_samples_where_a_prompt_has_no_score():
         done.set_result(value)
         return done
 
-    branch = Sample(1, 0, torch.tensor([5, 6, 7]), 2, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop")
+    branch = Sample(
+        1, 0, torch.tensor([5, 6, 7]), 2, torch.zeros(1), torch.zeros(1, dtype=torch.int64), "stop"
+    )
     plain = [replace(branch, prompt_id=row // 2, sample_index=row % 2) for row in range(6)]
-    samples = [replace(plain[0], branches=(branch,)), *plain[1:3], replace(plain[3], branches=(branch, branch)), *plain[4:]]
+    samples = [
+        replace(plain[0], branches=(branch,)),
+        *plain[1:3],
+        replace(plain[3], branches=(branch, branch)),
+        *plain[4:],
+    ]
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
     scores = PendingRows((future(torch.tensor([math.nan, math.nan, 1.0, 2.0, 3.0, 4.0])),))
     values = PendingRows((future(torch.arange(9.0)[:, None].repeat(1, 3)),), torch.arange(9))
     whole = RolloutBatch(prompts, samples, collate_episodes(samples, 0), scores, values)
     scored = whole.scored()
-    assert scored.batch.places.tolist() == [0, 1, 2, 3, 1, 1] and scored.batch.groups.tolist() == [1, 1, 2, 2, 1, 1]
+    assert scored.batch.places.tolist() == [0, 1, 2, 3, 1, 1] and scored.batch.groups.tolist() == [
+        1,
+        1,
+        2,
+        2,
+        1,
+        1,
+    ]
     assert scored.values.result(width=3)[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0, 7.0, 8.0]
-    assert rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, prompts_per_step=4))["episode/branches"] == 0.5
+    assert (
+        rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, prompts_per_step=4))[
+            "episode/branches"
+        ]
+        == 0.5
+    )
     alone = scored.without_branches()
-    assert len(alone.batch.tokens) == 4 and alone.values.result(width=3)[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert len(alone.batch.tokens) == 4 and alone.values.result(width=3)[:, 0].tolist() == [
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+    ]
 
 
 def test_a_step_leaves_out_a_share_of_its_prompts_and_no_more_than_a_number():
     def allowed(prompts: int, fraction: float, most: int = 8) -> int:
-        settings = RolloutConfig(prompts_per_step=prompts, max_skipped_fraction=fraction, max_skipped_prompts=most)
+        settings = RolloutConfig(
+            prompts_per_step=prompts, max_skipped_fraction=fraction, max_skipped_prompts=most
+        )
         return settings.skippable_prompts
 
     assert [allowed(prompts, 0.25) for prompts in (1, 3, 4, 8, 16, 1024)] == [0, 0, 1, 2, 4, 8]
-    assert [allowed(100, fraction, 100) for fraction in (0.0, 0.07, 0.29, 0.58, 1.0)] == [0, 7, 29, 58, 100]
+    assert [allowed(100, fraction, 100) for fraction in (0.0, 0.07, 0.29, 0.58, 1.0)] == [
+        0,
+        7,
+        29,
+        58,
+        100,
+    ]
     assert allowed(8, 1.0) == 8 and allowed(8, 1.0, 0) == 0
 
 
@@ -236,21 +318,30 @@ def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_o
     skipped = {"ratio_max": 1.25, "skipped": 1.0, "skipped_total": 4.0}
     expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
     for updates in ([done, skipped], [skipped, done]):
-        assert update_metrics("policy", updates) == {f"policy/{name}": value for name, value in expected.items()}
+        assert update_metrics("policy", updates) == {
+            f"policy/{name}": value for name, value in expected.items()
+        }
 
 
 def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_without_a_ratio():
     def told(*overrides: str) -> str:
         return announcement(compose_config(["experiment=tiny_ppo", *overrides]), prompts=90)
 
-    assert told() == "online: 90 prompts; steps of 16 prompts, 5.6 an epoch; the run's 40 steps are 7.11 epochs"
+    assert (
+        told()
+        == "online: 90 prompts; steps of 16 prompts, 5.6 an epoch; the run's 40 steps are 7.11"
+        " epochs"
+    )
     assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
     for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
-        assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(f"algorithm={name}", "algorithm.epochs=4")
+        assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(
+            f"algorithm={name}", "algorithm.epochs=4"
+        )
 
 
 def test_where_a_run_is_in_its_prompts_is_told_by_what_was_drawn_and_what_has_passed():
-    """Of four prompts: two that were drawn before, one of them twice, and one that is new and could not be scored."""
+    """Of four prompts: two that were drawn before, one of them twice, and one that is new and could
+    not be scored."""
     before = PassRates.none(4).after([Draw(0, 1, 0, 2, 2.0), Draw(1, 0, 0, 2, 0.0)], memory=1.0)
     before = before.after([Draw(4, 1, 1, 2, 1.0)], memory=1.0)
     draws = [Draw(5, 0, 1, 2, 0.0), Draw(6, 3, 1, 0, 0.0), Draw(7, 1, 1, 2, 1.0)]

@@ -40,25 +40,44 @@ def sample(tokenizer: Tokenizer, prompt: Prompt, index: int, text: str, **others
     if (drawn := others.get("drawn")) is not None:
         logprobs, versions = logprobs * drawn, versions * drawn
     tokens = torch.cat([prompt.tokens, response])
-    return Sample(prompt.id, index, tokens, len(prompt.tokens), logprobs, versions, "stop", prompt.metadata, **others)
+    return Sample(
+        prompt.id,
+        index,
+        tokens,
+        len(prompt.tokens),
+        logprobs,
+        versions,
+        "stop",
+        prompt.metadata,
+        **others,
+    )
 
 
 def learned(rollout: RolloutBatch, rows: list[int], **quantities: float) -> Experience:
     """Of some rows of the batch, each quantity the row's number plus what is given."""
-    batch = replace(rollout.batch, row_ids=torch.arange(len(rollout.batch.tokens))).select(torch.tensor(rows))
+    batch = replace(rollout.batch, row_ids=torch.arange(len(rollout.batch.tokens))).select(
+        torch.tensor(rows)
+    )
 
     def table(value: float) -> Tensor:
         return torch.where(batch.mask, torch.tensor(rows)[:, None] + value, 0.0)
 
     names = ("rewards", "old_logprobs", "reference_logprobs", "advantages")
     tables = {name: table(quantities.get(name, 0.0)) for name in names}
-    return Experience(**vars(batch), scores=torch.zeros(len(rows)), values=None, returns=None, **tables)
+    return Experience(
+        **vars(batch), scores=torch.zeros(len(rows)), values=None, returns=None, **tables
+    )
 
 
-def kept(directory: Path, tokenizer: Tokenizer, samples: StepSamples, *sources: str) -> list[tuple[dict, dict]]:
+def kept(
+    directory: Path, tokenizer: Tokenizer, samples: StepSamples, *sources: str
+) -> list[tuple[dict, dict]]:
     """The rows that are read back, with their lists."""
     recorder = SampleRecorder(
-        SampleFiles(RunPaths(directory).sample_files, 8), tokenizer, lambda prompt: (prompt % 5, prompt // 5), sources
+        SampleFiles(RunPaths(directory).sample_files, 8),
+        tokenizer,
+        lambda prompt: (prompt % 5, prompt // 5),
+        sources,
     )
     recorder.write(12, samples)
     recorder.settle(12)
@@ -66,25 +85,43 @@ def kept(directory: Path, tokenizer: Tokenizer, samples: StepSamples, *sources: 
     return list(zip(rows, lists, strict=True))
 
 
-def test_rows_that_were_selected_shuffled_and_left_out_keep_their_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    prompts = [Prompt(7, "ab", tokenizer.encode("ab"), {"answer": "é"}), Prompt(8, "c", tokenizer.encode("c"))]
-    texts = [(prompts[0], 0, "12"), (prompts[0], 1, "345"), (prompts[1], 0, "6"), (prompts[1], 1, "7")]
+def test_rows_that_were_selected_shuffled_and_left_out_keep_their_places(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prompts = [
+        Prompt(7, "ab", tokenizer.encode("ab"), {"answer": "é"}),
+        Prompt(8, "c", tokenizer.encode("c")),
+    ]
+    texts = [
+        (prompts[0], 0, "12"),
+        (prompts[0], 1, "345"),
+        (prompts[1], 0, "6"),
+        (prompts[1], 1, "7"),
+    ]
     samples = [sample(tokenizer, *each) for each in texts]
     batch, pending = collate_episodes(samples, tokenizer.pad_token_id), PendingRows(())
     rollout = RolloutBatch([prompt for prompt, *_ in texts], samples, batch, pending, pending)
     experience = learned(rollout, [3, 1], old_logprobs=0.25, reference_logprobs=0.5, advantages=-4)
     scores = torch.tensor([1.0, 2.0, NAN, 4.0])
     parts = torch.stack([scores - 3, torch.full((4,), 3.0)], 1)
-    found = kept(tmp_path, tokenizer, StepSamples(rollout, scores, parts, experience), "math", "length")
+    found = kept(
+        tmp_path, tokenizer, StepSamples(rollout, scores, parts, experience), "math", "length"
+    )
     rows, lists = zip(*found, strict=True)
     assert [(row["group"], row["sample"], row["prompt_index"], row["epoch"]) for row in rows] == [
         *((0, 0, 2, 1), (0, 1, 2, 1), (1, 0, 3, 1), (1, 1, 3, 1))
     ]
     assert [row["response"] for row in rows] == ["12", "345", "6", "7"]
     assert [row["score"] for row in rows] == [1, 2, None, 4]
-    assert rows[1]["score_parts"] == [("math", -1.0), ("length", 3.0)] and rows[2]["score_parts"] is None
+    assert (
+        rows[1]["score_parts"] == [("math", -1.0), ("length", 3.0)]
+        and rows[2]["score_parts"] is None
+    )
     assert [row["advantage"] for row in rows] == [None, -3, None, -1]
-    assert [(row["prompt"], row["metadata"]) for row in rows[1:3]] == [("ab", '{"answer": "é"}'), ("c", None)]
+    assert [(row["prompt"], row["metadata"]) for row in rows[1:3]] == [
+        ("ab", '{"answer": "é"}'),
+        ("c", None),
+    ]
     assert (rows[1]["version_first"], rows[1]["version_last"], rows[1]["messages"]) == (3, 4, None)
     assert lists[1]["text"] == ["3", "4", "5"] and lists[1]["engine_logprob"] == [-1, -2, -3]
     assert lists[1]["trainer_logprob"] == [1.25] * 3 and lists[3]["reference_logprob"] == [3.5]
@@ -99,11 +136,16 @@ def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_f
     branch = sample(tokenizer, Prompt(0, "", tokenizer.encode("abx")), 1, "9")
     rewards = torch.tensor([0.0, 0.0, 0.0, 0.5])
     alone = sample(tokenizer, prompt, 0, "1", rewards=torch.zeros(1))
-    samples = [alone, sample(tokenizer, prompt, 1, "12z4", drawn=given, rewards=rewards, branches=(branch,))]
+    samples = [
+        alone,
+        sample(tokenizer, prompt, 1, "12z4", drawn=given, rewards=rewards, branches=(branch,)),
+    ]
     batch, pending = collate_episodes(samples, tokenizer.pad_token_id), PendingRows(())
     rollout = RolloutBatch([prompt] * 2, samples, batch, pending, pending)
     experience = learned(rollout, [0, 1, 2])
-    found = kept(tmp_path, tokenizer, StepSamples(rollout, torch.tensor([0.0, 1.5]), None, experience))
+    found = kept(
+        tmp_path, tokenizer, StepSamples(rollout, torch.tensor([0.0, 1.5]), None, experience)
+    )
     assert [(row["sample"], row["branch"], row["advantage"], row["score"]) for row, _ in found] == [
         *((0, 0, 0, 0), (1, 0, 1, 1.5), (1, 1, 2, 1.5))
     ]
@@ -120,29 +162,48 @@ def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_f
         assert [value is not None for value in lists[name]] == given.tolist()
 
 
-def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    prompts = [Prompt(number, text, tokenizer.encode(text)) for number, text in enumerate(("a", "bcd"))]
-    taken = [sample(tokenizer, prompts[1], 0, "2", branches=(sample(tokenizer, prompts[1], 0, "77"),))]
+def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prompts = [
+        Prompt(number, text, tokenizer.encode(text)) for number, text in enumerate(("a", "bcd"))
+    ]
+    taken = [
+        sample(tokenizer, prompts[1], 0, "2", branches=(sample(tokenizer, prompts[1], 0, "77"),))
+    ]
     replaced = Straggler(prompts[0], (sample(tokenizer, prompts[0], 0, "12345678"),))
     scored: Future[Tensor] = Future()
-    scored.set_result(torch.tensor([[1.0, 0.25, 0.75], [2.0, 2.0, 0.0]]))  # in the order in which they were drawn
-    scores, batch = PendingRows((scored,), torch.tensor([1])), collate_episodes(taken, tokenizer.pad_token_id)
+    # in the order in which they were drawn
+    scored.set_result(torch.tensor([[1.0, 0.25, 0.75], [2.0, 2.0, 0.0]]))
+    scores, batch = (
+        PendingRows((scored,), torch.tensor([1])),
+        collate_episodes(taken, tokenizer.pad_token_id),
+    )
     rollout = RolloutBatch(prompts[1:], taken, batch, scores, PendingRows(()), replaced=(replaced,))
-    found = kept(tmp_path, tokenizer, StepSamples.of(rollout, learned(rollout, [1, 0])), "math", "length")
-    assert [(row["group"], row["branch"], row["response"], row["score"], row["advantage"]) for row, _ in found] == [
-        *((0, 0, "2", 2, 0), (0, 1, "77", 2, 1), (1, 0, "12345678", 1, None))
-    ]
+    found = kept(
+        tmp_path, tokenizer, StepSamples.of(rollout, learned(rollout, [1, 0])), "math", "length"
+    )
+    assert [
+        (row["group"], row["branch"], row["response"], row["score"], row["advantage"])
+        for row, _ in found
+    ] == [*((0, 0, "2", 2, 0), (0, 1, "77", 2, 1), (1, 0, "12345678", 1, None))]
     assert found[2][0]["score_parts"] == [("math", 0.25), ("length", 0.75)]
     assert [lists["trainer_logprob"] for _, lists in found] == [[0], [1, 1], [None] * 8]
 
 
-def test_what_keeps_a_step_from_being_written_is_raised_before_it_counts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_keeps_a_step_from_being_written_is_raised_before_it_counts(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     prompt = Prompt(0, "ab", tokenizer.encode("ab"))
     samples, pending = [sample(tokenizer, prompt, 0, "1")], PendingRows(())
-    rollout = RolloutBatch([prompt], samples, collate_episodes(samples, tokenizer.pad_token_id), pending, pending)
+    rollout = RolloutBatch(
+        [prompt], samples, collate_episodes(samples, tokenizer.pad_token_id), pending, pending
+    )
     directory = RunPaths(tmp_path).sample_files
     unfinished(directory / "step_000002.parquet").mkdir(parents=True)
-    recorder = SampleRecorder(SampleFiles(directory, 8), tokenizer, lambda prompt: (0, 0), ["reward"])
+    recorder = SampleRecorder(
+        SampleFiles(directory, 8), tokenizer, lambda prompt: (0, 0), ["reward"]
+    )
     for step in (1, 2):
         recorder.write(step, StepSamples(rollout, torch.ones(1)))
     recorder.settle(1)

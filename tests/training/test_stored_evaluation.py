@@ -1,4 +1,5 @@
-"""`aligner evaluate`, as typed: its measures against its own samples and transformers, and what it refuses."""
+"""`aligner evaluate`, as typed: its measures against its own samples and transformers, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tests.engines.test_generate import save_critic
 from tests.megatron import families
 from tests.rewards.judge_server import judging, says
 
-PROMPTS: list[dict[str, Any]] = [{"prompt": "hello"}, {"prompt": "a b", "reference": "12x"}, {"prompt": "2+2="}]
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "hello"},
+    {"prompt": "a b", "reference": "12x"},
+    {"prompt": "2+2="},
+]
 OPTIONS = ("--function", "digit_fraction", "--max-new-tokens", 6, "--no-stop-at-eos")
 Evaluate = Callable[..., tuple[int, str, str]]
 
@@ -49,7 +54,8 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def aligner_evaluate(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluate]:
-    """Runs the command in this process; its exit code, and what it wrote to standard output and error."""
+    """Runs the command in this process; its exit code, and what it wrote to standard output and
+    error."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: Any) -> tuple[int, str, str]:
@@ -80,10 +86,25 @@ def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
     model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
 ) -> None:
     output = tmp_path / "samples.jsonl"
-    arguments = (model, "--prompts", prompts, *OPTIONS, "--reference", initial, "--samples", 2, "--json", "--output", output)
+    arguments = (
+        model,
+        "--prompts",
+        prompts,
+        *OPTIONS,
+        "--reference",
+        initial,
+        "--samples",
+        2,
+        "--json",
+        "--output",
+        output,
+    )
     code, out, error = aligner_evaluate(*arguments, "--pass-threshold", 0.1)
     assert (code, error) == (0, "")
-    metrics, records = json.loads(out), [json.loads(line) for line in output.read_text().splitlines()]
+    metrics, records = (
+        json.loads(out),
+        [json.loads(line) for line in output.read_text().splitlines()],
+    )
     assert (metrics["prompts"], metrics["samples"], len(records)) == (3, 2, 6)
     scores = [digits(record["response"]) for record in records]
     assert [record["score"] for record in records] == pytest.approx(scores)
@@ -91,21 +112,47 @@ def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
     assert metrics["eval/pass@1"] == pytest.approx(sum(score >= 0.1 for score in scores) / 6)
     references = [record["reference_score"] for record in records]
     assert references[2:4] == pytest.approx([2 / 3] * 2)  # "12x"
-    wins = [(score > other) + (score == other) / 2 for score, other in zip(scores, references, strict=True)]
+    wins = [
+        (score > other) + (score == other) / 2
+        for score, other in zip(scores, references, strict=True)
+    ]
     assert metrics["eval/win_rate"] == pytest.approx(sum(wins) / 6)
-    logprobs = [logprob for record in records for logprob in token_logprobs(initial, record["prompt"], record["tokens"])]
+    logprobs = [
+        logprob
+        for record in records
+        for logprob in token_logprobs(initial, record["prompt"], record["tokens"])
+    ]
     expected = torch.tensor(logprobs).mean().neg().exp().item()
     assert metrics["eval/reference_perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_judge_compares_with_the_references_and_an_evaluation_that_is_repeated_asks_nothing(
-    model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    initial: Path,
+    prompts: Path,
+    tmp_path: Path,
+    aligner_evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "samples.jsonl"
     with judging(lambda question, _: says("VERDICT: A", tokens_in=len(question))) as server:
-        asked = [f"evaluation.judge.judge_{name}" for name in (f"url={server.url}", "model=tester", "input_price=1000")]
-        arguments = (model, *asked, "--prompts", prompts, *OPTIONS, "--reference", initial, "--json", "--output", output)
+        asked = [
+            f"evaluation.judge.judge_{name}"
+            for name in (f"url={server.url}", "model=tester", "input_price=1000")
+        ]
+        arguments = (
+            model,
+            *asked,
+            "--prompts",
+            prompts,
+            *OPTIONS,
+            "--reference",
+            initial,
+            "--json",
+            "--output",
+            output,
+        )
         code, out, error = aligner_evaluate(*arguments)
         assert (code, error) == (0, "")
         metrics, again = json.loads(out), json.loads(aligner_evaluate(*arguments, "--overwrite")[1])
@@ -113,10 +160,21 @@ def test_a_judge_compares_with_the_references_and_an_evaluation_that_is_repeated
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["judge_wins"] for record in records] == [[1.0, 0.0]] * 3
     assert all("12x" in question for question in server.questions if "a b" in question)
-    assert (metrics["eval/judge_win_rate"], metrics["eval/judge_ties"], metrics["eval/judge_order_bias"]) == (0.5, 1.0, 1.0)
-    assert metrics["judge/questions"] == again["judge/from_cache"] == 6 and again["judge/questions"] == 0
+    assert (
+        metrics["eval/judge_win_rate"],
+        metrics["eval/judge_ties"],
+        metrics["eval/judge_order_bias"],
+    ) == (0.5, 1.0, 1.0)
+    assert (
+        metrics["judge/questions"] == again["judge/from_cache"] == 6
+        and again["judge/questions"] == 0
+    )
     assert metrics["judge/cost"] == pytest.approx(sum(map(len, server.questions)) * 1000 / 1e6)
-    assert all(again[name] == measured for name, measured in metrics.items() if not name.startswith("judge/"))
+    assert all(
+        again[name] == measured
+        for name, measured in metrics.items()
+        if not name.startswith("judge/")
+    )
 
 
 def test_one_response_a_prompt_is_greedy_and_a_model_ties_with_itself(
@@ -128,12 +186,18 @@ def test_one_response_a_prompt_is_greedy_and_a_model_ties_with_itself(
     assert code == 0
     lines = out.splitlines()
     assert lines[0].strip() == "2 prompts, 2 responses"
-    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if line.startswith("│")}
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in lines
+        if line.startswith("│")
+    }
     assert rows["win_rate"].startswith("0.500 [") and rows["length"] == "6.000"
     assert rows.keys() == {"score", "pass@1", "win_rate", "length", "reference_perplexity"}
 
 
-def test_without_references_there_is_no_win_rate(model: Path, tmp_path: Path, aligner_evaluate: Evaluate) -> None:
+def test_without_references_there_is_no_win_rate(
+    model: Path, tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
     code, out, _ = aligner_evaluate(model, "--prompts", prompts, *OPTIONS, "--json")
@@ -151,27 +215,42 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         assert (code, out) == (2, "")
         return error
 
-    asked = ("evaluation.judge.judge_url=http://localhost:1/v1", "evaluation.judge.judge_model=tester")
+    asked = (
+        "evaluation.judge.judge_url=http://localhost:1/v1",
+        "evaluation.judge.judge_model=tester",
+    )
     assert "evaluation.judge.judge_model: missing" in refused(*OPTIONS, asked[0])
     assert "reward.kind: not read here" in refused(*OPTIONS, "reward.kind=judge")
     plain = tmp_path / "plain.txt"
     plain.write_text("hello\n")
     code, _, error = aligner_evaluate(model, "--prompts", plain, *OPTIONS, *asked)
-    assert code == 2 and "evaluation.judge: there is nothing to compare with: give every prompt a `reference`" in error
+    assert (
+        code == 2
+        and "evaluation.judge: there is nothing to compare with: give every prompt a `reference`"
+        in error
+    )
     assert "2 of 3 prompts have no `reference`, the first 'hello'" in refused(*OPTIONS)
     assert "--function=digit: must be one of" in refused("--function", "digit")
-    assert "2 samples a prompt, all greedy, would be the same" in refused(*OPTIONS, "--samples", 2, "--greedy")
+    assert "2 samples a prompt, all greedy, would be the same" in refused(
+        *OPTIONS, "--samples", 2, "--greedy"
+    )
     other = tmp_path / "other"
     other.mkdir()
     for file in initial.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     tokenizer = json.loads((other / "tokenizer.json").read_text())
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]}))
+    (other / "tokenizer.json").write_text(
+        json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]})
+    )
     assert "is not that of SOURCE" in refused(*OPTIONS, "--reference", other)
     critic = tmp_path / "critic"
     save_critic(model, str(critic))
-    assert "error: --reference is a value or reward model, which" in refused(*OPTIONS, "--reference", critic)
+    assert "error: --reference is a value or reward model, which" in refused(
+        *OPTIONS, "--reference", critic
+    )
     (critic / "config.json").write_text("[]")
-    assert f"error: --reference={critic}: a config.json is an object" in refused(*OPTIONS, "--reference", critic)
+    assert f"error: --reference={critic}: a config.json is an object" in refused(
+        *OPTIONS, "--reference", critic
+    )
     prompts.write_text('{"prompt": "a", "reference": 1}\n')
     assert "the `reference` of the prompt 'a' must be a text" in refused(*OPTIONS)

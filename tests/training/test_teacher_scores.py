@@ -1,4 +1,5 @@
-"""A teacher's word on demonstrations: kept once, found again by who learns, and refused where it is of something else."""
+"""A teacher's word on demonstrations: kept once, found again by who learns, and refused where it is
+of something else."""
 
 from __future__ import annotations
 
@@ -46,11 +47,15 @@ def test_what_is_read_is_what_the_teacher_says_of_all_rows_at_once(
 
     ranks = 2 if LAYOUTS[layout] else 1
     paths = RunPaths(tmp_path / "run")
-    (_, ids, outcomes), *_ = pool.run(offline_jobs.score, ranks, str(teacher), LAYOUTS[layout], str(paths.root))
+    (_, ids, outcomes), *_ = pool.run(
+        offline_jobs.score, ranks, str(teacher), LAYOUTS[layout], str(paths.root)
+    )
     made = examples("sft")
     scores = TeacherScores(paths.teacher_scores)
     scores.require_undamaged()
-    found = [row for each in made[::-1] if (row := scores.find(each.tokens, each.is_learned)) is not None]
+    found = [
+        row for each in made[::-1] if (row := scores.find(each.tokens, each.is_learned)) is not None
+    ]
     rows = demonstration_rows(made[::-1], pad_token_id=0)
     taught = taught_rows(found, rows.mask)
     backwards = torch.cat(list(reversed(ids.split([row.count for row in found[::-1]]))))
@@ -62,40 +67,60 @@ def test_what_is_read_is_what_the_teacher_says_of_all_rows_at_once(
         with torch.no_grad():
             every = model(each.tokens[None]).logits[0, :-1].log_softmax(-1)[each.is_learned[1:]]
         of_row, at = found[place].read(), each.tokens[1:][each.is_learned[1:]]
-        torch.testing.assert_close(of_row[0].double(), every.gather(-1, at[:, None])[:, 0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(of_row[2][:, :-1].double(), every.topk(5)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            of_row[0].double(), every.gather(-1, at[:, None])[:, 0], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
+            of_row[2][:, :-1].double(), every.topk(5)[0], rtol=1e-4, atol=1e-5
+        )
         torch.testing.assert_close(of_row[2].exp().sum(-1), torch.ones(len(at)), rtol=0, atol=1e-5)
     steps = read_metrics(paths.metrics)
     assert len(steps) == 4 and all(0 < step["teacher_scores/covered"] < 1 for step in steps)
 
 
-def test_a_run_that_was_stopped_goes_on_behind_its_last_part(pool: WorkerPool, teacher: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_behind_its_last_part(
+    pool: WorkerPool, teacher: Path, tmp_path: Path
+) -> None:
     paths = RunPaths(tmp_path / "run")
     pool.run(offline_jobs.score, 1, str(teacher), {}, str(paths.root), stop_after=2)
     with pytest.raises(ConfigError, match=r"teacher\.scores.*index\.json"):
         TeacherScores(paths.teacher_scores)
     first = (paths.teacher_scores / "part_00001_of_00004.safetensors").stat().st_mtime_ns
-    ((done, ids, _),) = pool.run(offline_jobs.score, 1, str(teacher), {}, str(paths.root), resume="true")
-    assert done == 2 and (paths.teacher_scores / "part_00001_of_00004.safetensors").stat().st_mtime_ns == first
+    ((done, ids, _),) = pool.run(
+        offline_jobs.score, 1, str(teacher), {}, str(paths.root), resume="true"
+    )
+    assert (
+        done == 2
+        and (paths.teacher_scores / "part_00001_of_00004.safetensors").stat().st_mtime_ns == first
+    )
     made, scores = examples("sft"), TeacherScores(paths.teacher_scores)
-    assert sum(row.count for each in made if (row := scores.find(each.tokens, each.is_learned))) == len(ids)
+    assert sum(
+        row.count for each in made if (row := scores.find(each.tokens, each.is_learned))
+    ) == len(ids)
 
 
 def test_a_row_is_found_by_its_tokens_and_by_what_is_learned_of_it(tmp_path: Path) -> None:
     made = offline_jobs.with_scores(examples("taught"), tmp_path / "scores")
     scores, some = TeacherScores(tmp_path / "scores"), made[1]
-    assert all(each.taught == scores.find(each.tokens, each.is_learned) is not None for each in made)
+    assert all(
+        each.taught == scores.find(each.tokens, each.is_learned) is not None for each in made
+    )
     assert scores.find(some.tokens, replace(some, learned=None).is_learned) is None
     assert scores.find(torch.cat([some.tokens[:-1], some.tokens[-1:] + 1]), some.is_learned) is None
 
 
 def test_scores_that_are_not_as_they_were_written_are_refused_by_name(tmp_path: Path) -> None:
     offline_jobs.with_scores(examples("taught"), tmp_path / "scores")
-    scores, file = TeacherScores(tmp_path / "scores"), tmp_path / "scores" / "part_00001_of_00001.safetensors"
+    scores, file = (
+        TeacherScores(tmp_path / "scores"),
+        tmp_path / "scores" / "part_00001_of_00001.safetensors",
+    )
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"teacher\.scores=.*part_00001_of_00001\.safetensors is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.scores=.*part_00001_of_00001\.safetensors is damaged"
+    ):
         scores.require_undamaged()
     index = tmp_path / "scores" / "index.json"
     index.write_text(index.read_text().replace('"top_k": 5', '"top_k": 4'))
@@ -105,23 +130,43 @@ def test_scores_that_are_not_as_they_were_written_are_refused_by_name(tmp_path: 
 
 @pytest.fixture
 def student(tmp_path: Path) -> Config:
-    """Of a model that knows 72 characters, taught two sums of which the scores know the first alone."""
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2=", "response": "3"}\n')
-    overrides = ("experiment=tiny_ppo", "algorithm=sft", f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'sums.jsonl'}")
-    config = compose_config([*overrides, f"teacher.scores={tmp_path / 'scores'}", "teacher.loss=forward_kl"])
+    """Of a model that knows 72 characters, taught two sums of which the scores know the first
+    alone."""
+    (tmp_path / "sums.jsonl").write_text(
+        '{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2=", "response": "3"}\n'
+    )
+    overrides = (
+        "experiment=tiny_ppo",
+        "algorithm=sft",
+        f"run.dir={tmp_path / 'run'}",
+        f"data.path={tmp_path / 'sums.jsonl'}",
+    )
+    config = compose_config(
+        [*overrides, f"teacher.scores={tmp_path / 'scores'}", "teacher.loss=forward_kl"]
+    )
     directory = prepare_model(config)
     tokens = Tokenizer(directory).encode("1+1=2")
-    made = Demonstration(torch.cat([tokens, torch.tensor([read_shape(directory).eos_token_ids[0]])]), 4)
+    made = Demonstration(
+        torch.cat([tokens, torch.tensor([read_shape(directory).eos_token_ids[0]])]), 4
+    )
     offline_jobs.with_scores([made], tmp_path / "scores", vocabulary=64)
-    (tmp_path / "scores" / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    (tmp_path / "scores" / "tokenizer.json").write_bytes(
+        (directory / "tokenizer.json").read_bytes()
+    )
     return config
 
 
-def test_other_data_is_refused_by_its_place_and_left_out_where_bad_records_are(student: Config) -> None:
+def test_other_data_is_refused_by_its_place_and_left_out_where_bad_records_are(
+    student: Config,
+) -> None:
     tokenizer = Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model)
-    with pytest.raises(ConfigError, match=r"sums\.jsonl:2: teacher\.scores=.* has nothing about it"):
+    with pytest.raises(
+        ConfigError, match=r"sums\.jsonl:2: teacher\.scores=.* has nothing about it"
+    ):
         open_run_data(student, tokenizer)
-    data = open_run_data(replace(student, data=replace(student.data, skip_bad_records=True)), tokenizer)
+    data = open_run_data(
+        replace(student, data=replace(student.data, skip_bad_records=True)), tokenizer
+    )
     (only,) = data.examples.examples()
     assert only.taught is not None and only.taught.count == 2
 
@@ -132,7 +177,10 @@ def test_another_tokenizer_is_refused_by_the_first_tokens_that_differ(student: C
     AnyTokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "zebra": 2}, unk_token="<pad>")).save(
         str(scores / "tokenizer.json")
     )
-    with pytest.raises(ConfigError, match=r"teacher\.scores=.* of the policy's .* token ids mean something else to it, as"):
+    with pytest.raises(
+        ConfigError,
+        match=r"teacher\.scores=.* of the policy's .* token ids mean something else to it, as",
+    ):
         check(student)
     with pytest.raises(ConfigError, match=r"teacher\.scores=.* token ids mean something else"):
         open_run_data(student, Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model))
@@ -142,17 +190,24 @@ def test_tokens_that_the_policy_does_not_know_are_refused(student: Config, tmp_p
     scores = tmp_path / "larger"
     offline_jobs.with_scores(examples("taught"), scores, vocabulary=65)
     config = replace(student, teacher=replace(student.teacher, scores=str(scores)))
-    with pytest.raises(ConfigError, match=r"larger: it has ids up to 64, and the policy knows 64 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"larger: it has ids up to 64, and the policy knows 64 tokens"
+    ):
         open_run_data(config, Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"loss": "advantage"}, r"teacher\.loss=advantage is for samples of the policy's own; give forward_kl"),
+        (
+            {"loss": "advantage"},
+            r"teacher\.loss=advantage is for samples of the policy's own; give forward_kl",
+        ),
         ({"scores": "nowhere"}, r"teacher\.scores=nowhere: it has no index\.json"),
     ],
 )
-def test_what_cannot_be_learned_from_scores_is_refused(student: Config, changes: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_learned_from_scores_is_refused(
+    student: Config, changes: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(replace(student, teacher=replace(student.teacher, **changes)))

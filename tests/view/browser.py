@@ -54,7 +54,9 @@ def browsing() -> Iterator[Browser]:
 
     rules = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu", rules])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", rules]
+        )
         try:
             yield browser
         finally:
@@ -69,7 +71,10 @@ def tab(browser: Browser, scheme: str = "light", height: int = HEIGHT) -> Iterat
     found = Tab(context.new_page())
     found.page.on("console", lambda message: found.console.append(message.text))
     found.page.on("pageerror", lambda error: found.console.append(str(error)))
-    found.page.on("dialog", lambda dialog: (found.console.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    found.page.on(
+        "dialog",
+        lambda dialog: (found.console.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+    )
     found.page.on("request", lambda request: found.requests.append(request.url))
     try:
         yield found

@@ -43,11 +43,16 @@ class Viewer:
     def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
         connection = http.client.HTTPConnection(self.host, timeout=60)
         try:
-            given = {"Cookie": self._cookie, **{name.replace("_", "-"): value for name, value in headers.items()}}
+            given = {
+                "Cookie": self._cookie,
+                **{name.replace("_", "-"): value for name, value in headers.items()},
+            }
             connection.request(method, path, headers=given)
             answer = connection.getresponse()
             text = answer.read().decode()
-            return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, text)
+            return Answer(
+                answer.status, {name.lower(): value for name, value in answer.getheaders()}, text
+            )
         finally:
             connection.close()
 
@@ -57,7 +62,9 @@ def serving(*directories: Path) -> Iterator[Viewer]:
     """The server of some directories; ended as Ctrl-C does."""
     command = [sys.executable, "-m", "aligner", "view", *map(str, directories)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         link = process.stdout.readline().strip()

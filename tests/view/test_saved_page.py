@@ -31,10 +31,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
         f"model.path={json.dumps(HOSTILE[:40])}",
     )
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
-    write_metrics(paths, [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds])
+    write_metrics(
+        paths,
+        [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds],
+    )
     samples = RecordWriter(paths.samples)
     for step in (1, 5, 30):
-        samples.write(step, [{"prompt": f"{step} {HOSTILE}", "response": HOSTILE * 100, "reward": 0.25}] * 4)
+        samples.write(
+            step, [{"prompt": f"{step} {HOSTILE}", "response": HOSTILE * 100, "reward": 0.25}] * 4
+        )
     write_timeline(paths, STEPS)
     write_report(paths.root)
     return paths
@@ -89,7 +94,11 @@ def test_the_trace_is_written_with_the_page(run: RunPaths) -> None:
 
 def test_busy_shares_are_shown_without_what_is_waited(run: RunPaths) -> None:
     utilization = named(timeline_plots(read_spans(run)), "utilization")
-    assert [note["text"] for note in utilization.layout["annotations"]] == ["<b>20 %</b>", "<b>40 %</b>", "<b>80 %</b>"]
+    assert [note["text"] for note in utilization.layout["annotations"]] == [
+        "<b>20 %</b>",
+        "<b>40 %</b>",
+        "<b>80 %</b>",
+    ]
     assert [bar["name"] for bar in utilization.traces] == [
         *("generate", "logprobs", "values", "train", "critic_train", "publish", "receive")
     ]
@@ -99,7 +108,8 @@ def test_busy_shares_are_shown_without_what_is_waited(run: RunPaths) -> None:
     ("times", "expected"),
     [
         (1, {"0": [25, 100] * 15, "1": [50, 0] * 15, "10": [25, 0] * 15}),
-        (10, {"0": [62.5] * 150, "1": [25] * 150, "10": [12.5] * 150}),  # each bar is the mean of two steps
+        # each bar is the mean of two steps
+        (10, {"0": [62.5] * 150, "1": [25] * 150, "10": [12.5] * 150}),
     ],
 )
 def test_the_tokens_of_every_step_add_up_whichever_staleness_it_lacks(
@@ -117,13 +127,17 @@ def test_a_length_at_which_responses_are_lost_is_seen(run: RunPaths) -> None:
 
 def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> None:
     data = f"data.path={tmp_path / 'pairs.jsonl'}"
-    paths = begin(tmp_path / "run", "experiment=tiny_ppo", "algorithm=dpo", data, "data.max_response_tokens=8")
+    paths = begin(
+        tmp_path / "run", "experiment=tiny_ppo", "algorithm=dpo", data, "data.max_response_tokens=8"
+    )
     write_metrics(paths, ["dpo/loss", "dpo/accuracy", "eval/loss"])
     write_report(paths.root)
     page = written(paths.report)
     times = {f"time/{phase}" for phase in (*PHASES, "step")}
     assert plots_of(page) == {"loss", "accuracy", "step_time"} | times
-    assert plots(paths) == {"loss": 2, "accuracy": 1, "step_time": len(PHASES) + 1} | dict.fromkeys(times, 1)
+    assert plots(paths) == {"loss": 2, "accuracy": 1, "step_time": len(PHASES) + 1} | dict.fromkeys(
+        times, 1
+    )
     assert not paths.trace.exists() and "<h2>Samples" not in page and "30 of 30 steps<" in page
 
 
@@ -152,10 +166,17 @@ def test_a_run_that_goes_on_has_the_steps_so_far(tmp_path: Path) -> None:
 
 
 def test_many_steps_are_drawn_as_means_of_steps_in_a_row() -> None:
-    metrics = [{"step": step, "reward/mean": step, **({"eval/score": 1.0} if step == 4 else {})} for step in range(1, 8)]
+    metrics = [
+        {"step": step, "reward/mean": step, **({"eval/score": 1.0} if step == 4 else {})}
+        for step in range(1, 8)
+    ]
     assert thinned(metrics, 7) == (metrics, 1)
     assert thinned(metrics, 3) == (
-        [{"step": 3, "reward/mean": 2.0}, {"step": 6, "reward/mean": 5.0, "eval/score": 1.0}, {"step": 7, "reward/mean": 7.0}],
+        [
+            {"step": 3, "reward/mean": 2.0},
+            {"step": 6, "reward/mean": 5.0, "eval/score": 1.0},
+            {"step": 7, "reward/mean": 7.0},
+        ],
         3,
     )
 
@@ -179,4 +200,7 @@ def test_what_is_no_run_or_has_no_place_is_refused_by_name(
         write_report(paths.root)
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(paths.root)])
-    assert "aligner: error: aligner report: duckdb is not installed; install the view extra" in capsys.readouterr().err
+    assert (
+        "aligner: error: aligner report: duckdb is not installed; install the view extra"
+        in capsys.readouterr().err
+    )

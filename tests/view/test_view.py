@@ -10,12 +10,23 @@ import pytest
 
 from aligner.cli import main
 from tests.view.served import Answer, Viewer, serving
-from tests.view.written_runs import HOSTILE, begin, end, write_metrics, write_samples, write_timeline
+from tests.view.written_runs import (
+    HOSTILE,
+    begin,
+    end,
+    write_metrics,
+    write_samples,
+    write_timeline,
+)
 
 STEPS_WITH_SAMPLES = (1, 2, 3, 20)
 MESSAGES = [
     {"role": "user", "content": "add 1 and 2"},
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "calculator", "arguments": '{"x": "1+2"}'}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "calculator", "arguments": '{"x": "1+2"}'}}],
+    },
     {"role": "tool", "content": "3"},
 ]
 
@@ -31,28 +42,42 @@ def answers(step: int) -> list[dict[str, object]]:
     parts = [("correct", 0.5), ("judge/clarity", -0.25)]
     known = {"metadata": json.dumps({"answer": "1"}), "score_parts": parts, "advantage": -0.5}
     return [
-        {"prompt": prompt, "response": text, "score": (step + at) / 10, **known} for at, (prompt, text) in enumerate(texts)
+        {"prompt": prompt, "response": text, "score": (step + at) / 10, **known}
+        for at, (prompt, text) in enumerate(texts)
     ]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, one that has failed, one of before all samples were kept, a hostile one, and one that is damaged."""
+    """A finished run, one that has failed, one of before all samples were kept, a hostile one, and
+    one that is damaged."""
     root = tmp_path_factory.mktemp("runs")
     finished = begin(root / "finished", "experiment=tiny_ppo", name="finished")
-    write_metrics(finished, ["reward/mean", "reward/std", "kl/reference", "odd/metric", "rollout/skipped"])
+    write_metrics(
+        finished, ["reward/mean", "reward/std", "kl/reference", "odd/metric", "rollout/skipped"]
+    )
     write_timeline(finished, 5)
     for step in STEPS_WITH_SAMPLES:
         write_samples(finished, step, answers(step), tokens=step > 1)
     write_samples(finished, 4, [{**answers(4)[0], "messages": json.dumps(MESSAGES)}])
-    finished.log("reward", 0).write_text("UserWarning: resource_tracker: There appear to be 1 leaked shared_memory\n")
-    finished.log("trainer", 0).write_text("first line\n" + "x" * 300_000 + "\nall is well\nWARNING: slow\n")
+    finished.log("reward", 0).write_text(
+        "UserWarning: resource_tracker: There appear to be 1 leaked shared_memory\n"
+    )
+    finished.log("trainer", 0).write_text(
+        "first line\n" + "x" * 300_000 + "\nall is well\nWARNING: slow\n"
+    )
     end(finished)
     failed = begin(root / "below" / "failed", "experiment=tiny_ppo", "seed=7", name="failed")
     write_metrics(failed, ["reward/mean"], steps=3)
-    failed.samples.write_text('{"step": 1, "prompt": "hello", "response": "there \\ud800", "reward": 0.5}\n{"step": 2, "pro')
+    failed.samples.write_text(
+        '{"step": 1, "prompt": "hello", "response": "there \\ud800", "reward": 0.5}\n{"step": 2,'
+        ' "pro'
+    )
     failed.log("trainer", 0).write_text("begun\naligner: error: out of memory\n")
-    raised = 'Traceback (most recent call last):\n  File "own.py", line 1, in score\nZeroDivisionError: division by zero\n'
+    raised = (
+        'Traceback (most recent call last):\n  File "own.py", line 1, in score\nZeroDivisionError:'
+        " division by zero\n"
+    )
     failed.log("reward", 0).write_text("\x1b[1;33mready\x1b[0;39m\n" + 2 * raised)
     (failed.logs / "linked.log").symlink_to(failed.config)
     end(failed, exit_code=1, reason="trainer rank 0: out of memory")
@@ -60,11 +85,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_metrics(hostile, ["reward/mean", f"evil/{HOSTILE}"])
     long = HOSTILE + "A" * 1_000_000 + "\x00"
     write_samples(
-        hostile, 1, [{**answers(1)[0], "prompt": long, "response": long, "messages": text} for text in (None, HOSTILE)]
+        hostile,
+        1,
+        [
+            {**answers(1)[0], "prompt": long, "response": long, "messages": text}
+            for text in (None, HOSTILE)
+        ],
     )
     calls = [{"function": {"name": HOSTILE, "arguments": [HOSTILE, 1]}}, 5]
-    turns = json.dumps([{"role": HOSTILE, "content": [HOSTILE, {"text": 1}], "tool_calls": calls}, 3])
-    write_samples(hostile, 2, [{**answers(2)[0], "score_parts": [(HOSTILE, 1.0)], "metadata": HOSTILE, "messages": turns}])
+    turns = json.dumps(
+        [{"role": HOSTILE, "content": [HOSTILE, {"text": 1}], "tool_calls": calls}, 3]
+    )
+    write_samples(
+        hostile,
+        2,
+        [
+            {
+                **answers(2)[0],
+                "score_parts": [(HOSTILE, 1.0)],
+                "metadata": HOSTILE,
+                "messages": turns,
+            }
+        ],
+    )
     hostile.log("trainer", 0).write_bytes(HOSTILE.encode() + b"\xff\n" + b"B" * 1_000_000)
     (hostile.logs / "<img src=x>-0.log").write_text(f"aligner: error: {HOSTILE}\n")
     end(hostile)
@@ -93,16 +136,24 @@ def pages(viewer: Viewer) -> dict[str, str]:
 def rows(answer: Answer) -> list[str]:
     """The responses of a table of samples."""
     assert answer.status == 200, answer.text
-    return [unescape(text) for text in re.findall(r'<td class="text"><div class="clip">([^<]*)</div></td>', answer.text)[1::2]]
+    return [
+        unescape(text)
+        for text in re.findall(
+            r'<td class="text"><div class="clip">([^<]*)</div></td>', answer.text
+        )[1::2]
+    ]
 
 
-def test_only_who_has_the_key_and_asks_for_this_host_sees_anything_and_nobody_writes(viewer: Viewer) -> None:
+def test_only_who_has_the_key_and_asks_for_this_host_sees_anything_and_nobody_writes(
+    viewer: Viewer,
+) -> None:
     stranger = Viewer(viewer.link)
     assert stranger.get("/").status == 403 and stranger.get("/static/view.js").status == 403
     assert stranger.get("/?key=wrong%20%ff").status == 403
     assert stranger.get("/", Cookie=f"{viewer._cookie.split('=')[0]}=wrong").status == 403
     assert viewer.get("/", Host="evil.example").status == 400
-    assert viewer.get("/", Host=viewer.host.replace("127.0.0.1", "localhost")).status == 200  # as behind ssh -L
+    # as behind ssh -L
+    assert viewer.get("/", Host=viewer.host.replace("127.0.0.1", "localhost")).status == 200
     assert viewer.get("/", method="POST").status == viewer.get("/", method="PUT").status == 405
     opened = stranger.open()
     assert (opened.status, opened.headers["location"]) == (303, "/")
@@ -112,16 +163,25 @@ def test_only_who_has_the_key_and_asks_for_this_host_sees_anything_and_nobody_wr
 def test_scripts_are_the_servers_files_alone(viewer: Viewer, pages: dict[str, str]) -> None:
     for path in ("/", pages["finished"]):
         page = viewer.get(path)
-        policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
+        policy = dict(
+            part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; ")
+        )
         assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'"
-        assert re.findall(r"<script[^>]*>", page.text) == re.findall(r'<script src="/static/[\w.]+" defer>', page.text)
+        assert re.findall(r"<script[^>]*>", page.text) == re.findall(
+            r'<script src="/static/[\w.]+" defer>', page.text
+        )
         assert " style=" not in page.text and " onclick=" not in page.text
         assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page.text)
     assert viewer.get("/static/plotly.min.js").text.startswith("/**")
-    assert viewer.get("/static/..%2fpages.py").status == 404 and viewer.get("/static/pages.py").status == 404
+    assert (
+        viewer.get("/static/..%2fpages.py").status == 404
+        and viewer.get("/static/pages.py").status == 404
+    )
 
 
-def test_runs_are_listed_with_their_state_sorted_and_filtered(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_runs_are_listed_with_their_state_sorted_and_filtered(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     assert set(pages) == {
         "finished",
         "failed",
@@ -131,46 +191,78 @@ def test_runs_are_listed_with_their_state_sorted_and_filtered(viewer: Viewer, pa
     whole = viewer.get("/").text
     assert re.findall(r'class="badge (\w+)"', whole).count("finished") == 2
     assert "trainer rank 0: out of memory" in whole and "is not a run&#39;s configuration" in whole
-    assert set(paths_of(viewer.get("/?q=FAIL"))) == set(paths_of(viewer.get("/?state=failed"))) == {"failed"}
+    assert (
+        set(paths_of(viewer.get("/?q=FAIL")))
+        == set(paths_of(viewer.get("/?state=failed")))
+        == {"failed"}
+    )
     assert next(iter(paths_of(viewer.get("/?sort=step")))) == "failed"
     assert list(paths_of(viewer.get("/?sort=-step")))[-1] == "damaged"  # of which none is known
     assert viewer.get("/?sort=__class__").status == 400
     assert "None of the 4 runs is like that" in viewer.get("/?q=nothing").text
 
 
-def test_every_metric_has_a_curve_with_steps_and_time(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_every_metric_has_a_curve_with_steps_and_time(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     answer = viewer.get(f"{pages['finished']}/curves.json")
     plots = {plot["key"]: plot for plot in answer.json()}
     band, line = plots["reward"]["traces"]
     assert band["fill"] == "toself" and len(line["y"]) == 30
     assert line["x"][:3] == [1, 2, 3] and line["seconds"][:3] == [1.5, 3, 4.5]
     assert plots["odd/metric"]["group"] == "odd" and plots["reward"]["about"] == "reward/mean"
-    assert viewer.get(f"{pages['finished']}/curves.json", If_None_Match=answer.headers["etag"]).status == 304
+    assert (
+        viewer.get(f"{pages['finished']}/curves.json", If_None_Match=answer.headers["etag"]).status
+        == 304
+    )
     timeline = viewer.get(f"{pages['finished']}/timeline.json").json()
     assert [plot["key"] for plot in timeline] == ["utilization", "timeline"]
 
 
-def test_keys_that_were_chosen_are_marked_and_values_are_those_of_the_command_line(tmp_path: Path) -> None:
-    begin(tmp_path / "run", "experiment=tiny_ppo", "run.chosen=[run.steps]", "algorithm.whiten_advantages=false")
+def test_keys_that_were_chosen_are_marked_and_values_are_those_of_the_command_line(
+    tmp_path: Path,
+) -> None:
+    begin(
+        tmp_path / "run",
+        "experiment=tiny_ppo",
+        "run.chosen=[run.steps]",
+        "algorithm.whiten_advantages=false",
+    )
     (tmp_path / "run" / "metrics.jsonl").touch()
     with serving(tmp_path) as viewer:
         viewer.open()
         page = viewer.get(f"{paths_of(viewer.get('/'))['run']}/configuration").text
-    changed = dict(re.findall(r'<th scope="row" class="code">(.*?)</th><td class="code">(.*?)</td>', page))
+    changed = dict(
+        re.findall(r'<th scope="row" class="code">(.*?)</th><td class="code">(.*?)</td>', page)
+    )
     marked = {re.sub("<.*", "", key).strip(): ">chosen<" in key for key in changed}
     assert marked["run.steps"] and not marked["algorithm.whiten_advantages"]
     assert changed["algorithm.whiten_advantages"] == "false"
     assert "run.chosen" not in marked and "model.config" not in marked
 
 
-def test_runs_are_compared_in_curves_and_configuration(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_runs_are_compared_in_curves_and_configuration(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     keys = "&".join(f"run={pages[name].rpartition('/')[2]}" for name in ("finished", "failed"))
     page = viewer.get(f"/compare?{keys}")
-    assert page.status == 200 and re.search(r">seed</th>\s*<td class=\"code\">1</td><td class=\"code\">7</td>", page.text)
+    assert page.status == 200 and re.search(
+        r">seed</th>\s*<td class=\"code\">1</td><td class=\"code\">7</td>", page.text
+    )
     assert "run.dir" not in page.text
-    reward = next(plot for plot in viewer.get(f"/compare/curves.json?{keys}").json() if plot["key"] == "reward")
-    assert [(trace["name"], len(trace["x"])) for trace in reward["traces"]] == [("finished", 30), ("failed", 3)]
-    assert viewer.get("/compare?run=none").status == 404 and viewer.get(f"/compare?{keys.split('&')[0]}").status == 400
+    reward = next(
+        plot
+        for plot in viewer.get(f"/compare/curves.json?{keys}").json()
+        if plot["key"] == "reward"
+    )
+    assert [(trace["name"], len(trace["x"])) for trace in reward["traces"]] == [
+        ("finished", 30),
+        ("failed", 3),
+    ]
+    assert (
+        viewer.get("/compare?run=none").status == 404
+        and viewer.get(f"/compare?{keys.split('&')[0]}").status == 400
+    )
 
 
 def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str, str]) -> None:
@@ -178,33 +270,68 @@ def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str
     assert len(rows(viewer.get(samples))) == 17
     assert rows(viewer.get(samples))[0] == "it is one at 20"
     assert rows(viewer.get(f"{samples}?sort=step"))[0] == "it is one at 1"
-    assert rows(viewer.get(f"{samples}?q=IS+ONE&first=2&last=3&sort=step"))[::2] == ["it is one at 2", "it is one at 3"]
-    assert rows(viewer.get(f"{samples}?q=100%25"))[0] == "two of 100%" and len(rows(viewer.get(f"{samples}?q=100%25"))) == 4
-    assert rows(viewer.get(f"{samples}?least=0.35&most=0.45&sort=score&last=2")) == ["deux", "two of 100%"]
+    assert rows(viewer.get(f"{samples}?q=IS+ONE&first=2&last=3&sort=step"))[::2] == [
+        "it is one at 2",
+        "it is one at 3",
+    ]
+    assert (
+        rows(viewer.get(f"{samples}?q=100%25"))[0] == "two of 100%"
+        and len(rows(viewer.get(f"{samples}?q=100%25"))) == 4
+    )
+    assert rows(viewer.get(f"{samples}?least=0.35&most=0.45&sort=score&last=2")) == [
+        "deux",
+        "two of 100%",
+    ]
     assert rows(viewer.get(f"{samples}?sort=-score"))[0] == "deux"
     assert "not drawn a sample yet" in viewer.get(f"{pages['damaged']}/samples").text
     assert "No sample is like that" in viewer.get(f"{samples}?q=' OR 1=1 --".replace(" ", "+")).text
-    assert viewer.get(f"{samples}?least=x").status == 400 and viewer.get(f"{samples}?page=1e99").status == 400
+    assert (
+        viewer.get(f"{samples}?least=x").status == 400
+        and viewer.get(f"{samples}?page=1e99").status == 400
+    )
     grouped = viewer.get(f"{samples}?by=prompt&sort=-mean").text
-    assert [unescape(prompt) for prompt in re.findall(r'<span class="clip">([^<]*)<', grouped)] == ["and two", "what is one"]
+    assert [unescape(prompt) for prompt in re.findall(r'<span class="clip">([^<]*)<', grouped)] == [
+        "and two",
+        "what is one",
+    ]
 
 
-def test_a_sample_is_shown_with_its_turns_scores_and_tokens(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_a_sample_is_shown_with_its_turns_scores_and_tokens(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     page = viewer.get(f"{pages['finished']}/samples/4/0").text
     assert re.findall(r'class="card turn (\w+)"', page) == ["user", "assistant", "tool"]
     assert "calculator" in page and "{&#34;x&#34;: &#34;1+2&#34;}" in page
     assert "judge/clarity" in page and "-0.250" in page and "&#34;answer&#34;: &#34;1&#34;" in page
     tokens = viewer.get(f"{pages['finished']}/samples/4/0/tokens.json").json()
-    assert tokens["text"] == ["it", "is", "one", "at", "4"] and tokens["columns"]["given"] == [1, 0, 0, 0, 0]
+    assert tokens["text"] == ["it", "is", "one", "at", "4"] and tokens["columns"]["given"] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert set(tokens["columns"]) == {
-        *("log-prob, engine", "log-prob, trainer", "log-prob, reference", "advantage", "weight version", "given"),
+        *(
+            "log-prob, engine",
+            "log-prob, trainer",
+            "log-prob, reference",
+            "advantage",
+            "weight version",
+            "given",
+        ),
         *("engine \N{MINUS SIGN} trainer", "trainer \N{MINUS SIGN} reference"),
     }
     assert tokens["columns"]["engine \N{MINUS SIGN} trainer"] == [1.0] * 5
-    assert "tokens of step 1 are not kept any more" in viewer.get(f"{pages['finished']}/samples/1/0").text
+    assert (
+        "tokens of step 1 are not kept any more"
+        in viewer.get(f"{pages['finished']}/samples/1/0").text
+    )
     assert viewer.get(f"{pages['finished']}/samples/1/0/tokens.json").status == 404
     assert (
-        viewer.get(f"{pages['finished']}/samples/1/99").status == viewer.get(f"{pages['finished']}/samples/99/0").status == 404
+        viewer.get(f"{pages['finished']}/samples/1/99").status
+        == viewer.get(f"{pages['finished']}/samples/99/0").status
+        == 404
     )
 
 
@@ -213,21 +340,33 @@ def test_a_prompt_is_followed_over_the_steps(viewer: Viewer, pages: dict[str, st
     assert re.findall(r'aria-label="step (\d+)"', viewer.get(over_time).text) == ["1", "3", "20"]
     page = viewer.get(f"{over_time}?steps=2,20,99,x").text
     assert re.findall(r'aria-label="step (\d+)"', page) == ["2", "20"]
-    assert "it is one at 2<" in page and "it is one at 20<" in page and "it is one at 3<" not in page and "deux" not in page
+    assert (
+        "it is one at 2<" in page
+        and "it is one at 20<" in page
+        and "it is one at 3<" not in page
+        and "deux" not in page
+    )
     (plot,) = viewer.get(f"{pages['finished']}/samples/20/0/scores.json").json()
     assert plot["traces"][0]["x"] == [1, 2, 3, 4, 20]
 
 
-def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     page = viewer.get(f"{pages['failed']}/samples")
     assert len(rows(page)) <= 1 and "kept a few samples of some steps only" in page.text
     assert viewer.get(f"{pages['failed']}/samples/1/0").status in (200, 404)
 
 
-def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(viewer: Viewer, pages: dict[str, str]) -> None:
-    assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text  # without colours
+def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
+    # without colours
+    assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text
     log = viewer.get(f"{pages['finished']}/logs").text
-    assert "all is well" in log and "first line" not in log and "bytes before it are left out" in log
+    assert (
+        "all is well" in log and "first line" not in log and "bytes before it are left out" in log
+    )
     for name in ("../config.yaml", "/etc/hostname", "linked.log", "%2e%2e/config.yaml"):
         assert viewer.get(f"{pages['failed']}/logs?file={name}").status == 404
     health = viewer.get(f"{pages['failed']}/health").text
@@ -241,10 +380,25 @@ def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(viewer: Viewer,
     assert "leaked" not in health  # Triton's helpers say so in every run
 
 
-def test_what_models_tools_and_people_write_is_text_on_every_page(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_what_models_tools_and_people_write_is_text_on_every_page(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     run = next(path for name, path in pages.items() if "script" in name)
-    samples = [f"/samples/{place}{more}" for place in ("1/0", "1/1", "2/0") for more in ("", "/tokens.json", "/over-time")]
-    below = ("", "/state", "/timeline", "/configuration", "/logs", "/logs?file=%3Cimg%20src=x%3E-0.log", "/health", "/samples")
+    samples = [
+        f"/samples/{place}{more}"
+        for place in ("1/0", "1/1", "2/0")
+        for more in ("", "/tokens.json", "/over-time")
+    ]
+    below = (
+        "",
+        "/state",
+        "/timeline",
+        "/configuration",
+        "/logs",
+        "/logs?file=%3Cimg%20src=x%3E-0.log",
+        "/health",
+        "/samples",
+    )
     for path in ("/", *(run + each for each in (*below, "/samples?by=prompt", *samples))):
         page = viewer.get(path)
         assert page.status == 200, (path, page.text[:500])
@@ -253,14 +407,22 @@ def test_what_models_tools_and_people_write_is_text_on_every_page(viewer: Viewer
         if not path.endswith(".json"):
             assert "<script>alert" not in page.text and "<img" not in page.text, path
     (evil,) = (plot for plot in viewer.get(f"{run}/curves.json").json() if plot["group"] == "evil")
-    assert "<" not in evil["traces"][0]["name"] and "\u202e" not in evil["title"] + evil["traces"][0]["name"]
+    assert (
+        "<" not in evil["traces"][0]["name"]
+        and "\u202e" not in evil["title"] + evil["traces"][0]["name"]
+    )
 
 
-def test_a_damaged_or_missing_run_has_a_page_that_says_so(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_a_damaged_or_missing_run_has_a_page_that_says_so(
+    viewer: Viewer, pages: dict[str, str]
+) -> None:
     for path in (f"{pages['damaged']}/configuration", f"{pages['damaged']}/health"):
         answer = viewer.get(path)
         assert answer.status == 500 and "config.yaml" in answer.text
-    assert viewer.get("/runs/none").status == 404 and "there is no such run" in viewer.get("/runs/none").text
+    assert (
+        viewer.get("/runs/none").status == 404
+        and "there is no such run" in viewer.get("/runs/none").text
+    )
 
 
 def test_what_a_run_adds_is_seen_while_it_goes_on(tmp_path: Path) -> None:
@@ -273,14 +435,18 @@ def test_what_a_run_adds_is_seen_while_it_goes_on(tmp_path: Path) -> None:
         for steps in (1, 3, 2):  # the last as where a run went on from an earlier checkpoint
             paths.metrics.unlink(missing_ok=True)
             write_metrics(paths, ["reward/mean"], steps)
-            reward = next(plot for plot in viewer.get(f"{page}/curves.json").json() if plot["key"] == "reward")
+            reward = next(
+                plot for plot in viewer.get(f"{page}/curves.json").json() if plot["key"] == "reward"
+            )
             assert reward["traces"][0]["x"] == [*range(1, steps + 1)]
             assert f"{steps} / 30" in viewer.get(f"{page}/state").text
         write_samples(paths, 1, answers(1))
         assert len(rows(viewer.get(f"{page}/samples"))) == 4
 
 
-def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_there_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["view", str(tmp_path / "nowhere")])
     assert "nowhere: no such directory" in capsys.readouterr().err

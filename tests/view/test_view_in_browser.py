@@ -33,8 +33,11 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_silent_and_can_be_used_by_all(browser: Browser, runs: Path, tmp_path: Path, scheme: str) -> None:
-    """Of finished, failed, hostile and damaged runs, of two that are compared, and where there is none."""
+def test_every_page_is_silent_and_can_be_used_by_all(
+    browser: Browser, runs: Path, tmp_path: Path, scheme: str
+) -> None:
+    """Of finished, failed, hostile and damaged runs, of two that are compared, and where there is
+    none."""
     (tmp_path / "empty").mkdir()
     found = {}
     with serving(runs) as viewer, serving(tmp_path / "empty") as empty:
@@ -42,7 +45,15 @@ def test_every_page_is_silent_and_can_be_used_by_all(browser: Browser, runs: Pat
         pages = paths_of(viewer.get("/"))
         hostile = next(path for name, path in pages.items() if "script" in name)
         finished, failed = pages["finished"], pages["failed"]
-        below = ("", "/timeline", "/configuration", "/logs", "/health", "/samples", "/samples?by=prompt")
+        below = (
+            "",
+            "/timeline",
+            "/configuration",
+            "/logs",
+            "/health",
+            "/samples",
+            "/samples?by=prompt",
+        )
         of_samples = ("/samples/4/0", "/samples/3/0", "/samples/20/0/over-time")
         paths = {
             "runs": "/",
@@ -51,7 +62,8 @@ def test_every_page_is_silent_and_can_be_used_by_all(browser: Browser, runs: Pat
         }
         paths |= {f"finished{path}": finished + path for path in (*below, *of_samples)}
         paths |= {
-            f"hostile{path}": hostile + path for path in (*below, "/samples/1/0", "/samples/2/0", "/samples/1/0/over-time")
+            f"hostile{path}": hostile + path
+            for path in (*below, "/samples/1/0", "/samples/2/0", "/samples/1/0/over-time")
         }
         paths |= {f"failed{path}": failed + path for path in ("", "/logs", "/health", "/samples")}
         with tab(browser, scheme) as opened:
@@ -67,7 +79,9 @@ def test_every_page_is_silent_and_can_be_used_by_all(browser: Browser, runs: Pat
     assert not {name: problems for name, problems in found.items() if problems}
 
 
-def test_the_keyboard_reaches_everything_and_its_place_is_seen(browser: Browser, runs: Path) -> None:
+def test_the_keyboard_reaches_everything_and_its_place_is_seen(
+    browser: Browser, runs: Path
+) -> None:
     with serving(runs) as viewer, tab(browser) as opened:
         page = opened.page
         opened.open(viewer.link)
@@ -80,19 +94,26 @@ def test_the_keyboard_reaches_everything_and_its_place_is_seen(browser: Browser,
             )
             assert style == "solid", place
             order.append(place)
-        assert order[:5] == ["Skip to the content", "aligner", "q", "state", "Filter"] and {"run", "failed"} <= {*order}
+        assert order[:5] == ["Skip to the content", "aligner", "q", "state", "Filter"] and {
+            "run",
+            "failed",
+        } <= {*order}
         viewer.open()
         opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['finished']}/samples/4/0")
         page.focus(".tokens-text")
         for _ in range(2):
             page.keyboard.press("ArrowRight")
-        assert "3 of 5" in page.inner_text("[data-inspector]") and '"one"' in page.inner_text("[data-inspector]")
+        assert "3 of 5" in page.inner_text("[data-inspector]") and '"one"' in page.inner_text(
+            "[data-inspector]"
+        )
         assert page.inner_text(".legend").split() == ["-2", "0"]  # the largest of five
         page.select_option(".tokens select", label="given")
         assert page.inner_text(".legend").split() == ["0", "1"]
 
 
-def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(browser: Browser, tmp_path: Path) -> None:
+def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(
+    browser: Browser, tmp_path: Path
+) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     write_metrics(paths, ["reward/mean", "odd/metric"], steps=5)
     with serving(tmp_path) as viewer, tab(browser) as opened:
@@ -103,7 +124,9 @@ def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(bro
         drawn = "document.getElementById('plot-reward').data"
         assert page.evaluate(f"{drawn}.map((trace) => trace.x.length)") == [5]
         page.fill("[name=search]", "ODD/")
-        assert [each.inner_text() for each in page.query_selector_all("figure h3") if each.is_visible()] == ["odd/metric"]
+        assert [
+            each.inner_text() for each in page.query_selector_all("figure h3") if each.is_visible()
+        ] == ["odd/metric"]
         page.fill("[name=search]", "")
         page.fill("[name=smoothing]", "0.9")
         assert page.evaluate(f"{drawn}.length") == 2
@@ -111,7 +134,8 @@ def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(bro
         assert page.evaluate(f"{drawn}[1].x") == [1.5, 3, 4.5, 6, 7.5]
         MetricsWriter(paths).write(6, {"reward/mean": 0.5, "time/step": 1.5})
         page.wait_for_selector("text=6 / 30")
-        page.wait_for_timeout(4000)  # what waits for an expression evaluates it in the page, which may not
+        # what waits for an expression evaluates it in the page, which may not
+        page.wait_for_timeout(4000)
         assert page.evaluate(f"{drawn}[1].x.length") == 6
         assert opened.console == []
 
@@ -119,17 +143,24 @@ def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(bro
 def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo", name=HOSTILE)
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
-    write_metrics(paths, [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds])
+    write_metrics(
+        paths,
+        [*dict.fromkeys(key for panel in PANELS for key in panel.metrics), "reward/std", *bounds],
+    )
     write_timeline(paths, 30)
     write_samples(paths, 1, [{"prompt": HOSTILE, "response": HOSTILE, "score": 0.5}])
     write_report(paths.root)
     expected = {
-        plot.key: len(plot.traces) for plot in [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
+        plot.key: len(plot.traces)
+        for plot in [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
     }
     with tab(browser, height=8_000) as opened:
         opened.open(paths.report.as_uri())
         opened.page.wait_for_timeout(1000)
-        counts = "[...document.querySelectorAll('.plot')].map((plot) => [plot.id.slice(5), (plot.data || []).length])"
+        counts = (
+            "[...document.querySelectorAll('.plot')].map((plot) => [plot.id.slice(5), (plot.data ||"
+            " []).length])"
+        )
         assert dict(opened.page.evaluate(counts)) == expected
         assert len(opened.page.query_selector_all(".plot .main-svg")) >= len(expected)
         opened.photograph(tmp_path / "report.png")
@@ -139,12 +170,17 @@ def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_p
 
 def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
-    rows = [{"prompt": f"what is {n % 50}, and why", "response": f"it is {n} " * 20, "score": n / 500} for n in range(500)]
+    rows = [
+        {"prompt": f"what is {n % 50}, and why", "response": f"it is {n} " * 20, "score": n / 500}
+        for n in range(500)
+    ]
     write_samples(paths, 1, rows, tokens=False)
     table = pq.read_table(paths.root / "samples" / "step_000001.parquet")
     for step in range(2, 2001):
         steps = pa.array([step] * len(rows), pa.int32())
-        pq.write_table(table.set_column(0, "step", steps), paths.root / "samples" / f"step_{step:06d}.parquet")
+        pq.write_table(
+            table.set_column(0, "step", steps), paths.root / "samples" / f"step_{step:06d}.parquet"
+        )
     with serving(tmp_path) as viewer:
         viewer.open()
         samples = f"{paths_of(viewer.get('/'))['run']}/samples"

@@ -8,6 +8,10 @@ from aligner.rewards.scorers import ScoringRequest
 def score(requests: Sequence[ScoringRequest]) -> list[float]:
     """1 for a response that has the answer in it, less a little for its length.
 
-    A request has `prompt` and `response`, texts, and `metadata`: what the record has beside its prompt.
+    A request has `prompt` and `response`, texts, and `metadata`: what the record has beside its
+    prompt.
     """
-    return [float(request.metadata["answer"] in request.response) - 0.001 * len(request.response) for request in requests]
+    return [
+        float(request.metadata["answer"] in request.response) - 0.001 * len(request.response)
+        for request in requests
+    ]

@@ -1,4 +1,5 @@
-"""From a run's plan to its dry run's, with what differs between the two, and data for it where the run's is not here."""
+"""From a run's plan to its dry run's, with what differs between the two, and data for it where the
+run's is not here."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -9,10 +10,21 @@ from rich.table import Table
 
 from aligner.checks.check import check
 from aligner.config.dry_run import tiny_settings as settings
-from aligner.config.dry_run.tiny_models import Models, with_fitting_layouts, with_positions, with_tiny_models
+from aligner.config.dry_run.tiny_models import (
+    Models,
+    with_fitting_layouts,
+    with_positions,
+    with_tiny_models,
+)
 from aligner.config.prerequisites import RunPlan
 from aligner.errors import ConfigError
-from aligner.models.model_source import ExpectedInputs, absent_inputs, directory_shape, is_expected, reward_shapes
+from aligner.models.model_source import (
+    ExpectedInputs,
+    absent_inputs,
+    directory_shape,
+    is_expected,
+    reward_shapes,
+)
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION, data_sources
@@ -30,7 +42,11 @@ _SUMS = {
     "dpo": "preferences",
     "reward_model": "preferences",
 }
-_ANY_DIFFICULTY: dict[str, Any] = {"data.pass_rate": [], "data.pass_rate_samples": None, "data.sort_by": None}
+_ANY_DIFFICULTY: dict[str, Any] = {
+    "data.pass_rate": [],
+    "data.pass_rate_samples": None,
+    "data.sort_by": None,
+}
 _LONGEST_SHOWN = 200
 _TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
 
@@ -56,29 +72,44 @@ class DryRun:
 
 
 def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
-    """The dry run of a plan, after all of the checks that the run itself would have to pass, but for its directory's.
+    """The dry run of a plan, after all of the checks that the run itself would have to pass, but
+    for its directory's.
 
-    `is_reachable` tells whether the host of an HTTP scorer or a judge answers. Raises ConfigError as `RunPlan.check` does.
+    `is_reachable` tells whether the host of an HTTP scorer or a judge answers. Raises ConfigError
+    as `RunPlan.check` does.
     """
     expected = plan.expected_inputs(absent_inputs(plan.config))
     given, notes = with_present_data(plan.config, expected)
     policy = check(given, expected)
     rewards = {source.key: shape for source, shape in reward_shapes(given, expected).items()}
     begun_from = given.critic.path if given.algorithm.has_critic else None
-    critic = None if begun_from is None else directory_shape(Path(begun_from), "critic.path", expected)
+    critic = (
+        None if begun_from is None else directory_shape(Path(begun_from), "critic.path", expected)
+    )
     models = Models(policy, rewards, critic)
     sources = reward_sources(given.reward) if given.algorithm.generates else ()
     asked = [address for source in sources if (address := asked_address(source)) is not None]
     unreachable = [address for address in asked if not is_reachable(address)]
     tiny_config, tiny = tiny_run(given, models, unreachable)
     notes = (*notes, *_exchanges(given, tiny_config, unreachable))
-    shapes = {"policy": (policy, tiny.policy), **{key: (shape, tiny.rewards[key]) for key, shape in models.rewards.items()}}
-    changes = [Change(name, _dimensions(whole), _dimensions(small)) for name, (whole, small) in shapes.items()]
-    return DryRun(RunPlan(tiny_config, ()), (*changes, *_key_changes(plan.config, tiny_config)), notes)
+    shapes = {
+        "policy": (policy, tiny.policy),
+        **{key: (shape, tiny.rewards[key]) for key, shape in models.rewards.items()},
+    }
+    changes = [
+        Change(name, _dimensions(whole), _dimensions(small))
+        for name, (whole, small) in shapes.items()
+    ]
+    return DryRun(
+        RunPlan(tiny_config, ()), (*changes, *_key_changes(plan.config, tiny_config)), notes
+    )
 
 
-def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -> tuple[Config, Models]:
-    """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers and judges that do not answer."""
+def tiny_run(
+    given: Config, models: Models, unreachable: Collection[str] = ()
+) -> tuple[Config, Models]:
+    """A checked configuration's dry run, and its models; `unreachable` are HTTP scorers and judges
+    that do not answer."""
     given = with_values(given, settings.critic(given, models) | settings.teacher(given))
     config = with_fitting_layouts(given)
     config, tiny = with_tiny_models(config, given, models)
@@ -95,21 +126,31 @@ def tiny_run(given: Config, models: Models, unreachable: Collection[str] = ()) -
 def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Iterator[str]:
     """What does not run here, and what does instead."""
     if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
-        yield f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes its place, at its layout"
+        yield (
+            f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes"
+            " its place, at its layout"
+        )
     if given.has_teacher:
         for source in teacher_sources(given.teacher):
-            yield f"{source.key}.path={source.path}: the tiny policy itself takes its place, on one rank"
+            yield (
+                f"{source.key}.path={source.path}: the tiny policy itself takes its place, on one"
+                " rank"
+            )
     for url in unreachable:
         yield f"{url}: it does not answer; the share of digits takes its place as the score"
     if "dry_run" in tiny.reward.sources:
-        yield "the share of digits is added to the score: a random model's samples would all score alike, and be left out"
+        yield (
+            "the share of digits is added to the score: a random model's samples would all score"
+            " alike, and be left out"
+        )
 
 
 def _dimensions(shape: ModelShape) -> str:
     experts = f", {shape.num_experts} experts" if shape.num_experts else ""
     return (
-        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads in {shape.num_kv_heads} groups,"
-        f" feed-forward {shape.ffn_hidden_size}{experts}, vocabulary {shape.vocab_size}"
+        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads in"
+        f" {shape.num_kv_heads} groups, feed-forward {shape.ffn_hidden_size}{experts}, vocabulary"
+        f" {shape.vocab_size}"
     )
 
 
@@ -123,7 +164,8 @@ def _key_changes(given: Config, tiny: Config) -> Iterator[Change]:
 
 
 def with_present_data(config: Config, expected: ExpectedInputs) -> tuple[Config, tuple[str, ...]]:
-    """The configuration with sums instead of records that are not here, and a line about each exchange."""
+    """The configuration with sums instead of records that are not here, and a line about each
+    exchange."""
     notes: list[str] = []
     for values, note in (*_records(config, expected), *_evaluation(config, expected)):
         config = with_values(config, values)
@@ -132,7 +174,9 @@ def with_present_data(config: Config, expected: ExpectedInputs) -> tuple[Config,
 
 
 def _is_absent(path: Path | str, expected: ExpectedInputs) -> bool:
-    return is_expected(path, expected) or not (str(path).startswith(FUNCTION) or Path(path).exists())
+    return is_expected(path, expected) or not (
+        str(path).startswith(FUNCTION) or Path(path).exists()
+    )
 
 
 def _sums(name: str) -> str:
@@ -150,7 +194,12 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         algorithm = config.algorithm
         answered = "demonstrations" if algorithm.has_demonstrations else _SUMS[algorithm.trainer]
         path = _sums("labeled_answers" if algorithm.has_labels else answered)
-        values: dict[str, Any] = {"data.fields": {}, "data.prompt_after": None, "data.prompt_before": None, **_ANY_DIFFICULTY}
+        values: dict[str, Any] = {
+            "data.fields": {},
+            "data.prompt_after": None,
+            "data.prompt_before": None,
+            **_ANY_DIFFICULTY,
+        }
         if config.data.path is not None:
             values["data.path"] = path
         for source in sources if config.data.path is None else ():
@@ -160,24 +209,36 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         named = ", ".join(source.given_as for source in absent)
         yield values, f"{named}: not on this machine; sums take the place of all data"
     elif (rated := config.data.pass_rate_samples) is not None and _is_absent(rated, expected):
-        yield dict(_ANY_DIFFICULTY), f"data.pass_rate_samples={rated}: not on this machine; every record is taken"
+        yield (
+            dict(_ANY_DIFFICULTY),
+            f"data.pass_rate_samples={rated}: not on this machine; every record is taken",
+        )
     given = config.data.normalization
     if given is not None and _is_absent(given, expected):
-        yield {"data.normalization": None}, f"data.normalization={given}: not on this machine; left out"
+        yield (
+            {"data.normalization": None},
+            f"data.normalization={given}: not on this machine; left out",
+        )
 
 
 def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
     for suite in evaluation_suites(config) if config.algorithm.trainer == "online" else ():
         path = suite.settings.path
         if path is not None and _is_absent(path, expected):
-            values: dict[str, Any] = {f"{suite.key}.path": _sums("held_out"), f"{suite.key}.fields": {}}
+            values: dict[str, Any] = {
+                f"{suite.key}.path": _sums("held_out"),
+                f"{suite.key}.fields": {},
+            }
             values |= {"data.prompt_after": None, "data.prompt_before": None}
             yield values, f"{suite.key}.path={path}: not on this machine; sums take its place"
 
 
 def changes_table(dry_run: DryRun) -> Table:
     """What the dry run has otherwise than the run, as a table."""
-    table = Table(title=f"dry run of {dry_run.plan.config.run.experiment}: what is otherwise", title_justify="left")
+    table = Table(
+        title=f"dry run of {dry_run.plan.config.run.experiment}: what is otherwise",
+        title_justify="left",
+    )
     table.add_column("key", no_wrap=True)
     for column in ("given", "run with"):
         table.add_column(column, overflow="fold")

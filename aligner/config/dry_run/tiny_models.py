@@ -1,4 +1,5 @@
-"""The layouts of a dry run, smaller where their ranks are too many for one machine, and models as small as these allow."""
+"""The layouts of a dry run, smaller where their ranks are too many for one machine, and models as
+small as these allow."""
 
 import dataclasses
 import math
@@ -17,7 +18,12 @@ from aligner.schema.reward_sources import has_reward_model
 Sizes = Mapping[str, int]
 """Sizes that a role's ranks are the product of, by key."""
 
-_KINDS: tuple[tuple[str, ...], ...] = (("replicas", "data"), ("pipeline",), ("context",), ("tensor",))
+_KINDS: tuple[tuple[str, ...], ...] = (
+    ("replicas", "data"),
+    ("pipeline",),
+    ("context",),
+    ("tensor",),
+)
 """In the order in which they are made smaller."""
 
 _LAST_RESORT = (("reward", "critic"), ("engine",), ("actor",))
@@ -25,12 +31,14 @@ _LAST_RESORT = (("reward", "critic"), ("engine",), ("actor",))
 
 
 def with_fitting_layouts(config: Config) -> Config:
-    """The configuration with layouts of at most `dry_run.max_ranks` ranks together; unchanged where they are no more.
+    """The configuration with layouts of at most `dry_run.max_ranks` ranks together; unchanged where
+    they are no more.
 
-    Data parallelism and reward replicas become 2 first; then pipeline, context and tensor parallelism are halved in turn, of
-    all roles at once, down to 2. If that is not enough sizes become 1 in the same order, one by one: those of reward and
-    critic first, then the generator's, the trainer's last. What depends on a layout's sizes, such as expert parallelism,
-    follows them. Raises ConfigError where not even one rank a role fits.
+    Data parallelism and reward replicas become 2 first; then pipeline, context and tensor
+    parallelism are halved in turn, of all roles at once, down to 2. If that is not enough sizes
+    become 1 in the same order, one by one: those of reward and critic first, then the generator's,
+    the trainer's last. What depends on a layout's sizes, such as expert parallelism, follows them.
+    Raises ConfigError where not even one rank a role fits.
     """
     limit, smaller = config.dry_run.max_ranks, config
     for sizes in _ever_smaller(_sizes(config)):
@@ -38,13 +46,19 @@ def with_fitting_layouts(config: Config) -> Config:
         if sum(role_ranks(smaller).values()) <= limit:
             break
     if (least := sum(role_ranks(smaller).values())) > limit:
-        raise ConfigError(f"dry_run.max_ranks={limit}: one rank a role is {least} ranks; give {least} or more")
+        raise ConfigError(
+            f"dry_run.max_ranks={limit}: one rank a role is {least} ranks; give {least} or more"
+        )
     if smaller == config:
         return config
     for section in layout_sections(config):
-        smaller = with_values(smaller, _dependent(section, value_at(config, section), value_at(smaller, section)))
+        smaller = with_values(
+            smaller, _dependent(section, value_at(config, section), value_at(smaller, section))
+        )
     if config.algorithm.generates and config.engine.placement == "colocated":
-        smaller = with_values(smaller, {"engine.parallel": _colocated(config, smaller.actor.parallel)})
+        smaller = with_values(
+            smaller, {"engine.parallel": _colocated(config, smaller.actor.parallel)}
+        )
     if config.critic_scores and config.reward.parallel == config.critic.parallel:
         smaller = with_values(smaller, {"reward.parallel": smaller.critic.parallel})
     return smaller
@@ -61,7 +75,11 @@ def layout_sections(config: Config) -> tuple[str, ...]:
 
 
 def _sizes(config: Config) -> Sizes:
-    keys = [f"{section}.{name}" for section in layout_sections(config) for name in ("data", "pipeline", "context", "tensor")]
+    keys = [
+        f"{section}.{name}"
+        for section in layout_sections(config)
+        for name in ("data", "pipeline", "context", "tensor")
+    ]
     if config.algorithm.generates and not config.critic_scores:
         keys.append("reward.replicas")
     if has_generator(config):
@@ -73,7 +91,10 @@ def _ever_smaller(sizes: Sizes) -> Iterator[Sizes]:
     yield sizes
     for kinds in _KINDS:
         while large := [key for key in _of_kind(sizes, kinds) if sizes[key] > 2]:
-            sizes = {**sizes, **{key: 2 if "data" in kinds else max(2, sizes[key] // 2) for key in large}}
+            sizes = {
+                **sizes,
+                **{key: 2 if "data" in kinds else max(2, sizes[key] // 2) for key in large},
+            }
             yield sizes
     for sections in _LAST_RESORT:
         for kinds, section in product(_KINDS, sections):
@@ -108,12 +129,17 @@ def _smallest_part(ranks: int) -> int:
 
 
 def _colocated(config: Config, trainer: ParallelConfig) -> EngineParallelConfig:
-    """The engine's layout over the smaller trainer's ranks: as the given one in what is cut, and cut more or less finely."""
+    """The engine's layout over the smaller trainer's ranks: as the given one in what is cut, and
+    cut more or less finely."""
     given, ranks = config.engine.parallel, trainer.ranks
 
     def strangeness(tensor: int) -> tuple[int, bool, int]:
         lost = ((tensor > 1) != (given.tensor > 1)) + ((ranks // tensor > 1) != (given.data > 1))
-        return lost, _order(tensor, trainer.tensor) != _order(given.tensor, config.actor.parallel.tensor), tensor
+        return (
+            lost,
+            _order(tensor, trainer.tensor) != _order(given.tensor, config.actor.parallel.tensor),
+            tensor,
+        )
 
     tensor = min((size for size in range(1, ranks + 1) if ranks % size == 0), key=strangeness)
     return EngineParallelConfig(tensor=tensor, data=ranks // tensor)
@@ -139,28 +165,40 @@ class Models:
 
 
 def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Config, Models]:
-    """The models for a configuration's layouts, and the configuration with what of it speaks of their layers.
+    """The models for a configuration's layouts, and the configuration with what of it speaks of
+    their layers.
 
-    `given` is the configuration with the layouts that `models` were made for. More than one of anything stays more than one:
-    layers of a stage or chunk, heads, groups of heads, experts; the critic has fewer layers than the policy where it had, and
-    the last stage more or fewer than the others.
+    `given` is the configuration with the layouts that `models` were made for. More than one of
+    anything stays more than one: layers of a stage or chunk, heads, groups of heads, experts; the
+    critic has fewer layers than the policy where it had, and the last stage more or fewer than the
+    others.
     """
     layers, values = _policy_layers(config, given, models.policy)
     config = with_values(config, values)
-    trained = [config.actor.parallel] + ([config.critic.parallel] if config.algorithm.has_critic else [])
-    tensor = {layout.tensor for layout in trained} | ({config.engine.parallel.tensor} if config.algorithm.generates else set())
+    trained = [config.actor.parallel] + (
+        [config.critic.parallel] if config.algorithm.has_critic else []
+    )
+    tensor = {layout.tensor for layout in trained} | (
+        {config.engine.parallel.tensor} if config.algorithm.generates else set()
+    )
     key = "critic.parallel" if config.critic_scores else "reward.parallel"
     layout: ParallelConfig = value_at(config, key)
     all_tensor = tensor | ({layout.tensor} if models.rewards else set())
-    vocabulary = _multiple(_VOCABULARY, all_tensor)  # one for all: a reward model reads the policy's tokens
-    policy = _narrow(dataclasses.replace(models.policy, num_layers=layers), trained, tensor, vocabulary)
-    depth = config.critic.num_layers or layers  # at the critic's layout what fits one model fits the other
+    # one for all: a reward model reads the policy's tokens
+    vocabulary = _multiple(_VOCABULARY, all_tensor)
+    policy = _narrow(
+        dataclasses.replace(models.policy, num_layers=layers), trained, tensor, vocabulary
+    )
+    # at the critic's layout what fits one model fits the other
+    depth = config.critic.num_layers or layers
     if models.rewards and not config.critic_scores:
         first = next(iter(models.rewards.values()))
         depth, last = next(_depths(layout, given.reward.parallel, first.num_layers))
         config = with_values(config, {f"{key}.last_stage_layers": last})
     rewards = {
-        source: _narrow(dataclasses.replace(shape, num_layers=depth), [layout], {layout.tensor}, vocabulary)
+        source: _narrow(
+            dataclasses.replace(shape, num_layers=depth), [layout], {layout.tensor}, vocabulary
+        )
         for source, shape in models.rewards.items()
     }
     return config, Models(policy, rewards)
@@ -176,7 +214,10 @@ def _policy_layers(config: Config, given: Config, shape: ModelShape) -> tuple[in
     for layers, last in _depths(*own):
         values = {"actor.parallel.last_stage_layers": last}
         if trains_part:
-            return (layers + (part < total), values | ({} if cut is None else {"critic.num_layers": layers}))
+            return (
+                layers + (part < total),
+                values | ({} if cut is None else {"critic.num_layers": layers}),
+            )
         if not config.algorithm.has_critic:
             return layers, values
         for depth, critic_last in _depths(*critic, most=layers):
@@ -189,33 +230,46 @@ def _policy_layers(config: Config, given: Config, shape: ModelShape) -> tuple[in
 def _depths(
     layout: ParallelConfig, given: ParallelConfig, layers: int, most: int = _MOST_LAYERS
 ) -> Iterator[tuple[int, int | None]]:
-    """Numbers of layers that fit a layout, from the smallest on, each with those of the last stage where that differs.
+    """Numbers of layers that fit a layout, from the smallest on, each with those of the last stage
+    where that differs.
 
-    The last stage has more layers than the others, fewer or as many, as it has of `layers` in the `given` layout.
+    The last stage has more layers than the others, fewer or as many, as it has of `layers` in the
+    `given` layout.
     """
     stages, smallest = layout.pipeline, min(layers, 2)
     if stages == 1:
         yield from ((depth, None) for depth in range(smallest, most + 1))
     elif given.last_stage_layers is None or given.pipeline == 1 or given.virtual_pipeline > 1:
         parts = stages * layout.virtual_pipeline
-        yield from ((depth, None) for depth in range(max(parts, smallest), most + 1) if depth % parts == 0)
+        yield from (
+            (depth, None) for depth in range(max(parts, smallest), most + 1) if depth % parts == 0
+        )
     else:
         before = (layers - given.last_stage_layers) // (given.pipeline - 1)
         for depth in range(stages, most + 1):
             for last in range(1, depth - stages + 2):
                 each, rest = divmod(depth - last, stages - 1)
-                if not rest and (last > each) - (last < each) == _order(given.last_stage_layers, before):
+                if not rest and (last > each) - (last < each) == _order(
+                    given.last_stage_layers, before
+                ):
                     yield depth, last
                     break
 
 
-def _narrow(shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[int], vocabulary: int) -> ModelShape:
-    """The shape at the smallest widths that all of the tensor-parallel sizes cut, for a tokenizer with one end of sequence."""
+def _narrow(
+    shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[int], vocabulary: int
+) -> ModelShape:
+    """The shape at the smallest widths that all of the tensor-parallel sizes cut, for a tokenizer
+    with one end of sequence."""
     inside = {layout.expert_tensor_size for layout in layouts} if shape.num_experts else set()
     groups = _multiple(min(shape.num_kv_heads, 2), tensor)
     heads = groups * min(shape.num_heads // shape.num_kv_heads, 2)
     # The smallest from 8 up of which the rotated share is a whole number of pairs.
-    head = next(size for size in count(8, 8) if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0)
+    head = next(
+        size
+        for size in count(8, 8)
+        if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0
+    )
     hidden = heads * head
     whole = shape.num_heads * shape.head_dim
     if shape.hidden_size != whole:
@@ -224,7 +278,10 @@ def _narrow(shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[in
     if shape.num_experts:
         chosen = min(shape.experts_per_token, 2)
         least = chosen + (shape.experts_per_token < shape.num_experts)
-        experts = {"experts_per_token": chosen, "num_experts": _multiple(least, {layout.expert for layout in layouts})}
+        experts = {
+            "experts_per_token": chosen,
+            "num_experts": _multiple(least, {layout.expert for layout in layouts}),
+        }
     return dataclasses.replace(
         shape,
         hidden_size=hidden,
@@ -245,7 +302,8 @@ def _multiple(least: int, sizes: set[int]) -> int:
 
 
 def with_positions(models: Models, longest: int, given_longest: int) -> Models:
-    """The models for sequences of so many tokens instead of `given_longest`; a window that was shorter than these still is."""
+    """The models for sequences of so many tokens instead of `given_longest`; a window that was
+    shorter than these still is."""
 
     def shortened(shape: ModelShape) -> ModelShape:
         window = shape.sliding_window
@@ -253,4 +311,6 @@ def with_positions(models: Models, longest: int, given_longest: int) -> Models:
             window = max(1, longest // 2)
         return dataclasses.replace(shape, max_positions=longest, sliding_window=window)
 
-    return Models(shortened(models.policy), {key: shortened(shape) for key, shape in models.rewards.items()})
+    return Models(
+        shortened(models.policy), {key: shortened(shape) for key, shape in models.rewards.items()}
+    )

@@ -1,4 +1,5 @@
-"""What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what a CPU does not have."""
+"""What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what
+a CPU does not have."""
 
 from collections.abc import Collection
 from itertools import count
@@ -11,11 +12,31 @@ from aligner.models.shape import ModelShape
 from aligner.models.trained_weights import frozen_names
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
-from aligner.schema import Config, ParallelConfig, PortsConfig, RewardConfig, RunConfig, ServerConfig, TLSConfig
-from aligner.schema.derived import critic_updates, longest_sequence, policy_updates, rows_together, samples_learned_from
+from aligner.schema import (
+    Config,
+    ParallelConfig,
+    PortsConfig,
+    RewardConfig,
+    RunConfig,
+    ServerConfig,
+    TLSConfig,
+)
+from aligner.schema.derived import (
+    critic_updates,
+    longest_sequence,
+    policy_updates,
+    rows_together,
+    samples_learned_from,
+)
 from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from aligner.schema.keys import value_at, with_values
-from aligner.schema.reward_sources import ModelSource, Source, asked_address, reward_sources, source_entry
+from aligner.schema.reward_sources import (
+    ModelSource,
+    Source,
+    asked_address,
+    reward_sources,
+    source_entry,
+)
 
 Values = dict[str, Any]
 """New values by key."""
@@ -27,15 +48,19 @@ _DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
 
 
 def text_limit(config: Config) -> int:
-    """Characters that a dry run keeps of any text, its last ones: so many tokens fit as a prompt and as a response."""
+    """Characters that a dry run keeps of any text, its last ones: so many tokens fit as a prompt
+    and as a response."""
     prompt, response = config.data.max_prompt_tokens, config.data.max_response_tokens - 1
     return prompt if config.algorithm.generates else min(prompt, response)
 
 
 def place(config: Config) -> Values:
-    """This machine's CPU, a directory beside the run's own, services as this machine has them, and patience."""
+    """This machine's CPU, a directory beside the run's own, services as this machine has them, and
+    patience."""
     run, cluster, server, engine = config.run, config.cluster, config.server, config.engine
-    health_s, start_s = (max(seconds, _PATIENCE_S) for seconds in (server.health_timeout_s, server.start_timeout_s))
+    health_s, start_s = (
+        max(seconds, _PATIENCE_S) for seconds in (server.health_timeout_s, server.start_timeout_s)
+    )
     stop_s = max(cluster.stop_timeout_s, 30.0)
     values: Values = {
         "run.name": f"{run.name}-dry-run",
@@ -58,7 +83,9 @@ def place(config: Config) -> Values:
         "server.request_timeout_s": max(server.request_timeout_s, health_s + stop_s + start_s + 1),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
-        "server.max_request_tokens": max(server.max_request_tokens, ServerConfig.max_request_tokens),
+        "server.max_request_tokens": max(
+            server.max_request_tokens, ServerConfig.max_request_tokens
+        ),
         "engine.kind": "embedded",
         "engine.precision": "fp32",
         "engine.verify_every": 1,
@@ -69,20 +96,29 @@ def place(config: Config) -> Values:
     }
     values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward", "teacher")}
     values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
-    return values | {f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward", "teacher")}
+    return values | {
+        f"{role}.ports": PortsConfig() for role in ("engine", "critic", "reward", "teacher")
+    }
 
 
 def teacher(config: Config) -> Values:
-    """A teacher of one rank: it is the tiny policy itself, which any layout of the teacher's own need not cut."""
-    return {"teacher.parallel": ParallelConfig(), "teacher.replicas": 1} if config.has_teacher else {}
+    """A teacher of one rank: it is the tiny policy itself, which any layout of the teacher's own
+    need not cut."""
+    return (
+        {"teacher.parallel": ParallelConfig(), "teacher.replicas": 1} if config.has_teacher else {}
+    )
 
 
 def critic(given: Config, models: Models) -> Values:
-    """A critic of the policy's first layers, fewer of them where it had fewer, instead of one from a model of its own."""
+    """A critic of the policy's first layers, fewer of them where it had fewer, instead of one from
+    a model of its own."""
     if models.critic is None:
         return {}
     layers = given.critic.num_layers or models.critic.num_layers
-    return {"critic.path": None, "critic.num_layers": layers if layers < models.policy.num_layers else None}
+    return {
+        "critic.path": None,
+        "critic.num_layers": layers if layers < models.policy.num_layers else None,
+    }
 
 
 def lengths(config: Config) -> Values:
@@ -94,7 +130,8 @@ def lengths(config: Config) -> Values:
     return {
         "data.drawn_tokens": False,  # they are another tokenizer's
         "teacher.scores": None,
-        "data.learned_turns": "last",  # the template that stands for the model's tells no turns apart
+        # the template that stands for the model's tells no turns apart
+        "data.learned_turns": "last",
         "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
         "data.max_response_tokens": min(data.max_response_tokens, longest_record),
         "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),
@@ -114,16 +151,22 @@ def lengths(config: Config) -> Values:
 
 
 def _evaluated(config: Config) -> Values:
-    """Few responses to few prompts of each suite, and no judge, who would be paid for what random models say."""
+    """Few responses to few prompts of each suite, and no judge, who would be paid for what random
+    models say."""
     values: Values = {}
     for suite in (Suite(None, config.evaluation), *evaluation_suites(config)):
         count, samples = min(suite.settings.count or 4, 4), min(suite.settings.samples, 2)
-        values |= {f"{suite.key}.count": count, f"{suite.key}.samples": samples, f"{suite.key}.judge": {}}
+        values |= {
+            f"{suite.key}.count": count,
+            f"{suite.key}.samples": samples,
+            f"{suite.key}.judge": {},
+        }
     return values
 
 
 def batches(config: Config) -> Values:
-    """The fewest samples of which every rank has some in each minibatch; what there were several of there are two of.
+    """The fewest samples of which every rank has some in each minibatch; what there were several of
+    there are two of.
 
     A micro-batch holds as few as it may, so that there are several.
     """
@@ -135,7 +178,9 @@ def batches(config: Config) -> Values:
     values["actor.micro_batch_tokens"] = rows_together(config) * longest
     values["actor.logprob_chunk_tokens"] = min(config.actor.logprob_chunk_tokens, longest)
     values["teacher.logprob_chunk_tokens"] = min(config.teacher.logprob_chunk_tokens, longest)
-    others = {"teacher", *(section.partition(".")[0] for section in layout_sections(config))} - {"actor"}
+    others = {"teacher", *(section.partition(".")[0] for section in layout_sections(config))} - {
+        "actor"
+    }
     return values | {f"{role}.micro_batch_tokens": longest for role in others}
 
 
@@ -155,8 +200,11 @@ def _samples(config: Config) -> Values:
 
 
 def _rows_at_a_time(config: Config) -> int:
-    """So many rows that every data-parallel rank of a trained model has a micro-batch of them for each pipeline stage."""
-    layouts = [config.actor.parallel] + ([config.critic.parallel] if config.algorithm.has_critic else [])
+    """So many rows that every data-parallel rank of a trained model has a micro-batch of them for
+    each pipeline stage."""
+    layouts = [config.actor.parallel] + (
+        [config.critic.parallel] if config.algorithm.has_critic else []
+    )
     return max(layout.data * max(layout.pipeline, 2) for layout in layouts)
 
 
@@ -168,7 +216,12 @@ def _is_enough(config: Config, prompts: int) -> bool:
     divide = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
     samples = prompts // rollout.micro_batches * rollout.samples_per_prompt
     enough = learned_from // algorithm.minibatches >= _rows_at_a_time(config)
-    return divide and samples % config.engine.parallel.data == 0 and enough and prompts >= rollout.spare_prompts
+    return (
+        divide
+        and samples % config.engine.parallel.data == 0
+        and enough
+        and prompts >= rollout.spare_prompts
+    )
 
 
 def schedules(config: Config) -> Values:
@@ -186,15 +239,20 @@ def schedules(config: Config) -> Values:
 
 
 def models(config: Config, tiny: Models) -> Values:
-    """Random weights, and a reward model's directory in the run's own; a teacher is the tiny policy."""
-    sources = {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
+    """Random weights, and a reward model's directory in the run's own; a teacher is the tiny
+    policy."""
+    sources = (
+        {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
+    )
     named = {key: sources[key].name for key in tiny.rewards}
     return {
         "model.source": "random",
         "model.path": None,
         "model.package": None,
         "model.config": hugging_face_config(tiny.policy),
-        "dry_run.models": {named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()},
+        "dry_run.models": {
+            named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()
+        },
         **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in named.items()},
         **_taught_by(config, str(run_paths(config).initial_model)),
         "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
@@ -205,35 +263,54 @@ def models(config: Config, tiny: Models) -> Values:
 def _taught_by(config: Config, path: str) -> Values:
     teacher = config.teacher
     if teacher.sources:
-        return {"teacher.sources": {name: {**entries, "path": path} for name, entries in teacher.sources.items()}}
+        return {
+            "teacher.sources": {
+                name: {**entries, "path": path} for name, entries in teacher.sources.items()
+            }
+        }
     return {"teacher.path": path if config.has_teacher else None}
 
 
 def scores(config: Config, unreachable: Collection[str]) -> Values:
-    """Sources of the reward that do not answer here exchanged; and one added where equal scores would end the run, as low ones
-    would with `algorithm.min_score`."""
+    """Sources of the reward that do not answer here exchanged; and one added where equal scores
+    would end the run, as low ones would with `algorithm.min_score`."""
     algorithm = config.algorithm
     if not algorithm.generates:
         return {}
     sources = {source.name: source for source in reward_sources(config.reward)}
     exchanged = {
-        name: _DRAWN_SCORE | {"weight": source.weight, "gain": source.gain, "bias": source.bias} | _tasks(source)
+        name: (
+            _DRAWN_SCORE
+            | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
+            | _tasks(source)
+        )
         for name, source in sources.items()
         if asked_address(source) in unreachable
     }
     compares = (
-        algorithm.dynamic_sampling_rounds > 0 or algorithm.train_on != "all" or algorithm.trainer == "preferences"
+        algorithm.dynamic_sampling_rounds > 0
+        or algorithm.train_on != "all"
+        or algorithm.trainer == "preferences"
     ) and not any(isinstance(source, ModelSource) for source in sources.values())
     if not compares and not exchanged:
         return {"algorithm.min_score": None}
-    combined = {name: exchanged.get(name) or source_entry(source) for name, source in sources.items()}
+    combined = {
+        name: exchanged.get(name) or source_entry(source) for name, source in sources.items()
+    }
     if compares:
         combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
     rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
     neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0, "algorithm.min_score": None}
     if compares:  # the least of the scores, for one, may be another than that which was added
-        neutral |= {"reward.combine": "sum", "reward.disagreement_weight": RewardConfig.disagreement_weight}
-    return {"reward.kind": "combined", "reward.sources": combined, "algorithm.dynamic_sampling_rounds": rounds} | neutral
+        neutral |= {
+            "reward.combine": "sum",
+            "reward.disagreement_weight": RewardConfig.disagreement_weight,
+        }
+    return {
+        "reward.kind": "combined",
+        "reward.sources": combined,
+        "algorithm.dynamic_sampling_rounds": rounds,
+    } | neutral
 
 
 def _tasks(source: Source) -> Values:
@@ -241,31 +318,50 @@ def _tasks(source: Source) -> Values:
 
 
 def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Values:
-    """The tiny models' weights that are frozen in the given ones, by name: patterns count layers that are not there.
+    """The tiny models' weights that are frozen in the given ones, by name: patterns count layers
+    that are not there.
 
-    The first layer stands for the first, the last for the last, and those between for the ones evenly between.
+    The first layer stands for the first, the last for the last, and those between for the ones
+    evenly between.
     """
     heads: dict[str, Head] = {"actor": "vocabulary", "critic": "scalar"}
     sections = [section.partition(".")[0] for section in layout_sections(config)]
     values: Values = {}
     for role in (role for role in heads if role in sections and value_at(config, f"{role}.frozen")):
-        begun_from = models.critic if role == "critic" and models.critic is not None else models.policy
+        begun_from = (
+            models.critic if role == "critic" and models.critic is not None else models.policy
+        )
         whole, small = _trained(given, role, begun_from), _trained(config, role, tiny.policy)
-        values[f"{role}.frozen"] = _frozen_names(value_at(config, f"{role}.frozen"), whole, small, heads[role])
+        values[f"{role}.frozen"] = _frozen_names(
+            value_at(config, f"{role}.frozen"), whole, small, heads[role]
+        )
     return values
 
 
 def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
-    return first_layers(config, shape) if role == "critic" or config.algorithm.trainer == "reward_model" else shape
+    return (
+        first_layers(config, shape)
+        if role == "critic" or config.algorithm.trainer == "reward_model"
+        else shape
+    )
 
 
-def _frozen_names(patterns: list[str], whole: ModelShape, small: ModelShape, head: Head) -> list[str]:
-    chosen, small_table = frozen_names(weight_table(whole, head), patterns), weight_table(small, head)
+def _frozen_names(
+    patterns: list[str], whole: ModelShape, small: ModelShape, head: Head
+) -> list[str]:
+    chosen, small_table = (
+        frozen_names(weight_table(whole, head), patterns),
+        weight_table(small, head),
+    )
 
     def stands_for(spec: TensorSpec) -> str:
         name = spec.name
         if spec.layer is not None:
-            name = name.replace(f".{spec.layer}.", f".{_counterpart(spec.layer, small.num_layers, whole.num_layers)}.", 1)
+            name = name.replace(
+                f".{spec.layer}.",
+                f".{_counterpart(spec.layer, small.num_layers, whole.num_layers)}.",
+                1,
+            )
         if spec.expert is not None:
             expert = _counterpart(spec.expert, small.num_experts, whole.num_experts)
             name = name.replace(f"experts.{spec.expert}.", f"experts.{expert}.")

@@ -28,8 +28,8 @@ def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) 
     if rows == 0:
         needed = token_bytes * columns / 2**20
         raise AlignerError(
-            f"engine.kv_cache_mib={budget_mib}: one sequence of {columns} tokens needs {needed:.1f} MiB for keys and values;"
-            " raise it, or shorten prompts or responses"
+            f"engine.kv_cache_mib={budget_mib}: one sequence of {columns} tokens needs {needed:.1f}"
+            " MiB for keys and values; raise it, or shorten prompts or responses"
         )
     return CacheSize(rows, columns)
 
@@ -41,9 +41,16 @@ class Cache:
     """
 
     def __init__(
-        self, shape: ModelShape, tensor: int, device: torch.device, dtype: torch.dtype, *, by_token: bool = False
+        self,
+        shape: ModelShape,
+        tensor: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        by_token: bool = False,
     ) -> None:
-        """`by_token`: the heads of a token lie together, as `sliced_attention` reads them; else the tokens of a head do."""
+        """`by_token`: the heads of a token lie together, as `sliced_attention` reads them; else the
+        tokens of a head do."""
         self._leading = (2, shape.num_layers)
         self._trailing = (shape.num_kv_heads // tensor, shape.head_dim)
         self._by_token = by_token
@@ -53,7 +60,8 @@ class Cache:
         """[layers, rows, KV heads, columns, head dim]"""
 
     def resize(self, size: CacheSize) -> bool:
-        """Cut into rows and columns, for other sequences than those it holds; says whether tensors moved or changed shape."""
+        """Cut into rows and columns, for other sequences than those it holds; says whether tensors
+        moved or changed shape."""
         if size == self.size:
             return False
         heads, width = self._trailing
@@ -62,7 +70,8 @@ class Cache:
         elements = torch.Size(shape).numel()
         if elements > self._storage.numel():
             self.free()  # first: both together may not fit
-            self._storage = self._storage.new_zeros(elements)  # what is masked is multiplied with 0, and may not be NaN
+            # what is masked is multiplied with 0, and may not be NaN
+            self._storage = self._storage.new_zeros(elements)
         both = self._storage[:elements].view(shape)
         self.keys, self.values = both.transpose(3, 4) if self._by_token else both
         self.size = size
@@ -75,7 +84,8 @@ class Cache:
         self.keys = self.values = torch.empty(0)
 
     def clear(self) -> None:
-        """Forget numbers that are not finite, which would outlive the sequences that they came from."""
+        """Forget numbers that are not finite, which would outlive the sequences that they came
+        from."""
         self._storage.zero_()
 
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
@@ -86,7 +96,10 @@ class Cache:
             else:
                 tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
 
-    def write_prompts(self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Row `rows[i]` begins with prompt `copies[i]`; keys and values [U, KV heads, P, head dim]."""
+    def write_prompts(
+        self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Row `rows[i]` begins with prompt `copies[i]`; keys and values [U, KV heads, P, head
+        dim]."""
         self.keys[layer, rows, :, : keys.shape[2]] = keys[copies]
         self.values[layer, rows, :, : values.shape[2]] = values[copies]

@@ -1,4 +1,5 @@
-"""A response that the embedded engine decodes: what there is of it, its row of the cache, and its random numbers."""
+"""A response that the embedded engine decodes: what there is of it, its row of the cache, and its
+random numbers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class DecodedResponse(PartialResponse):
     lookup: Lookup | None = None
     """Where its next tokens are guessed."""
     read: Tensor | None = None
-    """The routes of its tokens, or of the prompt at least, when their keys and values were computed: [n, L, K]"""
+    """The routes of its tokens, or of the prompt at least, when their keys and values were
+    computed: [n, L, K]"""
 
     @property
     def length(self) -> int:
@@ -46,7 +48,9 @@ def in_order(responses: Iterable[DecodedResponse]) -> list[DecodedResponse]:
     return sorted(responses, key=lambda response: response.row)
 
 
-def begin(index: int, request: GenerationRequest, options: SamplingOptions, seed: int) -> DecodedResponse:
+def begin(
+    index: int, request: GenerationRequest, options: SamplingOptions, seed: int
+) -> DecodedResponse:
     """The response to a request at this place, of as much as the request has begun."""
     limit = request.limit(options)
     prompt = tuple(request.prompt.tokens.tolist())

@@ -1,4 +1,5 @@
-"""The forward pass of a decoder-only transformer over a key-value cache, one tensor-parallel rank of it."""
+"""The forward pass of a decoder-only transformer over a key-value cache, one tensor-parallel rank
+of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,10 +44,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Step:
-    """What a forward pass computes: the next token of some of the cache's rows, and prompts for others."""
+    """What a forward pass computes: the next token of some of the cache's rows, and prompts for
+    others."""
 
     tokens: Tensor
-    """int64 [R]: the newest token of each row; where `width` is above 1, that and the guessed ones after it, row by row"""
+    """int64 [R]: the newest token of each row; where `width` is above 1, that and the guessed ones
+    after it, row by row"""
     positions: Tensor
     """int64 [R]: its place in its sequence"""
     columns: int
@@ -59,10 +62,11 @@ class Step:
     scores: bool = True
     """Whether logits are wanted."""
     lengths: Tensor | None = None
-    """Of a step of one token a row whose decoder is `sliced`, int32 [R]: how many tokens of its row each sees; None: those up
-    to its place."""
+    """Of a step of one token a row whose decoder is `sliced`, int32 [R]: how many tokens of its row
+    each sees; None: those up to its place."""
     routes: list[Tensor] | None = None
-    """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one for each layer."""
+    """Where given it gets the experts of every token, rows first: uint8 or int16 [R + N, K], one
+    for each layer."""
 
     def followed_by(self, tokens: Tensor) -> "Step":
         """The step of the tokens [R] that this one, of one token a row, has drawn."""
@@ -80,14 +84,15 @@ class _Geometry:
     runs: list[tuple[int, int]]
     """Rows of the step that follow each other in the cache: the first one there, and how many."""
     mask: Tensor | None
-    """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for `engine.exact` bool
-    [rows, width, columns]: what is seen; None where `spans` say it"""
+    """Added to the scores of rows against the cache, [rows, 1, queries of a KV head, columns]; for
+    `engine.exact` bool [rows, width, columns]: what is seen; None where `spans` say it"""
     spans: Spans | None
     """What of the cache each row reads, where that is all that is read of it."""
     at: tuple[Tensor, Tensor] | None
     """Sequence and place of every prompt token, int64 [N] each"""
     visible: Tensor | None
-    """Which prompt tokens see which, bool [P, P]; None: all before them, which the fused kernel knows by itself"""
+    """Which prompt tokens see which, bool [P, P]; None: all before them, which the fused kernel
+    knows by itself"""
 
 
 class Decoder:
@@ -107,8 +112,8 @@ class Decoder:
     ) -> None:
         """Rank `place` of `tensor`, whose process group is `group` (unused when `tensor` is 1).
 
-        `exact` is `engine.exact`, `packed` is `engine.packed_weights`. `sliced`: a step of one token a row reads no more of
-        the cache, which lies by token then, than each row has.
+        `exact` is `engine.exact`, `packed` is `engine.packed_weights`. `sliced`: a step of one
+        token a row reads no more of the cache, which lies by token then, than each row has.
         """
         self.exact, self.sliced = exact, sliced
         self._products = Products(exact=exact, packed=packed)
@@ -116,18 +121,24 @@ class Decoder:
         self._heads, self._kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
         self._activation = _ACTIVATIONS[shape.activation]
         # Where a file fuses query, key and value group by group, the storage is the file's.
-        self._interleaved = any("linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape))
+        self._interleaved = any(
+            "linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape)
+        )
         rotary = shape.position == "rotary"
-        self._frequencies = torch.tensor(inverse_frequencies(shape), device=device) if rotary else None
+        self._frequencies = (
+            torch.tensor(inverse_frequencies(shape), device=device) if rotary else None
+        )
         self._weights: dict[str, Tensor] = {}
 
     def use(self, weights: dict[str, Tensor]) -> None:
-        """Compute with these weights from now on, by megatron-core's names. To be called again when their values change."""
+        """Compute with these weights from now on, by megatron-core's names. To be called again when
+        their values change."""
         self._weights = weights
         self._products.use(weights)
 
     def forward(self, step: Step, cache: Cache) -> Tensor:
-        """This rank's vocabulary share of the logits of each row's next token, old rows first: [R + C, V / TP].
+        """This rank's vocabulary share of the logits of each row's next token, old rows first: [R +
+        C, V / TP].
 
         Writes the tokens' keys and values into the cache.
         """
@@ -148,7 +159,9 @@ class Decoder:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
         if self._tensor == 1:
             return share
-        shares = [torch.empty_like(share) for _ in range(self._tensor)] if self._place == 0 else None
+        shares = (
+            [torch.empty_like(share) for _ in range(self._tensor)] if self._place == 0 else None
+        )
         dist.gather(share, shares, group=self._group, group_dst=0)
         return torch.cat(shares, -1) if shares else None
 
@@ -159,18 +172,24 @@ class Decoder:
         return tensor
 
     def _prepare(self, step: Step, cache: Cache) -> tuple[Tensor, Tensor, _Geometry]:
-        """Every token and its position, rows first and then the prompts', and the step's geometry."""
+        """Every token and its position, rows first and then the prompts', and the step's
+        geometry."""
         tokens, positions, prompts = step.tokens, step.positions, step.prompts
         at = visible = None
         if prompts is not None:
             ends = prompts.lengths.cumsum(0)
             sequence = torch.repeat_interleave(prompts.lengths)
-            place = torch.arange(len(prompts.tokens), device=tokens.device) - (ends - prompts.lengths)[sequence]
+            place = (
+                torch.arange(len(prompts.tokens), device=tokens.device)
+                - (ends - prompts.lengths)[sequence]
+            )
             tokens, positions = torch.cat((tokens, prompts.tokens)), torch.cat((positions, place))
             at = (sequence, place)
             window = self._shape.sliding_window
             if self.exact or (window is not None and window < prompts.width):
-                visible = torch.ones(prompts.width, prompts.width, dtype=torch.bool, device=tokens.device)
+                visible = torch.ones(
+                    prompts.width, prompts.width, dtype=torch.bool, device=tokens.device
+                )
                 visible = visible.tril().triu(1 - (window or prompts.width))
         rotation = None
         if self._frequencies is not None:
@@ -187,10 +206,17 @@ class Decoder:
             spans = sliced_attention.spans(rows, seen, cache.size.columns)
         else:
             mask = self._cache_mask(step)
-        return tokens, positions, _Geometry(rotation, rows.repeat_interleave(step.width), runs, mask, spans, at, visible)
+        return (
+            tokens,
+            positions,
+            _Geometry(rotation, rows.repeat_interleave(step.width), runs, mask, spans, at, visible),
+        )
 
     def _cache_mask(self, step: Step) -> Tensor:
-        column, position = torch.arange(step.columns, device=step.positions.device), step.positions[:, None]
+        column, position = (
+            torch.arange(step.columns, device=step.positions.device),
+            step.positions[:, None],
+        )
         hidden = column > position
         if self._shape.sliding_window is not None:
             hidden |= column <= position - self._shape.sliding_window
@@ -198,7 +224,9 @@ class Decoder:
         if self.exact:
             return ~hidden
         dtype = self._weights["embedding.word_embeddings.weight"].dtype
-        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(
+            hidden, float("-inf")
+        )
         return mask.repeat_interleave(self._heads // self._kv_heads, 1)[:, None]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -213,7 +241,9 @@ class Decoder:
             x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
         return x
 
-    def _layer(self, layer: int, x: Tensor, step: Step, geometry: _Geometry, cache: Cache) -> Tensor:
+    def _layer(
+        self, layer: int, x: Tensor, step: Step, geometry: _Geometry, cache: Cache
+    ) -> Tensor:
         """x [N, hidden] to [N, hidden]."""
         name = f"decoder.layers.{layer}."
         normed = self._norm(x, name + "input_layernorm")
@@ -221,13 +251,25 @@ class Decoder:
         rows = len(step.tokens)
         parts = []
         if rows:
-            parts.append(self._attend_cache(layer, query[:rows], key[:rows], value[:rows], step, geometry, cache))
+            parts.append(
+                self._attend_cache(
+                    layer, query[:rows], key[:rows], value[:rows], step, geometry, cache
+                )
+            )
         if step.prompts is not None:
-            parts.append(self._attend_prompts(layer, query[rows:], key[rows:], value[rows:], step, geometry, cache))
+            parts.append(
+                self._attend_prompts(
+                    layer, query[rows:], key[rows:], value[rows:], step, geometry, cache
+                )
+            )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         attended = self._row_parallel(attended, name + "self_attention.linear_proj")
         if self._shape.parallel_residual:
-            return x + attended + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step)
+            return (
+                x
+                + attended
+                + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step)
+            )
         x = x + attended
         return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step))
 
@@ -235,57 +277,92 @@ class Decoder:
         weight = self._weights[name + ".weight"]
         if self._shape.normalization == "rms":
             return F.rms_norm(x, weight.shape, weight, self._shape.norm_epsilon)
-        return F.layer_norm(x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon)
+        return F.layer_norm(
+            x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon
+        )
 
-    def _project(self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden]; the first two rotated."""
+    def _project(
+        self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, heads, head dim], keys and values [N, KV heads, head dim] of x [N, hidden];
+        the first two rotated."""
         shape = self._shape
         fused = self._products.linear(x, name + "linear_qkv")
         if self._interleaved:
             groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
-            turning, value = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1), groups[:, :, -1]
+            turning, value = (
+                torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1),
+                groups[:, :, -1],
+            )
         else:
             heads = fused.view(len(x), self._heads + 2 * self._kv_heads, shape.head_dim)
             turning, value = heads.split((self._heads + self._kv_heads, self._kv_heads), 1)
         if shape.qk_norm:
             query, key = turning.split((self._heads, self._kv_heads), 1)
-            turning = torch.cat((self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")), 1)
+            turning = torch.cat(
+                (self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")), 1
+            )
         if rotation is not None:
             turning = rotate(turning, *rotation)
         query, key = turning.split((self._heads, self._kv_heads), 1)
         return query, key, value
 
     def _attend_cache(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        step: Step,
+        geometry: _Geometry,
+        cache: Cache,
     ) -> Tensor:
         """New tokens of rows against their cache: [R, heads * head dim]."""
         place = geometry.rows, slice(None), step.positions
         keys, values = cache.keys[layer], cache.values[layer]
         keys[place], values[place] = key, value
         if geometry.spans is not None:
-            return sliced_attention.attend(query, keys, values, geometry.spans, self._shape.sliding_window)
+            return sliced_attention.attend(
+                query, keys, values, geometry.spans, self._shape.sliding_window
+            )
         assert geometry.mask is not None
         counts = [count for _, count in geometry.runs]
         queries = query.unflatten(0, (-1, step.width)).split(counts)
-        held = [(slice(first, first + count), slice(None), slice(step.columns)) for first, count in geometry.runs]
+        held = [
+            (slice(first, first + count), slice(None), slice(step.columns))
+            for first, count in geometry.runs
+        ]
         parts = zip(queries, held, geometry.mask.split(counts), strict=True)
         attended = [self._attend_rows(part, keys[at], values[at], mask) for part, at, mask in parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """query [B, width, heads, head dim] against [B, KV heads, columns, head dim]: [B * width, heads * head dim]."""
+        """query [B, width, heads, head dim] against [B, KV heads, columns, head dim]: [B * width,
+        heads * head dim]."""
         rows, width, _, size = query.shape
         if self.exact:
-            return batch_invariant.attend(query.transpose(1, 2), keys, values, mask).transpose(1, 2).reshape(rows * width, -1)
+            return (
+                batch_invariant.attend(query.transpose(1, 2), keys, values, mask)
+                .transpose(1, 2)
+                .reshape(rows * width, -1)
+            )
         # The queries that share a KV head are one's, one after another.
         grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(rows * width, -1)
 
     def _attend_prompts(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, geometry: _Geometry, cache: Cache
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        step: Step,
+        geometry: _Geometry,
+        cache: Cache,
     ) -> Tensor:
-        """Prompts against themselves, [N, heads * head dim]; their keys and values go to the rows that begin with them."""
+        """Prompts against themselves, [N, heads * head dim]; their keys and values go to the rows
+        that begin with them."""
         prompts, at = step.prompts, geometry.at
         assert prompts is not None and at is not None
         size = (len(prompts.lengths), prompts.width)
@@ -299,7 +376,12 @@ class Decoder:
             attended = batch_invariant.attend(queries, keys, values, geometry.visible)
         else:
             attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=geometry.visible, is_causal=geometry.visible is None, enable_gqa=True
+                queries,
+                keys,
+                values,
+                attn_mask=geometry.visible,
+                is_causal=geometry.visible is None,
+                enable_gqa=True,
             )
         cache.write_prompts(layer, prompts.rows, prompts.copies, keys, values)
         return attended.transpose(1, 2)[at].flatten(1)
@@ -318,7 +400,8 @@ class Decoder:
         return self._activation(gate).mul_(up)
 
     def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
-        """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017, section 2.1)."""
+        """This rank's share of the weighted sum of each token's experts (Shazeer et al. 2017,
+        section 2.1)."""
         shape = self._shape
         probabilities = self._products.linear(x, name + "router").float().softmax(-1)
         weights, chosen = probabilities.topk(shape.experts_per_token, -1)
@@ -330,16 +413,22 @@ class Decoder:
         for expert in range(shape.num_experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
-                inner = self._activate(self._products.expert(x[token], name + "experts.linear_fc1", expert))
+                inner = self._activate(
+                    self._products.expert(x[token], name + "experts.linear_fc1", expert)
+                )
                 outer = self._products.expert(inner, name + "experts.linear_fc2", expert)
                 output.index_add_(0, token, outer * weights[token, slot, None].to(x.dtype))
         return output
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
-        """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N, outputs]."""
+        """A layer whose inputs are cut over the ranks: [N, inputs / TP] to the whole [N,
+        outputs]."""
         if self._tensor == 1:
             return self._products.linear(x, name)
-        total, bias = self._sum(self._products.linear(x, name, with_bias=False)), self._weights.get(name + ".bias")
+        total, bias = (
+            self._sum(self._products.linear(x, name, with_bias=False)),
+            self._weights.get(name + ".bias"),
+        )
         return total if bias is None else total + bias
 
     def _sum(self, partial: Tensor) -> Tensor:
@@ -349,7 +438,8 @@ class Decoder:
 
 
 def _runs(rows: list[int]) -> list[tuple[int, int]]:
-    """Where ascending numbers follow each other: the first one, and how many; one of none where there are none."""
+    """Where ascending numbers follow each other: the first one, and how many; one of none where
+    there are none."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         first, count = runs[-1] if runs else (0, 0)

@@ -1,4 +1,5 @@
-"""The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer does."""
+"""The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer
+does."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,18 +30,20 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
 _COLUMN_BLOCK = 64
-"""On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same graphs."""
+"""On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same
+graphs."""
 _PASS_TOKENS = 8192
 """Of prompts that are run in one pass, padded to the longest."""
 _STEPS_ON_GPUS = 8
-"""`engine.steps_per_sync` there: what a processor does between two steps of a GPU is then an eighth of it a step."""
+"""`engine.steps_per_sync` there: what a processor does between two steps of a GPU is then an eighth
+of it a step."""
 
 
 class EmbeddedEngine(GenerationEngine):
     """A `GenerationEngine` for every model family that Megatron trains here.
 
-    A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on the batch it is in by the
-    rounding of matrix products only, and with `engine.exact` not at all.
+    A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on
+    the batch it is in by the rounding of matrix products only, and with `engine.exact` not at all.
     """
 
     def __init__(
@@ -56,15 +59,19 @@ class EmbeddedEngine(GenerationEngine):
     ) -> None:
         """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet.
 
-        `group` holds the TP' ranks of this replica, in order (None when TP' is 1). `shared` are the trainer's own
-        parameters, by megatron-core's name, that this rank is to use instead of storing them (`engine.update=shared`).
-        Raises ConfigError when the model can not be cut so. `listener` is told of every pass that runs prompts.
+        `group` holds the TP' ranks of this replica, in order (None when TP' is 1). `shared` are the
+        trainer's own parameters, by megatron-core's name, that this rank is to use instead of
+        storing them (`engine.update=shared`). Raises ConfigError when the model can not be cut so.
+        `listener` is told of every pass that runs prompts.
         """
         tensor = settings.parallel.tensor
         if problems := list(engine_problems(settings.parallel, shape)):
             raise ConfigError("\n".join(problems))
         if tensor > 1 and group is None:
-            raise ConfigError(f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got None")
+            raise ConfigError(
+                f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got"
+                " None"
+            )
         if settings.exact:
             batch_invariant.require(shape)
         super().__init__(shape, settings, weight_format(settings, device))
@@ -92,7 +99,8 @@ class EmbeddedEngine(GenerationEngine):
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
         self._generation: EmbeddedGeneration | None = None
         self._spare: EngineWeights | None = None
-        """The other set of weights: an atomic update is written into it, and the two change places."""
+        """The other set of weights: an atomic update is written into it, and the two change places.
+        """
         self._weights = self._allocate()
 
     @property
@@ -100,8 +108,11 @@ class EmbeddedEngine(GenerationEngine):
         """Version of the weights that serve."""
         return self._machine.version
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EmbeddedGeneration:
-        """Begin one sample per request; collective over the replica's tensor-parallel ranks, as every step is."""
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> EmbeddedGeneration:
+        """Begin one sample per request; collective over the replica's tensor-parallel ranks, as
+        every step is."""
         self._check_may_start()
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
@@ -111,12 +122,16 @@ class EmbeddedEngine(GenerationEngine):
         return self._generation
 
     def next_logits(self, prompts: Sequence[Tensor]) -> Tensor:
-        """float32 [N, V] on the host: what the token after each of these prompts, int64 [P], is drawn by; of one rank alone.
+        """float32 [N, V] on the host: what the token after each of these prompts, int64 [P], is
+        drawn by; of one rank alone.
 
-        Raises AlignerError for prompts that do not fit, and where the engine has no weights or is generating.
+        Raises AlignerError for prompts that do not fit, and where the engine has no weights or is
+        generating.
         """
         options = SamplingOptions(max_new_tokens=1)
-        requests = [GenerationRequest(Prompt(place, "", tokens), 0) for place, tokens in enumerate(prompts)]
+        requests = [
+            GenerationRequest(Prompt(place, "", tokens), 0) for place, tokens in enumerate(prompts)
+        ]
         self.start(requests, options).cancel()
         found, machine = [], self._machine
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -125,9 +140,13 @@ class EmbeddedEngine(GenerationEngine):
             part = prompts[first : first + rows]
             lengths = torch.tensor([len(tokens) for tokens in part], device=self._device)
             copies, places = torch.arange(len(part), device=self._device), list(range(len(part)))
-            run = Prompts(torch.cat(list(part)).to(self._device), lengths, int(lengths.max()), copies, places)
+            run = Prompts(
+                torch.cat(list(part)).to(self._device), lengths, int(lengths.max()), copies, places
+            )
             with torch.inference_mode():
-                logits = machine.decoder.gather_logits(machine.forward(Step(none, none, 1, run), machine.cache))
+                logits = machine.decoder.gather_logits(
+                    machine.forward(Step(none, none, 1, run), machine.cache)
+                )
             assert logits is not None
             found.append(logits.float().cpu())
         return torch.cat(found)
@@ -135,7 +154,12 @@ class EmbeddedEngine(GenerationEngine):
     def take_guesses(self) -> tuple[int, int]:
         """As `GenerationEngine`; every guess counts, those behind a wrong one too."""
         machine = self._machine
-        guessed, accepted, machine.guessed, machine.accepted = machine.guessed, machine.accepted, 0, 0
+        guessed, accepted, machine.guessed, machine.accepted = (
+            machine.guessed,
+            machine.accepted,
+            0,
+            0,
+        )
         return guessed, accepted
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
@@ -155,7 +179,9 @@ class EmbeddedEngine(GenerationEngine):
         if target is self._weights:
             self._machine.version = None
             self._why_no_weights = f"the update to version {version} is under way"
-        return EmbeddedUpdate(version, target.views, lambda ok: self._end_update(target, version, ok))
+        return EmbeddedUpdate(
+            version, target.views, lambda ok: self._end_update(target, version, ok)
+        )
 
     def sleep(self) -> None:
         """Free the memory of keys and values and of the weights."""
@@ -187,14 +213,21 @@ class EmbeddedEngine(GenerationEngine):
         return weights
 
     def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
-        """Make the cache hold rows for these requests' longest sequence; its last token needs none."""
-        longest = max(len(request.prompt.tokens) + request.limit(options) for request in requests) - 1
+        """Make the cache hold rows for these requests' longest sequence; its last token needs
+        none."""
+        longest = (
+            max(len(request.prompt.tokens) + request.limit(options) for request in requests) - 1
+        )
         wanted, budget = min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib
         size = fit(self._token_bytes, longest, wanted, budget)
         if self._graphs is not None:
-            # Graphs know the cache's shape: a larger one serves as well, and a new one is made for like lengths too.
+            # Graphs know the cache's shape: a larger one serves as well, and a new one is made for
+            # like lengths too.
             held = self._machine.cache.size
-            if held.columns >= longest and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows:
+            if (
+                held.columns >= longest
+                and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows
+            ):
                 return
             rounded = CacheSize(size.rows, -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK)
             if budget is None or rounded.rows * rounded.columns * self._token_bytes <= budget << 20:
@@ -207,7 +240,10 @@ class EmbeddedEngine(GenerationEngine):
         self._incoming = None
         if not ok:
             if in_place:
-                self._why_no_weights = f"the update to version {version} failed and had begun to overwrite them; publish again"
+                self._why_no_weights = (
+                    f"the update to version {version} failed and had begun to overwrite them;"
+                    " publish again"
+                )
             return
         if not in_place:
             self._settle()
@@ -216,7 +252,8 @@ class EmbeddedEngine(GenerationEngine):
         self._machine.version = version
 
     def _exchange(self, target: EngineWeights) -> None:
-        """Put the spare weights in place of the serving ones. Recorded graphs know addresses, so there values move."""
+        """Put the spare weights in place of the serving ones. Recorded graphs know addresses, so
+        there values move."""
         if self._graphs is not None and self._graphs.recorded:
             self._weights.storage.copy_(target.storage)
             return

@@ -14,7 +14,8 @@ from aligner.schema import SpeculationConfig
 
 @dataclass
 class Machine:
-    """What responses are computed on. Between steps the engine may change the weights, and with them the version."""
+    """What responses are computed on. Between steps the engine may change the weights, and with
+    them the version."""
 
     decoder: Decoder
     cache: Cache

@@ -1,7 +1,9 @@
-"""The embedded engine's storage of weights: fused matrices, seen from outside as Hugging Face tensors, and its updates.
+"""The embedded engine's storage of weights: fused matrices, seen from outside as Hugging Face
+tensors, and its updates.
 
-The family's weight table says which tensors make up which parameter, so that no family has code here. A parameter holds its
-parts below one another (query, key and value; gate and up), outputs first; the experts of a layer are stacked.
+The family's weight table says which tensors make up which parameter, so that no family has code
+here. A parameter holds its parts below one another (query, key and value; gate and up), outputs
+first; the experts of a layer are stacked.
 """
 
 import math
@@ -51,19 +53,28 @@ class Parameter:
 
     @property
     def as_trained(self) -> bool:
-        """Whether megatron-core holds the same parameter the same way: it interleaves query, key and value."""
-        return all(part.spec.part in ("whole", "gate", "up") and part.spec.expert is None for part in self.parts)
+        """Whether megatron-core holds the same parameter the same way: it interleaves query, key
+        and value."""
+        return all(
+            part.spec.part in ("whole", "gate", "up") and part.spec.expert is None
+            for part in self.parts
+        )
 
 
 def stacked_name(spec: TensorSpec) -> str:
     """The name of the parameter that holds a tensor, all experts' under one."""
-    return spec.parameter if spec.expert is None else spec.parameter.replace(f"local_experts.{spec.expert}.", "")
+    return (
+        spec.parameter
+        if spec.expert is None
+        else spec.parameter.replace(f"local_experts.{spec.expert}.", "")
+    )
 
 
 def parameters(shape: ModelShape, tensor: int) -> tuple[Parameter, ...]:
     """What one of `tensor` tensor-parallel ranks stores, in the table's order."""
     table = weight_table(shape)
-    slices = engine_slices(table, EngineParallelConfig(tensor=tensor), 0)  # the slices of all ranks are of one shape
+    # the slices of all ranks are of one shape
+    slices = engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
     parts: dict[str, list[Part]] = {}
     filled: dict[tuple[str, int | None], int] = {}
     for spec in table:
@@ -82,12 +93,18 @@ def parameters(shape: ModelShape, tensor: int) -> tuple[Parameter, ...]:
 
 
 class EngineWeights:
-    """One tensor-parallel rank's share of the model: one block of memory, and names for its parts."""
+    """One tensor-parallel rank's share of the model: one block of memory, and names for its
+    parts."""
 
     def __init__(
-        self, layout: Sequence[Parameter], device: torch.device, dtype: torch.dtype, shared: Mapping[str, Tensor] | None = None
+        self,
+        layout: Sequence[Parameter],
+        device: torch.device,
+        dtype: torch.dtype,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Uninitialised, but for `shared`: parameters that somebody else stores, and changes, by megatron-core's name."""
+        """Uninitialised, but for `shared`: parameters that somebody else stores, and changes, by
+        megatron-core's name."""
         outside = {
             parameter.name: shared[parameter.name]
             for parameter in layout
@@ -113,9 +130,12 @@ class EngineWeights:
 
 
 class EmbeddedUpdate:
-    """A `WeightUpdate` whose views are the storage that will serve: nothing is held twice, nothing moves at the end."""
+    """A `WeightUpdate` whose views are the storage that will serve: nothing is held twice, nothing
+    moves at the end."""
 
-    def __init__(self, version: int, views: Mapping[str, Tensor], end: Callable[[bool], None]) -> None:
+    def __init__(
+        self, version: int, views: Mapping[str, Tensor], end: Callable[[bool], None]
+    ) -> None:
         """`end` is told, once, whether the update succeeded."""
         self.version = version
         self._views, self._missing, self._end = views, dict.fromkeys(views), end
@@ -133,10 +153,13 @@ class EmbeddedUpdate:
             self._missing.pop(name, None)
 
     def commit(self) -> None:
-        """The new weights serve. Raises AlignerError, and stays open, when some were never written."""
+        """The new weights serve. Raises AlignerError, and stays open, when some were never
+        written."""
         self._check_open()
         if self._missing:
-            raise AlignerError(f"the update to version {self.version} lacks {', '.join(self._missing)}")
+            raise AlignerError(
+                f"the update to version {self.version} lacks {', '.join(self._missing)}"
+            )
         self._open = False
         self._end(True)
 

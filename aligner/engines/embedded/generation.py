@@ -21,39 +21,58 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
-"""Prompts join in one step as long as they have no more tokens, padded to the longest for their attention."""
+"""Prompts join in one step as long as they have no more tokens, padded to the longest for their
+attention."""
 
 
 class EmbeddedGeneration:
     """A `Generation`: the responses of one call, in rows of the cache or waiting for one.
 
-    A step runs the newest token of every row, and the prompts of those that get a free row, in one pass. Distinct prompts
-    are run once: samples that join together share the pass, and one that joins later copies the prompt's keys and values
-    from the row of a sibling that still runs. Where rows are few and the next tokens can be guessed (`engine.speculation`)
-    they run in the same pass: each place's token is drawn with its own random number, and is the response's as long as
+    A step runs the newest token of every row, and the prompts of those that get a free row, in one
+    pass. Distinct prompts are run once: samples that join together share the pass, and one that
+    joins later copies the prompt's keys and values from the row of a sibling that still runs. Where
+    rows are few and the next tokens can be guessed (`engine.speculation`) they run in the same
+    pass: each place's token is drawn with its own random number, and is the response's as long as
     all guesses before it were what was drawn.
 
-    Where nothing joins, `engine.steps_per_sync` steps may follow each other on the device, each of the tokens that the one
-    before has drawn there; what a response has drawn behind its end is dropped.
+    Where nothing joins, `engine.steps_per_sync` steps may follow each other on the device, each of
+    the tokens that the one before has drawn there; what a response has drawn behind its end is
+    dropped.
 
-    A response that has ended a turn keeps its row as long as nobody else needs one; told to go on, it runs what is new in a
-    pass of its own, or else everything anew. Its keys and values stay where they are meanwhile, among the rows in use: to move
-    them would take longer with every turn. Only on GPUs, where recorded steps know the first rows alone, they change places.
+    A response that has ended a turn keeps its row as long as nobody else needs one; told to go on,
+    it runs what is new in a pass of its own, or else everything anew. Its keys and values stay
+    where they are meanwhile, among the rows in use: to move them would take longer with every turn.
+    Only on GPUs, where recorded steps know the first rows alone, they change places.
     """
 
-    def __init__(self, machine: Machine, requests: Sequence[GenerationRequest], options: SamplingOptions, seed: int) -> None:
-        self._machine, self._options, self._seed, self._count = machine, options, seed, len(requests)
+    def __init__(
+        self,
+        machine: Machine,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        seed: int,
+    ) -> None:
+        self._machine, self._options, self._seed, self._count = (
+            machine,
+            options,
+            seed,
+            len(requests),
+        )
         self._drawing = Drawing(machine, options)
         self._stops = frozenset(options.stop_token_ids)
         responses = [begin(index, request, options, seed) for index, request in enumerate(requests)]
         first = {response.prompt: response.index for response in reversed(responses)}
         siblings_together = sorted(responses, key=lambda response: first[response.prompt])
-        self._waiting = deque(response for response in siblings_together if not response.request.waits)
+        self._waiting = deque(
+            response for response in siblings_together if not response.request.waits
+        )
         self._rows: list[DecodedResponse] = []
         """In the order of their rows."""
         self._complete: list[tuple[int, Sample]] = []
         """Complete, but not yet given out."""
-        self._between_turns = {response.index: response for response in responses if response.request.waits}
+        self._between_turns = {
+            response.index: response for response in responses if response.request.waits
+        }
         """Given out; they may be told to go on."""
         self._table = RowTable(machine.cache.size.rows)
         """Some of them have rows that wait, by their places among the requests."""
@@ -64,10 +83,13 @@ class EmbeddedGeneration:
         return not (self._waiting or self._rows or self._complete)
 
     def step(self) -> list[tuple[int, Sample]]:
-        """As `Generation.step`: one more token for every row, or several where they were guessed or drawn in one go."""
+        """As `Generation.step`: one more token for every row, or several where they were guessed or
+        drawn in one go."""
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
-                raise AlignerError("the engine has no weights: responses go on once new ones are published")
+                raise AlignerError(
+                    "the engine has no weights: responses go on once new ones are published"
+                )
             if self._machine.version is not None:
                 self._advance(admit=True)
         complete, self._complete = self._complete, []
@@ -84,7 +106,10 @@ class EmbeddedGeneration:
         """As `TurnGeneration.add`."""
         columns, limit = self._machine.cache.size.columns, request.limit(self._options)
         if (longest := len(request.prompt.tokens) + limit - 1) > columns:
-            raise AlignerError(f"prompt {request.prompt.id}: a branch of {longest} tokens; the cache's rows have {columns}")
+            raise AlignerError(
+                f"prompt {request.prompt.id}: a branch of {longest} tokens; the cache's rows have"
+                f" {columns}"
+            )
         self._waiting.append(begin(self._count, request, self._options, self._seed))
         self._count += 1
         return self._count - 1
@@ -95,7 +120,8 @@ class EmbeddedGeneration:
         self._table.drop(place)
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """The responses that are not complete as they are now, each with its place among the requests."""
+        """The responses that are not complete as they are now, each with its place among the
+        requests."""
         return [(response.index, response.sample()) for response in (*self._rows, *self._waiting)]
 
     def finish_rows(self) -> None:
@@ -105,7 +131,8 @@ class EmbeddedGeneration:
         self._table.forget()
 
     def restart_rows(self) -> None:
-        """Forget keys and values: every response that had a row waits, first in line, and is run anew from its tokens."""
+        """Forget keys and values: every response that had a row waits, first in line, and is run
+        anew from its tokens."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows, self._table = [], RowTable(self._machine.cache.size.rows)
 
@@ -133,18 +160,23 @@ class EmbeddedGeneration:
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
         except BaseException:
-            self.restart_rows()  # who steps on must not build on keys and values that may not be there
+            # who steps on must not build on keys and values that may not be there
+            self.restart_rows()
             raise
         width = max(count, step.width)
         for at, row in enumerate(self._rows):
-            its, guessed = slice(at * width, (at + 1) * width), guesses[at] if at < len(guesses) else ()
+            its, guessed = (
+                slice(at * width, (at + 1) * width),
+                (guesses[at] if at < len(guesses) else ()),
+            )
             self._take(row, tokens[its], logprobs[its], kept[its], guessed if count == 1 else None)
         self._release()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
 
     def _read_on(self) -> None:
-        """Have rows again for those whose keys and values are still there, and run what they were given since."""
+        """Have rows again for those whose keys and values are still there, and run what they were
+        given since."""
         returning = [response for response in self._waiting if response.index in self._table]
         if not returning:
             return
@@ -165,7 +197,9 @@ class EmbeddedGeneration:
             return
         both = torch.tensor([tokens, positions], device=device)
         rows = [response.row for response in returning]
-        step = Step(both[0], both[1], columns=max(positions) + 1, width=width, rows=rows, scores=False)
+        step = Step(
+            both[0], both[1], columns=max(positions) + 1, width=width, rows=rows, scores=False
+        )
         try:
             with torch.inference_mode():
                 self._machine.forward(step, self._machine.cache)
@@ -177,8 +211,8 @@ class EmbeddedGeneration:
         if not all(map(math.isfinite, logprobs)):
             self._machine.cache.clear()
             raise AlignerError(
-                f"the engine computed a log-probability that is not finite: are there NaN or infinite weights in version"
-                f" {self._machine.version}?"
+                "the engine computed a log-probability that is not finite: are there NaN or"
+                f" infinite weights in version {self._machine.version}?"
             )
 
     def _admit(self) -> tuple[list[DecodedResponse], list[DecodedResponse]]:
@@ -204,11 +238,14 @@ class EmbeddedGeneration:
         for response in (*joining, *beginning):
             response.row = self._table.take()
         for response in joining:
-            cache.copy_rows([siblings[response.prompt].row], [response.row], len(response.prompt) - 1)
+            cache.copy_rows(
+                [siblings[response.prompt].row], [response.row], len(response.prompt) - 1
+            )
         return joining, beginning
 
     def _guess(self, rows: Sequence[DecodedResponse]) -> list[Sequence[int]]:
-        """The next tokens of each row, as many of each; of none when no row's can be guessed, or there are too many rows."""
+        """The next tokens of each row, as many of each; of none when no row's can be guessed, or
+        there are too many rows."""
         settings = self._machine.speculation
         none: list[Sequence[int]] = [()] * len(rows)
         if not settings.tokens or not 0 < len(rows) <= settings.rows or self._options.routes:
@@ -224,22 +261,33 @@ class EmbeddedGeneration:
         return [guessed or [row.newest] * most for row, guessed in zip(rows, found, strict=True)]
 
     def _plan(
-        self, rows: Sequence[DecodedResponse], guesses: Sequence[Sequence[int]], beginning: Sequence[DecodedResponse]
+        self,
+        rows: Sequence[DecodedResponse],
+        guesses: Sequence[Sequence[int]],
+        beginning: Sequence[DecodedResponse],
     ) -> Step:
         device = self._machine.device
         prompts = None
         if beginning:
             places: dict[tuple[int, ...], int] = {}
-            copies = [places.setdefault((*one.prompt, *one.tokens), len(places)) for one in beginning]
+            copies = [
+                places.setdefault((*one.prompt, *one.tokens), len(places)) for one in beginning
+            ]
             lengths = [len(context) for context in places]
             prompts = Prompts(
-                tokens=torch.tensor([token for context in places for token in context], device=device),
+                tokens=torch.tensor(
+                    [token for context in places for token in context], device=device
+                ),
                 lengths=torch.tensor(lengths, device=device),
                 width=max(lengths),
                 copies=torch.tensor(copies, device=device),
                 rows=[response.row for response in beginning],
             )
-        tokens = [token for row, guessed in zip(rows, guesses, strict=True) for token in (row.newest, *guessed)]
+        tokens = [
+            token
+            for row, guessed in zip(rows, guesses, strict=True)
+            for token in (row.newest, *guessed)
+        ]
         width = len(tokens) // len(rows) if rows else 1
         taken = [row.row for row in rows]
         positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
@@ -255,14 +303,22 @@ class EmbeddedGeneration:
         )
 
     def _steps_ahead(self) -> int:
-        """Steps that may follow each other without a look at what they draw: no row reaches its limit before the last."""
+        """Steps that may follow each other without a look at what they draw: no row reaches its
+        limit before the last."""
         options, speculation = self._options, self._machine.speculation
-        if options.tells_kept or options.routes or (speculation.tokens and len(self._rows) <= speculation.rows):
+        if (
+            options.tells_kept
+            or options.routes
+            or (speculation.tokens and len(self._rows) <= speculation.rows)
+        ):
             return 1
-        return min(self._machine.steps_per_sync, *(row.turn_limit - len(row.tokens) for row in self._rows))
+        return min(
+            self._machine.steps_per_sync, *(row.turn_limit - len(row.tokens) for row in self._rows)
+        )
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
-        """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those first recorded stay."""
+        """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those
+        first recorded stay."""
         for row, newest in zip(self._rows, routes[: len(step.tokens)].unbind(), strict=False):
             if not row.tokens and row.read is not None:  # it has joined the prompt of a sibling
                 row.routes = [row.read[: len(row.prompt) - 1]]
@@ -270,7 +326,9 @@ class EmbeddedGeneration:
         if step.prompts is None:
             return
         contexts = routes[len(step.tokens) :].split(step.prompts.lengths.tolist())
-        for row, context in zip(self._rows[len(step.tokens) :], step.prompts.copies.tolist(), strict=True):
+        for row, context in zip(
+            self._rows[len(step.tokens) :], step.prompts.copies.tolist(), strict=True
+        ):
             row.read = contexts[context]
             row.routes.append(row.read[sum(map(len, row.routes)) :])
 
@@ -282,16 +340,21 @@ class EmbeddedGeneration:
         kept: Sequence[Tensor],
         guessed: Sequence[int] | None,
     ) -> None:
-        """What a row's next places have drawn, up to its end or to the first that came after a wrong guess.
+        """What a row's next places have drawn, up to its end or to the first that came after a
+        wrong guess.
 
         `guessed` is None where each place has followed what was drawn before it.
         """
         assert self._machine.version is not None
         count = len(tokens)
         if guessed is not None:
-            count = 1 + next((at for at, guess in enumerate(guessed) if guess != tokens[at]), len(guessed))
+            count = 1 + next(
+                (at for at, guess in enumerate(guessed) if guess != tokens[at]), len(guessed)
+            )
         if self._stops:
-            count = next((at for at, token in enumerate(tokens[:count], 1) if token in self._stops), count)
+            count = next(
+                (at for at, token in enumerate(tokens[:count], 1) if token in self._stops), count
+            )
         if guessed is not None:
             self._machine.accepted += count - 1
         row.tokens += tokens[:count]
@@ -319,8 +382,11 @@ class EmbeddedGeneration:
                 self._table.release(row.row)
 
     def _close_gaps(self) -> None:
-        """Move the last rows to where nobody's are before them; on GPUs also to where some wait, which change places."""
-        moves = self._table.moves([row.row for row in self._rows], past_waiting=self._machine.device.type != "cpu")
+        """Move the last rows to where nobody's are before them; on GPUs also to where some wait,
+        which change places."""
+        moves = self._table.moves(
+            [row.row for row in self._rows], past_waiting=self._machine.device.type != "cpu"
+        )
         if not moves:
             return
         sources, targets, width = list[int](), list[int](), 0

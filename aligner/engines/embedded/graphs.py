@@ -10,7 +10,8 @@ from aligner.engines.embedded.cache import Cache
 from aligner.engines.embedded.decoder import Decoder, Step
 
 _COLUMNS = 256
-"""Steps are recorded for powers of two of rows and, where they read all columns, for multiples of so many."""
+"""Steps are recorded for powers of two of rows and, where they read all columns, for multiples of
+so many."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class GraphedForward:
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        """Where steps are recorded: cuBLAS keeps memory for every stream that it has computed on."""
+        """Where steps are recorded: cuBLAS keeps memory for every stream that it has computed on.
+        """
 
     @property
     def recorded(self) -> bool:
@@ -46,11 +48,18 @@ class GraphedForward:
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """What the decoder's own `forward` returns; valid until the next call."""
         rows = len(step.tokens)
-        if step.prompts is not None or rows == 0 or step.width > 1 or not step.scores or step.rows is not None:
+        if (
+            step.prompts is not None
+            or rows == 0
+            or step.width > 1
+            or not step.scores
+            or step.rows is not None
+        ):
             return self._decoder.forward(step, cache)
         wanted_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
         wanted_columns = cache.size.columns
-        if not self._decoder.sliced:  # else a step reads as much as its rows have, whatever it is recorded for
+        # else a step reads as much as its rows have, whatever it is recorded for
+        if not self._decoder.sliced:
             wanted_columns = min(-(-step.columns // _COLUMNS) * _COLUMNS, wanted_columns)
         recorded = self._recorded.get((wanted_rows, wanted_columns))
         if recorded is None:
@@ -61,8 +70,8 @@ class GraphedForward:
         return recorded.logits[:rows]
 
     def _fill(self, recorded: Step, step: Step, cache: Cache) -> None:
-        """What is computed for rows past the step's is written at their last column, which has nothing of one that waits, and
-        reads as little as it can.
+        """What is computed for rows past the step's is written at their last column, which has
+        nothing of one that waits, and reads as little as it can.
         """
         rows = len(step.tokens)
         recorded.tokens[:rows] = step.tokens
@@ -75,7 +84,9 @@ class GraphedForward:
     def _fixed(self, rows: int, columns: int, step: Step, cache: Cache) -> Step:
         """A step whose tensors stay, with what another one of no more rows has in its."""
         lengths = step.positions.new_ones(rows, dtype=torch.int32) if self._decoder.sliced else None
-        fixed = Step(step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns, lengths=lengths)
+        fixed = Step(
+            step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns, lengths=lengths
+        )
         self._fill(fixed, step, cache)
         return fixed
 
@@ -88,8 +99,11 @@ class GraphedForward:
             self._decoder.forward(fixed, cache)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one at a time runs: they share what they compute in
+        # one at a time runs: they share what they compute in
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         # Other threads, such as the one that publishes, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             logits = self._decoder.forward(fixed, cache)
         return _Recorded(graph, fixed, logits)

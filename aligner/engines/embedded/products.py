@@ -1,4 +1,5 @@
-"""Matrix products with the model's weights, on CPUs with copies of them in the order in which oneDNN reads them."""
+"""Matrix products with the model's weights, on CPUs with copies of them in the order in which
+oneDNN reads them."""
 
 from collections.abc import Mapping
 
@@ -15,10 +16,12 @@ _ROWS = 256
 
 
 class Products:
-    """x @ weight.T + bias for the weights that serve, by megatron-core's names without `.weight` and `.bias`."""
+    """x @ weight.T + bias for the weights that serve, by megatron-core's names without `.weight`
+    and `.bias`."""
 
     def __init__(self, *, exact: bool, packed: bool) -> None:
-        """`exact` is `engine.exact`; `packed`: multiply on CPUs with packed copies, which are made when first used."""
+        """`exact` is `engine.exact`; `packed`: multiply on CPUs with packed copies, which are made
+        when first used."""
         self._plain = batch_invariant.linear if exact else F.linear
         self._packed_dtypes = _packed_dtypes() if packed and not exact else ()
         self._packed: dict[str, Tensor] = {}
@@ -31,8 +34,15 @@ class Products:
 
     def linear(self, x: Tensor, name: str, *, with_bias: bool = True) -> Tensor:
         """x [N, inputs] to [N, outputs], with a bias where the layer has one."""
-        weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias") if with_bias else None
-        if len(x) < _FEWEST_ROWS or weight.device.type != "cpu" or weight.dtype not in self._packed_dtypes:
+        weight, bias = (
+            self._weights[name + ".weight"],
+            (self._weights.get(name + ".bias") if with_bias else None),
+        )
+        if (
+            len(x) < _FEWEST_ROWS
+            or weight.device.type != "cpu"
+            or weight.dtype not in self._packed_dtypes
+        ):
             return self._plain(x, weight, bias)
         packed = self._packed.get(name)
         if packed is None:
@@ -41,12 +51,14 @@ class Products:
         return product
 
     def expert(self, x: Tensor, name: str, index: int) -> Tensor:
-        """The same with one of the experts' weights, [experts, outputs, inputs], which are never packed."""
+        """The same with one of the experts' weights, [experts, outputs, inputs], which are never
+        packed."""
         return self._plain(x, self._weights[name + ".weight"][index], None)
 
 
 def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies by packed weights here: bfloat16 where the processor has instructions for it."""
+    """What oneDNN multiplies by packed weights here: bfloat16 where the processor has instructions
+    for it."""
     if not torch.backends.mkldnn.is_available():
         return ()
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

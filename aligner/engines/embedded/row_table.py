@@ -1,4 +1,5 @@
-"""Whose the rows of the cache are: in use, or waiting for a response that has ended a turn and may be told to go on."""
+"""Whose the rows of the cache are: in use, or waiting for a response that has ended a turn and may
+be told to go on."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ class WaitingRow(NamedTuple):
 
 @dataclass
 class RowTable:
-    """Rows stay where they are while they wait; where one is wanted, the one that has waited the longest is another's."""
+    """Rows stay where they are while they wait; where one is wanted, the one that has waited the
+    longest is another's."""
 
     rows: int
     _free: set[int] = field(init=False)
@@ -60,18 +62,22 @@ class RowTable:
             self.drop(owner)
 
     def moves(self, in_use: Sequence[int], *, past_waiting: bool) -> list[int]:
-        """Where the last ones of some rows, in ascending order, are to go so that nobody's row is before them.
+        """Where the last ones of some rows, in ascending order, are to go so that nobody's row is
+        before them.
 
         With `past_waiting` none that waits either.
         """
-        gaps = sorted(self._free | {waiting.row for waiting in self._waiting.values() if past_waiting})
+        gaps = sorted(
+            self._free | {waiting.row for waiting in self._waiting.values() if past_waiting}
+        )
         count = 0
         while count < min(len(gaps), len(in_use)) and gaps[count] < in_use[-count - 1]:
             count += 1
         return gaps[:count]
 
     def exchange(self, row: int, other: int) -> int:
-        """A row in use becomes one that waits or is free, which was `other`; how many tokens of that one matter."""
+        """A row in use becomes one that waits or is free, which was `other`; how many tokens of
+        that one matter."""
         if other in self._free:
             self._free.remove(other)
             self._free.add(row)

@@ -1,4 +1,5 @@
-"""Drawing tokens: every sample has a random stream of its own, and every token takes one number of it."""
+"""Drawing tokens: every sample has a random stream of its own, and every token takes one number of
+it."""
 
 from collections.abc import Sequence
 
@@ -12,19 +13,26 @@ from aligner.data.kept_tokens import KeptTokens
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
 _CHUNK = 128
-"""Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked at closely."""
+"""Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked
+at closely."""
 _SORTED_FIRST = 256
 """Tokens that are sorted first in search of those that reach `top_p`."""
 
 
-def uniforms(seed: int, prompt_id: int, sample_index: int, count: int, turn: Sequence[int] = ()) -> np.ndarray:
-    """float64 [count] in [0, 1): the first numbers of a sample's stream, or a turn's; they depend on all but `count`."""
+def uniforms(
+    seed: int, prompt_id: int, sample_index: int, count: int, turn: Sequence[int] = ()
+) -> np.ndarray:
+    """float64 [count] in [0, 1): the first numbers of a sample's stream, or a turn's; they depend
+    on all but `count`."""
     bits = np.random.Philox(np.random.SeedSequence([seed, prompt_id, sample_index, *turn]))
     return np.random.Generator(bits).random(count)
 
 
-def turn_uniforms(seed: int, request: GenerationRequest, read: Sequence[int], count: int) -> np.ndarray:
-    """float64 [count]: the first numbers for what a response draws after these tokens, its prompt's and those behind it."""
+def turn_uniforms(
+    seed: int, request: GenerationRequest, read: Sequence[int], count: int
+) -> np.ndarray:
+    """float64 [count]: the first numbers for what a response draws after these tokens, its prompt's
+    and those behind it."""
     turn: tuple[int, ...] = ()
     if request.asked_before is not None:
         repeats = request.asked_before if len(read) == len(request.prompt.tokens) else 0
@@ -32,8 +40,11 @@ def turn_uniforms(seed: int, request: GenerationRequest, read: Sequence[int], co
     return uniforms(seed, request.prompt.id, request.sample_index, count, turn)
 
 
-def renew(numbers: np.ndarray | None, seed: int, request: GenerationRequest, tokens: Sequence[int]) -> None:
-    """Have what an agent's response, or a branch, draws behind these tokens of its own hang on what it has read.
+def renew(
+    numbers: np.ndarray | None, seed: int, request: GenerationRequest, tokens: Sequence[int]
+) -> None:
+    """Have what an agent's response, or a branch, draws behind these tokens of its own hang on what
+    it has read.
 
     In place, [limit].
     """
@@ -45,13 +56,15 @@ def renew(numbers: np.ndarray | None, seed: int, request: GenerationRequest, tok
 def choose(
     logits: Tensor, options: SamplingOptions, uniform: Tensor | None, may_stop: Tensor | None = None
 ) -> tuple[Tensor, Tensor, KeptTokens | None]:
-    """Token of each row, its log-probability at the temperature, and what it was drawn among; overwrites `logits`.
+    """Token of each row, its log-probability at the temperature, and what it was drawn among;
+    overwrites `logits`.
 
-    logits: [B, V]; uniform: float64 [B] in [0, 1), or None for the most probable token; may_stop: bool [B], false where a
-    stop token may not come yet, or None where it may everywhere.
-    Returns int64 [B], float32 [B] and, where `options.tells_kept`, the tokens [B] that are left: log-probs are then of these
-    alone, and else of all. The token is the inverse of the allowed tokens' cumulative distribution at `uniform`,
-    which is summed in float64 above chunks of float32; a token of probability zero is never drawn.
+    logits: [B, V]; uniform: float64 [B] in [0, 1), or None for the most probable token; may_stop:
+    bool [B], false where a stop token may not come yet, or None where it may everywhere. Returns
+    int64 [B], float32 [B] and, where `options.tells_kept`, the tokens [B] that are left: log-probs
+    are then of these alone, and else of all. The token is the inverse of the allowed tokens'
+    cumulative distribution at `uniform`, which is summed in float64 above chunks of float32; a
+    token of probability zero is never drawn.
     """
     logits = logits.float()
     if options.temperature != 1.0:
@@ -65,7 +78,8 @@ def choose(
         best, token = logits.max(-1, keepdim=True)
     else:
         best = logits.amax(-1, keepdim=True)  # a third of the time that telling where it is takes
-    weights = logits.sub_(best).exp_()  # the greatest is 1: no overflow, and the total is at least 1
+    # the greatest is 1: no overflow, and the total is at least 1
+    weights = logits.sub_(best).exp_()
     chunks, cumulative = _cumulate(weights)
     total = cumulative[:, -1:]
     if uniform is not None:
@@ -75,24 +89,29 @@ def choose(
             if options.tells_kept:
                 kept, total, normalizer = _kept(drawn_from), cumulative[:, -1:], None
         # Where there is a NaN the last entry is found, which may be padding.
-        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:]).clamp_max_(weights.shape[1] - 1)
+        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:]).clamp_max_(
+            weights.shape[1] - 1
+        )
     logprob = weights.gather(1, token).double().log_()
     logprob = logprob - total.log() if normalizer is None else logprob + best - normalizer
     return token.squeeze(1), logprob.squeeze(1).float(), kept
 
 
 def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [B, V] in chunks, [B, chunks, entries], and the float64 running sum over chunks, [B, chunks]."""
+    """Weights [B, V] in chunks, [B, chunks, entries], and the float64 running sum over chunks, [B,
+    chunks]."""
     missing = -weights.shape[1] % _CHUNK
     chunks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _CHUNK))
     return chunks, chunks.sum(-1).cumsum(-1, dtype=torch.float64)
 
 
 def _truncate(weights: Tensor, total: Tensor, options: SamplingOptions) -> Tensor:
-    """Weights [B, V], the greatest 1, with zeros at what `min_p`, `top_k` and then `top_p` leave out: vLLM's order.
+    """Weights [B, V], the greatest 1, with zeros at what `min_p`, `top_k` and then `top_p` leave
+    out: vLLM's order.
 
-    total: float64 [B, 1], the weights' sum. `top_p` keeps the fewest that reach this share of what the others left (Holtzman
-    et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1). Sorts no more of the vocabulary than it must.
+    total: float64 [B, 1], the weights' sum. `top_p` keeps the fewest that reach this share of what
+    the others left (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section
+    3.1). Sorts no more of the vocabulary than it must.
     """
     top_k, top_p = options.top_k, options.top_p
     if options.min_p:
@@ -131,7 +150,8 @@ def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First entry of each row above `target`, kept within [0, the row's total): its own share is never zero."""
+    """First entry of each row above `target`, kept within [0, the row's total): its own share is
+    never zero."""
     ceiling = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     found = torch.searchsorted(cumulative, target.clamp_min(0.0).minimum(ceiling), right=True)
     return found.clamp_max_(cumulative.shape[1] - 1)  # where there is a NaN nothing is above

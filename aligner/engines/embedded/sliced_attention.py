@@ -1,8 +1,10 @@
-"""Attention of one new token a row that reads of the cache what each row has, and none of what is masked.
+"""Attention of one new token a row that reads of the cache what each row has, and none of what is
+masked.
 
-By the kernel behind `torch.nn.attention.varlen` (FlashAttention-2, Dao 2023), which torch has for half precision on GPUs: a
-row's keys begin where its row of the cache does, and `seqused_k` says how many there are. Everything that changes from step
-to step is in tensors, so that one recorded step serves whatever lengths the rows have.
+By the kernel behind `torch.nn.attention.varlen` (FlashAttention-2, Dao 2023), which torch has for
+half precision on GPUs: a row's keys begin where its row of the cache does, and `seqused_k` says how
+many there are. Everything that changes from step to step is in tensors, so that one recorded step
+serves whatever lengths the rows have.
 """
 
 from dataclasses import dataclass
@@ -32,18 +34,25 @@ class Spans:
 def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel is there for such a model."""
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and is_half and shape.head_dim % 8 == 0 and shape.head_dim <= _WIDEST_HEAD
+    return (
+        device.type == "cuda"
+        and is_half
+        and shape.head_dim % 8 == 0
+        and shape.head_dim <= _WIDEST_HEAD
+    )
 
 
 def spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
-    """Those of a step that reads the first `lengths` int32 [R] tokens of the cache's `rows` int64 [R]."""
+    """Those of a step that reads the first `lengths` int32 [R] tokens of the cache's `rows` int64
+    [R]."""
     starts = torch.cat((rows, rows[-1:] + 1)) * columns
     queries = torch.arange(len(rows) + 1, device=rows.device, dtype=torch.int32)
     return Spans(starts.int(), lengths, queries, columns)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None) -> Tensor:
-    """query [R, heads, head dim] over [rows, KV heads, columns, head dim] that lie by token: [R, heads * head dim].
+    """query [R, heads, head dim] over [rows, KV heads, columns, head dim] that lie by token: [R,
+    heads * head dim].
 
     A token sees itself and those before it, of the last `window` tokens where there is one.
     """

@@ -1,6 +1,7 @@
 """Guesses at a response's next tokens, which one pass checks together (`engine.speculation`).
 
-Prompt lookup: what followed the same few tokens the last time, in prompt or response (Saxena 2023, "Prompt Lookup Decoding").
+Prompt lookup: what followed the same few tokens the last time, in prompt or response (Saxena 2023,
+"Prompt Lookup Decoding").
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,8 @@ from aligner.engines.partial_response import NO_IDS
 from aligner.models import batch_invariant
 
 Drawn = tuple[list[int], list[float], list[Tensor]]
-"""Tokens, log-probs of float32 and the ids that each was drawn among, int32 on the host, none where among all; those of a row
-come one after another."""
+"""Tokens, log-probs of float32 and the ids that each was drawn among, int32 on the host, none where
+among all; those of a row come one after another."""
 
 
 class Drawing:
@@ -27,12 +27,15 @@ class Drawing:
         self._machine, self._options = machine, options
 
     def draw(self, rows: Sequence[DecodedResponse], step: Step, count: int = 1) -> Drawn:
-        """What the rows' next places draw, `step.width` of them a row, or `count` where so many steps follow each other."""
+        """What the rows' next places draw, `step.width` of them a row, or `count` where so many
+        steps follow each other."""
         return self._at_once(rows, step) if count == 1 else self._ahead(rows, step, count)
 
     def _at_once(self, rows: Sequence[DecodedResponse], step: Step) -> Drawn:
         share = self._machine.forward(step, self._machine.cache)
-        drawn, kept = self._choose(share, self._numbers(rows, step.width), self._may_stop(rows, step.width))
+        drawn, kept = self._choose(
+            share, self._numbers(rows, step.width), self._may_stop(rows, step.width)
+        )
         tokens, logprobs, counts = drawn
         each = [NO_IDS] * len(share)
         if self._options.tells_kept:
@@ -43,11 +46,15 @@ class Drawing:
         return tokens.long().tolist(), logprobs.float().tolist(), each
 
     def _ahead(self, rows: Sequence[DecodedResponse], step: Step, count: int) -> Drawn:
-        """Of steps that each run the tokens that the one before has drawn; the host looks at none before the last."""
+        """Of steps that each run the tokens that the one before has drawn; the host looks at none
+        before the last."""
         numbers, may_stop, found = self._numbers(rows, count), self._may_stop(rows, count), []
         for ahead in range(count):
             share = self._machine.forward(step, self._machine.cache)
-            its = [None if each is None else each.view(-1, count)[:, ahead] for each in (numbers, may_stop)]
+            its = [
+                None if each is None else each.view(-1, count)[:, ahead]
+                for each in (numbers, may_stop)
+            ]
             drawn, _ = self._choose(share, *its)
             found.append(drawn)
             step = step.followed_by(drawn[0].long())
@@ -55,23 +62,30 @@ class Drawing:
         return tokens.long().tolist(), logprobs.float().tolist(), [NO_IDS] * len(tokens)
 
     def _numbers(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
-        """The random numbers of each row's next `count` tokens, float64 [R * count]; None where none are needed."""
+        """The random numbers of each row's next `count` tokens, float64 [R * count]; None where
+        none are needed."""
         if self._options.greedy:
             return None
         begun = [(row.numbers, len(row.tokens)) for row in rows]
-        next_ones = [numbers[begin : begin + count] for numbers, begin in begun if numbers is not None]
+        next_ones = [
+            numbers[begin : begin + count] for numbers, begin in begun if numbers is not None
+        ]
         return torch.from_numpy(np.concatenate(next_ones)).to(self._machine.device)
 
     def _may_stop(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
-        """Whether each of these tokens may be a stop token, bool [R * count]; None where all may."""
+        """Whether each of these tokens may be a stop token, bool [R * count]; None where all
+        may."""
         least = self._options.min_new_tokens
         if all(len(row.tokens) >= least for row in rows):
             return None
         lengths = [len(row.tokens) + ahead for row in rows for ahead in range(count)]
         return torch.tensor([length >= least for length in lengths], device=self._machine.device)
 
-    def _choose(self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None) -> tuple[Tensor, KeptTokens | None]:
-        """Tokens, log-probs and how many ids each was drawn among, float64 [3, R] where `share` is, and these ids.
+    def _choose(
+        self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None
+    ) -> tuple[Tensor, KeptTokens | None]:
+        """Tokens, log-probs and how many ids each was drawn among, float64 [3, R] where `share` is,
+        and these ids.
 
         The first rank draws, so that all ranks agree to the last bit; it alone has the ids.
         """

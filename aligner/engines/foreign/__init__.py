@@ -1,1 +1,2 @@
-"""Engines that run in processes of their own, each replica driven by its first rank: what TensorRT-LLM and vLLM share."""
+"""Engines that run in processes of their own, each replica driven by its first rank: what
+TensorRT-LLM and vLLM share."""

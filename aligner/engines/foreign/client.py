@@ -1,4 +1,5 @@
-"""A program's engine, seen from one that is not asynchronous: every call here waits for its answer."""
+"""A program's engine, seen from one that is not asynchronous: every call here waits for its
+answer."""
 
 import asyncio
 import atexit
@@ -46,7 +47,8 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that takes longer."""
+        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that
+        takes longer."""
         future = self.submit(work)
         try:
             return future.result(timeout_s)
@@ -54,13 +56,16 @@ class EventLoop:
             if future.done():  # the work's own
                 raise
             future.cancel()
-            raise AlignerError(f"{self._name} did not answer within {timeout_s:g} s: {what}") from error
+            raise AlignerError(
+                f"{self._name} did not answer within {timeout_s:g} s: {what}"
+            ) from error
         except KeyboardInterrupt:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Cancel what runs there and end the thread. A loop that is blocked can not be ended: it goes with the process."""
+        """Cancel what runs there and end the thread. A loop that is blocked can not be ended: it
+        goes with the process."""
         stopping = self.submit(_cancel_others())
         if stopping not in concurrent.futures.wait([stopping], _CLOSE_S).done:
             return
@@ -92,14 +97,17 @@ class Client(ABC):
 
     def start(self, responses: Sequence[Response], options: SamplingOptions) -> list[Any]:
         """One task for each response, done when it is complete."""
-        return self._loop.run("submitting", self._responder.start(responses, options), self._timeout_s)
+        return self._loop.run(
+            "submitting", self._responder.start(responses, options), self._timeout_s
+        )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:
         """Drop responses, by their tasks."""
         self._loop.run("cancelling", self._responder.cancel(responses), self._timeout_s)
 
     def wait(self, tasks: Sequence[Any]) -> None:
-        """Return when a task is done, when none can be, or after a moment, in which weights may come."""
+        """Return when a task is done, when none can be, or after a moment, in which weights may
+        come."""
         self._loop.run("generating", self._responder.wait(tasks))
 
     def hold(self, *, interrupts: bool) -> None:
@@ -107,7 +115,8 @@ class Client(ABC):
         self._loop.run("ending responses", self._responder.hold(interrupts=interrupts))
 
     def interrupt(self) -> None:
-        """Have responses under way stop where they are and go on from there, so that what was drawn of them is known."""
+        """Have responses under way stop where they are and go on from there, so that what was drawn
+        of them is known."""
         self._loop.run("interrupting responses", self._responder.interrupt(), self._timeout_s)
 
     def admit(self, version: int) -> None:
@@ -116,7 +125,8 @@ class Client(ABC):
 
     @abstractmethod
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
-        """Load the tensors that the ranks share by these handles; None ends an update and forgets keys and values."""
+        """Load the tensors that the ranks share by these handles; None ends an update and forgets
+        keys and values."""
 
     @abstractmethod
     def release(self) -> None:

@@ -10,19 +10,32 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, request_problems
+from aligner.engines.engine_protocol import (
+    GenerationEngine,
+    GenerationRequest,
+    SamplingOptions,
+    request_problems,
+)
 from aligner.engines.foreign.client import Client
 from aligner.engines.foreign.replica import Replica, ReplicaGeneration
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Slice, TensorSpec, cut_shape, engine_slices, stored_tensors, weight_table
+from aligner.models.weight_slices import (
+    Slice,
+    TensorSpec,
+    cut_shape,
+    engine_slices,
+    stored_tensors,
+    weight_table,
+)
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a weight; all pieces of one tensor of a file come together, in their order there."""
+    """What a rank holds of a weight; all pieces of one tensor of a file come together, in their
+    order there."""
 
     spec: TensorSpec
     slice: Slice
@@ -32,10 +45,11 @@ class Piece:
 class ForeignEngine(GenerationEngine):
     """A `GenerationEngine` whose replicas are instances of TP' workers each.
 
-    The workers are processes of the program's own. A replica's first rank drives them; the others hand over weights, and
-    return the same samples.
+    The workers are processes of the program's own. A replica's first rank drives them; the others
+    hand over weights, and return the same samples.
 
-    An update overwrites the weights: from its first `load` on the engine has no version, until a `commit`.
+    An update overwrites the weights: from its first `load` on the engine has no version, until a
+    `commit`.
     """
 
     def __init__(
@@ -56,23 +70,37 @@ class ForeignEngine(GenerationEngine):
         """
         size = settings.parallel.tensor
         if size > 1 and group is None:
-            raise AlignerError(f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got None")
+            raise AlignerError(
+                f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got"
+                " None"
+            )
         positions = min(context or shape.max_positions, shape.max_positions)
-        super().__init__(dataclasses.replace(shape, max_positions=positions), settings, weight_format)
+        super().__init__(
+            dataclasses.replace(shape, max_positions=positions), settings, weight_format
+        )
         self._table = weight_table(shape)
         self._last: dict[str, Tensor] = {}
-        """What the last update wrote, in this process's memory, where the next one tells only what has changed."""
-        self._device, self._replica, self._rank = torch.device(device), Replica(name, rank % size, size, group), rank
+        """What the last update wrote, in this process's memory, where the next one tells only what
+        has changed."""
+        self._device, self._replica, self._rank = (
+            torch.device(device),
+            Replica(name, rank % size, size, group),
+            rank,
+        )
         self._version: int | None = None
         self._cache_asleep = False
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that serve; None before the first update, and while or after one overwrote them."""
+        """Version of the weights that serve; None before the first update, and while or after one
+        overwrote them."""
         return self._version
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> ReplicaGeneration:
-        """Begin one sample per request. Raises AlignerError, before anything is generated, for what can not be served."""
+    def start(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> ReplicaGeneration:
+        """Begin one sample per request. Raises AlignerError, before anything is generated, for what
+        can not be served."""
         self._check_may_start()
         if refused := self._refused(requests, options):
             raise AlignerError(f"{self._replica.name}: {refused}; allowed: engine.kind=embedded")
@@ -82,12 +110,15 @@ class ForeignEngine(GenerationEngine):
         return self._generation
 
     @abstractmethod
-    def _refused(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> str | None:
+    def _refused(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> str | None:
         """What of it the program can not do."""
 
     @abstractmethod
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Handles, JSON, by which the workers find this rank's pieces of tensors, until the client has loaded them."""
+        """Handles, JSON, by which the workers find this rank's pieces of tensors, until the client
+        has loaded them."""
 
     @abstractmethod
     def _unshare(self) -> None:
@@ -103,7 +134,8 @@ class ForeignEngine(GenerationEngine):
         """Free the memory of keys and values and of the model."""
         if not self._settings.sleep:
             raise AlignerError(
-                f"engine.sleep=false: {self._replica.name} gives memory back only if it was started with engine.sleep=true"
+                f"engine.sleep=false: {self._replica.name} gives memory back only if it was started"
+                " with engine.sleep=true"
             )
         self._check_may_sleep()
         if not self._asleep:
@@ -111,10 +143,13 @@ class ForeignEngine(GenerationEngine):
             self._asleep = self._cache_asleep = True
         if self._version is not None:
             self._version = None
-            self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+            self._why_no_weights = (
+                "they were dropped when the engine went to sleep; publish them again"
+            )
 
     def wake(self) -> None:
-        """Take the model's memory back; that of keys and values follows the weights that are published next."""
+        """Take the model's memory back; that of keys and values follows the weights that are
+        published next."""
         if self._asleep:
             self._replica.gather("giving memory back", _give_back)
             self._replica.drive("waking up", lambda client: client.resume(cache=False))
@@ -130,13 +165,17 @@ class ForeignEngine(GenerationEngine):
         client.release()
 
     def _overwrite(self, version: int) -> None:
-        """An update begins to load: responses are finished or interrupted, and the engine has no version from here on."""
+        """An update begins to load: responses are finished or interrupted, and the engine has no
+        version from here on."""
         self._version, self._why_no_weights = None, f"the update to version {version} is under way"
         interrupts = self._settings.in_flight == "interrupt"
-        self._replica.drive("letting responses end", lambda client: client.hold(interrupts=interrupts))
+        self._replica.drive(
+            "letting responses end", lambda client: client.hold(interrupts=interrupts)
+        )
 
     def _finish(self, version: int) -> None:
-        """An update has loaded all: the workers finish it; keys and values of the old weights are forgotten."""
+        """An update has loaded all: the workers finish it; keys and values of the old weights are
+        forgotten."""
 
         def finish(client: Client) -> None:
             client.update_weights(None)
@@ -152,7 +191,8 @@ class ForeignEngine(GenerationEngine):
 
 
 def _give_back() -> None:
-    """Let the workers have what torch keeps of this process's GPU: the trainer's activations, an update's buckets."""
+    """Let the workers have what torch keeps of this process's GPU: the trainer's activations, an
+    update's buckets."""
     torch.cuda.empty_cache()
 
 
@@ -160,7 +200,12 @@ class StreamedUpdate:
     """A `WeightUpdate` that holds no more than one group of tensors."""
 
     def __init__(self, engine: ForeignEngine, version: int) -> None:
-        self._engine, self._version, self._replica, self._device = engine, version, engine._replica, engine._device
+        self._engine, self._version, self._replica, self._device = (
+            engine,
+            version,
+            engine._replica,
+            engine._device,
+        )
         to = engine.weight_format
         self._specs = {spec.name: spec for spec in engine._table}
         self._slices = engine_slices(engine._table, to.layout, engine._rank, to.vocabulary_multiple)
@@ -172,12 +217,20 @@ class StreamedUpdate:
         self._open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """This rank's slices in the engine's precision, on its device; of tensors that the model has."""
+        """This rank's slices in the engine's precision, on its device; of tensors that the model
+        has."""
         self._check_open()
         last, keeps = self._engine._last, self._engine._settings.publish == "changes"
-        dtype, device = self._engine.weight_format.dtype, torch.device("cpu") if keeps else self._device
+        dtype, device = (
+            self._engine.weight_format.dtype,
+            (torch.device("cpu") if keeps else self._device),
+        )
         views = {
-            name: last[name] if name in last else torch.empty(self._shape(name), dtype=dtype, device=device)
+            name: (
+                last[name]
+                if name in last
+                else torch.empty(self._shape(name), dtype=dtype, device=device)
+            )
             for name in names
             if name in self._specs
         }
@@ -187,7 +240,8 @@ class StreamedUpdate:
         return views
 
     def load(self, names: Sequence[str]) -> None:
-        """Hand the tensors over. From the first call on the old weights are gone. Collective over the replica."""
+        """Hand the tensors over. From the first call on the old weights are gone. Collective over
+        the replica."""
         taken: list[Piece] = []
 
         def take() -> bool:
@@ -202,7 +256,8 @@ class StreamedUpdate:
             self._hand_over(taken)
 
     def commit(self) -> None:
-        """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were not loaded."""
+        """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were
+        not loaded."""
         self._replica.gather("ending the update", self._check_complete)
         try:
             self._engine._finish(self._version)
@@ -211,7 +266,8 @@ class StreamedUpdate:
             self._end()
 
     def abort(self) -> None:
-        """Give the update up: the engine keeps its weights if nothing has been loaded, and else has none."""
+        """Give the update up: the engine keeps its weights if nothing has been loaded, and else has
+        none."""
         if self._open:
             self._end()
 
@@ -220,7 +276,8 @@ class StreamedUpdate:
         return cut_shape(self._specs[name].shape, piece.axis, piece.start, piece.stop)
 
     def _hand_over(self, pieces: Sequence[Piece]) -> None:
-        """Give the ranks' pieces to the replica's workers, and wait until every one has loaded its own."""
+        """Give the ranks' pieces to the replica's workers, and wait until every one has loaded its
+        own."""
         handles: dict[str, Any] = {}
         for mine in self._replica.gather("sharing weights", lambda: self._engine._share(pieces)):
             handles |= mine
@@ -230,23 +287,32 @@ class StreamedUpdate:
             self._engine._unshare()
 
     def _take(self, names: Sequence[str]) -> Sequence[Piece]:
-        """Of the tensors of a file that are complete once these have been written; the rest wait for their other parts."""
+        """Of the tensors of a file that are complete once these have been written; the rest wait
+        for their other parts."""
         self._check_open()
         if unasked := [name for name in names if name not in self._views]:
-            raise AlignerError(f"views of {', '.join(unasked)} were not asked for, or are loaded already")
+            raise AlignerError(
+                f"views of {', '.join(unasked)} were not asked for, or are loaded already"
+            )
         self._written |= {name: self._views.pop(name) for name in names}
         complete = {
-            stored: specs for stored, specs in self._missing.items() if all(spec.name in self._written for spec in specs)
+            stored: specs
+            for stored, specs in self._missing.items()
+            if all(spec.name in self._written for spec in specs)
         }
         for stored in complete:
             del self._missing[stored]
         parts = [spec for specs in complete.values() for spec in specs]
-        return [Piece(spec, self._slices[spec.name], self._written.pop(spec.name)) for spec in parts]
+        return [
+            Piece(spec, self._slices[spec.name], self._written.pop(spec.name)) for spec in parts
+        ]
 
     def _check_complete(self) -> None:
         self._check_open()
         if self._missing:
-            raise AlignerError(f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}")
+            raise AlignerError(
+                f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}"
+            )
 
     def _end(self) -> None:
         self._open = False
@@ -254,7 +320,10 @@ class StreamedUpdate:
         self._written.clear()
         self._engine._incoming = None
         if self._overwrites:
-            why = f"the update to version {self._version} failed and had begun to overwrite them; publish again"
+            why = (
+                f"the update to version {self._version} failed and had begun to overwrite them;"
+                " publish again"
+            )
             self._engine._why_no_weights = why
 
     def _check_open(self) -> None:

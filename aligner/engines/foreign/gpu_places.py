@@ -12,20 +12,23 @@ from aligner.errors import AlignerError
 
 
 def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
-    """Of each rank of the replica what CUDA_VISIBLE_DEVICES calls its GPU (`name`), and its `uuid` (GPU-…). Collective.
+    """Of each rank of the replica what CUDA_VISIBLE_DEVICES calls its GPU (`name`), and its `uuid`
+    (GPU-…). Collective.
 
     Raises AlignerError where the ranks are on several machines.
     """
     places = replica.gather("looking for its GPU", lambda: _place(device, replica.rank))
     if len(hosts := sorted({place["host"] for place in places})) > 1:
         raise AlignerError(
-            f"engine.parallel.tensor={replica.size}: a replica's ranks must share a machine, got {', '.join(hosts)}"
+            f"engine.parallel.tensor={replica.size}: a replica's ranks must share a machine, got"
+            f" {', '.join(hosts)}"
         )
     return places
 
 
 def gpu_name(environ: Mapping[str, str], ordinal: int) -> str:
-    """What CUDA_VISIBLE_DEVICES calls this process's `ordinal`-th GPU: the machine's index, or a UUID."""
+    """What CUDA_VISIBLE_DEVICES calls this process's `ordinal`-th GPU: the machine's index, or a
+    UUID."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[ordinal] if visible else str(ordinal)
 

@@ -1,4 +1,5 @@
-"""The ranks of a replica, of which one drives another program's engine, and the responses under way on them."""
+"""The ranks of a replica, of which one drives another program's engine, and the responses under way
+on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ T = TypeVar("T")
 
 
 class Replica:
-    """This rank's place among a replica's: the first drives the engine's program, the others' devices take part in it."""
+    """This rank's place among a replica's: the first drives the engine's program, the others'
+    devices take part in it."""
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None) -> None:
-        """`rank` of `size`; `group` holds them in order (None: there is one); `name` is the program's, for messages."""
+        """`rank` of `size`; `group` holds them in order (None: there is one); `name` is the
+        program's, for messages."""
         self.name, self.rank, self.size, self._group = name, rank, size, group
         self.client: Client | None = None
         """The driving rank's, once the program has been started."""
@@ -41,7 +44,9 @@ class Replica:
         if self.rank > 0:
             answer = broadcast_json(None, group=self._group)
             if "error" in answer:
-                raise AlignerError(f"{what} failed on the rank that drives {self.name}: {answer['error']}")
+                raise AlignerError(
+                    f"{what} failed on the rank that drives {self.name}: {answer['error']}"
+                )
             result: T = answer["value"]
             return result
         try:
@@ -67,7 +72,11 @@ class Replica:
         except Exception as error:
             failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
         answers = gather_json(mine, group=self._group)
-        if failed := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]:
+        if failed := [
+            f"rank {rank}: {answer['error']}"
+            for rank, answer in enumerate(answers)
+            if "error" in answer
+        ]:
             raise AlignerError(f"{what} failed on " + "; ".join(failed)) from failure
         return [answer["value"] for answer in answers]
 
@@ -84,11 +93,18 @@ class ReplicaGeneration:
     ) -> None:
         """`check_weights` raises when there are none. Collective over the replica."""
         self._replica, self._check_weights = replica, check_weights
-        responses = {place: Response(request, request.limit(options)) for place, request in enumerate(requests)}
+        responses = {
+            place: Response(request, request.limit(options))
+            for place, request in enumerate(requests)
+        }
         for response in responses.values():
             response.take_begun(options)
-        self._between_turns = {place: response for place, response in responses.items() if response.request.waits}
-        self._open = {place: response for place, response in responses.items() if not response.request.waits}
+        self._between_turns = {
+            place: response for place, response in responses.items() if response.request.waits
+        }
+        self._open = {
+            place: response for place, response in responses.items() if not response.request.waits
+        }
         self._tasks: dict[int, Any] = {}
         self._options = options
         self._start(self._open)
@@ -122,7 +138,8 @@ class ReplicaGeneration:
         return samples
 
     def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn; the engine's own reuse finds what it has run of it.
+        """Have a complete response take a further turn; the engine's own reuse finds what it has
+        run of it.
 
         Raises AlignerError where no room is left for a token to be drawn.
         """
@@ -133,18 +150,25 @@ class ReplicaGeneration:
 
     def add(self, request: GenerationRequest) -> int:
         """Refused: its random numbers could not be an episode's own."""
-        raise AlignerError(f"{self._replica.name}: prompt {request.prompt.id} cannot branch; allowed: engine.kind=embedded")
+        raise AlignerError(
+            f"{self._replica.name}: prompt {request.prompt.id} cannot branch; allowed:"
+            " engine.kind=embedded"
+        )
 
     def leave(self, place: int) -> None:
         """A complete response will not be told to go on."""
         del self._between_turns[place]
 
     def unfinished(self) -> list[tuple[int, Sample]]:
-        """The responses that are not complete, with what was drawn of them so far; they can go on from there."""
+        """The responses that are not complete, with what was drawn of them so far; they can go on
+        from there."""
 
         def interrupt(client: Client) -> list[list[Any]]:
             client.interrupt()
-            return [[place, each.tokens, each.logprobs, each.versions] for place, each in self._open.items()]
+            return [
+                [place, each.tokens, each.logprobs, each.versions]
+                for place, each in self._open.items()
+            ]
 
         found = []
         for place, *drawn in self._replica.drive("interrupting responses", interrupt):
@@ -173,5 +197,13 @@ class ReplicaGeneration:
         for place in [place for place, task in self._tasks.items() if task.done()]:
             self._tasks.pop(place).result()
             response = self._open[place]
-            answers.append([place, response.tokens, response.logprobs, response.versions, response.finish_reason])
+            answers.append(
+                [
+                    place,
+                    response.tokens,
+                    response.logprobs,
+                    response.versions,
+                    response.finish_reason,
+                ]
+            )
         return answers

@@ -1,4 +1,5 @@
-"""Responses drawn from another program's engine: in pieces, so that they can be interrupted and go on later."""
+"""Responses drawn from another program's engine: in pieces, so that they can be interrupted and go
+on later."""
 
 import asyncio
 import time
@@ -41,19 +42,31 @@ class Response(PartialResponse):
 
 
 Draw = Callable[[list[int], Response, SamplingOptions, int, int], Output]
-"""Has the engine go on from these tokens, with the response that they end with, and the seed of what comes next.
+"""Has the engine go on from these tokens, with the response that they end with, and the seed of
+what comes next.
 
-The last number, where it is not 0, is how many tokens are drawn at most, none of which may be a stop token.
+The last number, where it is not 0, is how many tokens are drawn at most, none of which may be a
+stop token.
 """
 
 
 class Responder:
     """Draws responses; lives on the event loop, where all of its coroutines run."""
 
-    def __init__(self, name: str, draw: Draw, seed: int, timeout_s: float, timeout_key: str, *, has_least: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        draw: Draw,
+        seed: int,
+        timeout_s: float,
+        timeout_key: str,
+        *,
+        has_least: bool,
+    ) -> None:
         """The next token of the engine called `name` may take `timeout_s`, which is `timeout_key`.
 
-        `has_least` tells that it keeps the least length of a response itself; else that is drawn by a request of its own.
+        `has_least` tells that it keeps the least length of a response itself; else that is drawn by
+        a request of its own.
         """
         self._name, self._draw_from, self._seed, self._has_least = name, draw, seed, has_least
         self._timeout_s, self._timeout_key = timeout_s, timeout_key
@@ -74,7 +87,8 @@ class Responder:
     async def hold(self, *, interrupts: bool) -> None:
         """Return when the engine is idle, and stays so until `admit`.
 
-        Responses under way are finished first, or interrupted: they keep their tokens, and go on from them later.
+        Responses under way are finished first, or interrupted: they keep their tokens, and go on
+        from them later.
         """
         while not interrupts and self._tasks and self._admits.is_set():
             await self._progress(self._tasks, asyncio.ALL_COMPLETED)
@@ -85,9 +99,13 @@ class Responder:
             await asyncio.wait_for(self._idle.wait(), self._timeout_s)
         except asyncio.TimeoutError as error:  # the builtin one only from Python 3.11 on
             count = len(self._drawing)
-            raise AlignerError(f"{self._name} did not cancel {count} response(s) within {self._timeout_s:g} s") from error
+            raise AlignerError(
+                f"{self._name} did not cancel {count} response(s) within {self._timeout_s:g} s"
+            ) from error
 
-    async def start(self, responses: Sequence[Response], options: SamplingOptions) -> list[asyncio.Task[None]]:
+    async def start(
+        self, responses: Sequence[Response], options: SamplingOptions
+    ) -> list[asyncio.Task[None]]:
         """One task for each response, done when it is complete."""
         tasks = [asyncio.create_task(self._complete(response, options)) for response in responses]
         for task in tasks:
@@ -98,7 +116,8 @@ class Responder:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # has been seen: who no longer waits for a response is not told of it at some later time
+            # has been seen: who no longer waits for a response is not told of it at some later time
+            task.exception()
 
     async def cancel(self, responses: Mapping[asyncio.Task[None], Response]) -> None:
         """Return when the engine draws these no further."""
@@ -118,16 +137,21 @@ class Responder:
             self._admits.set()
 
     async def wait(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Return when one of them is done, when none can be before the next `admit`, or after a moment."""
+        """Return when one of them is done, when none can be before the next `admit`, or after a
+        moment."""
         if self._admits.is_set() and not any(task.done() for task in tasks):
             await self._progress(tasks, asyncio.FIRST_COMPLETED)
 
     async def _progress(self, tasks: Collection[asyncio.Task[None]], until: str) -> None:
-        """Wait a moment for tasks. Raises AlignerError when no response has gained a token for `timeout_s`."""
-        done, _ = await asyncio.wait(tasks, timeout=min(_MOMENT_S, self._timeout_s), return_when=until)
+        """Wait a moment for tasks. Raises AlignerError when no response has gained a token for
+        `timeout_s`."""
+        done, _ = await asyncio.wait(
+            tasks, timeout=min(_MOMENT_S, self._timeout_s), return_when=until
+        )
         if not done and time.monotonic() - self._heard > self._timeout_s and self._admits.is_set():
             raise AlignerError(
-                f"{self._name} gave none of {len(tasks)} responses a token within {self._timeout_s:g} s ({self._timeout_key})"
+                f"{self._name} gave none of {len(tasks)} responses a token within"
+                f" {self._timeout_s:g} s ({self._timeout_key})"
             )
 
     async def _complete(self, response: Response, options: SamplingOptions) -> None:
@@ -139,10 +163,13 @@ class Responder:
                 raise
             except Exception as error:
                 request = response.request
-                raise AlignerError(f"prompt {request.prompt.id}, sample {request.sample_index}: {error}") from error
+                raise AlignerError(
+                    f"prompt {request.prompt.id}, sample {request.sample_index}: {error}"
+                ) from error
 
     async def _draw(self, response: Response, options: SamplingOptions) -> None:
-        """One request to the engine: to the response's end, to its least length, or until it is interrupted."""
+        """One request to the engine: to the response's end, to its least length, or until it is
+        interrupted."""
         short_by = 0 if self._has_least else max(0, options.min_new_tokens - len(response.tokens))
         tokens = [*response.request.prompt.tokens.tolist(), *response.tokens]
         output = self._draw_from(tokens, response, options, _seed(self._seed, response), short_by)
@@ -157,7 +184,9 @@ class Responder:
             self._drawing.discard(response)
             if not self._drawing:
                 self._idle.set()
-        tokens, logprobs = self._drawn(output.outputs[0], interrupted=response.cancelled or not self._admits.is_set())
+        tokens, logprobs = self._drawn(
+            output.outputs[0], interrupted=response.cancelled or not self._admits.is_set()
+        )
         response.tokens += tokens
         response.logprobs += logprobs
         response.versions += [self._version] * len(tokens)
@@ -169,25 +198,39 @@ class Responder:
     def _drawn(self, completion: Any, interrupted: bool) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a finished or interrupted output.
 
-        Of an interrupted one, a last token may have come without its log-prob: it is left out, and drawn anew.
-        Raises AlignerError for an output that ended otherwise, or that lacks log-probs.
+        Of an interrupted one, a last token may have come without its log-prob: it is left out, and
+        drawn anew. Raises AlignerError for an output that ended otherwise, or that lacks log-probs.
         """
-        reason, tokens, entries = completion.finish_reason, list(completion.token_ids), list(completion.logprobs or ())
+        reason, tokens, entries = (
+            completion.finish_reason,
+            list(completion.token_ids),
+            list(completion.logprobs or ()),
+        )
         if reason == "cancelled" and interrupted:
             count = min(len(tokens), len(entries))
             tokens, entries = tokens[:count], entries[:count]
         elif reason not in ("stop", "length"):
-            raise AlignerError(f"{self._name} ended a response with finish_reason={reason!r}; stop or length was expected")
+            raise AlignerError(
+                f"{self._name} ended a response with finish_reason={reason!r}; stop or length was"
+                " expected"
+            )
         if len(tokens) != len(entries):
-            raise AlignerError(f"{self._name} returned {len(tokens)} tokens with {len(entries)} log-probs")
-        return tokens, [self._logprob(entry, token) for token, entry in zip(tokens, entries, strict=True)]
+            raise AlignerError(
+                f"{self._name} returned {len(tokens)} tokens with {len(entries)} log-probs"
+            )
+        return tokens, [
+            self._logprob(entry, token) for token, entry in zip(tokens, entries, strict=True)
+        ]
 
     def _logprob(self, entry: Any, token: int) -> float:
-        """A token's log-prob: releases give a number, or the most probable tokens and the drawn one by id."""
+        """A token's log-prob: releases give a number, or the most probable tokens and the drawn one
+        by id."""
         if not isinstance(entry, dict):
             return float(entry)
         if token not in entry:
-            raise AlignerError(f"{self._name} returned log-probs of tokens {sorted(entry)}, but drew {token}")
+            raise AlignerError(
+                f"{self._name} returned log-probs of tokens {sorted(entry)}, but drew {token}"
+            )
         return float(entry[token].logprob)
 
 

@@ -1,4 +1,5 @@
-"""The arguments of TensorRT-LLM's client, by what the installed release knows: it refuses keywords that it does not know."""
+"""The arguments of TensorRT-LLM's client, by what the installed release knows: it refuses keywords
+that it does not know."""
 
 import importlib
 import inspect
@@ -31,19 +32,20 @@ def load_package() -> ModuleType:
         package = importlib.import_module("tensorrt_llm")
     except ImportError as error:
         raise AlignerError(
-            f"engine.kind=tensorrt_llm: TensorRT-LLM cannot be imported ({error}); run in a TensorRT-LLM release image, see"
-            " docs/tensorrt_llm.md"
+            f"engine.kind=tensorrt_llm: TensorRT-LLM cannot be imported ({error}); run in a"
+            " TensorRT-LLM release image, see docs/tensorrt_llm.md"
         ) from error
     if not hasattr(package, "AsyncLLM"):
         raise AlignerError(
-            f"engine.kind=tensorrt_llm: TensorRT-LLM {getattr(package, '__version__', '')} has no AsyncLLM; 1.2 is the first"
-            " release that has"
+            f"engine.kind=tensorrt_llm: TensorRT-LLM {getattr(package, '__version__', '')} has no"
+            " AsyncLLM; 1.2 is the first release that has"
         )
     return package
 
 
 def find(path: str) -> Any:
-    """The object at a dotted path: attributes of the longest prefix that is a module. None where there is none."""
+    """The object at a dotted path: attributes of the longest prefix that is a module. None where
+    there is none."""
     names = path.split(".")
     for end in range(len(names), 0, -1):
         try:
@@ -57,9 +59,11 @@ def find(path: str) -> Any:
 
 
 def keywords(call: Any, fields: Any = None) -> Mapping[str, Any]:
-    """The keywords that a class or function takes, with their defaults (`inspect.Parameter.empty`: none).
+    """The keywords that a class or function takes, with their defaults (`inspect.Parameter.empty`:
+    none).
 
-    The fields of a pydantic model count, its own and those of `fields`, the model that **kwargs are checked with.
+    The fields of a pydantic model count, its own and those of `fields`, the model that **kwargs are
+    checked with.
     """
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     found = {
@@ -74,11 +78,17 @@ def keywords(call: Any, fields: Any = None) -> Mapping[str, Any]:
     return found
 
 
-def known(what: str, arguments: Mapping[str, Any], accepted: Collection[str], *, optional: Collection[str]) -> dict[str, Any]:
-    """The arguments that are accepted. Raises AlignerError naming those that are not, unless they are `optional`."""
+def known(
+    what: str, arguments: Mapping[str, Any], accepted: Collection[str], *, optional: Collection[str]
+) -> dict[str, Any]:
+    """The arguments that are accepted. Raises AlignerError naming those that are not, unless they
+    are `optional`."""
     missing = [name for name in arguments if name not in accepted and name not in optional]
     if missing:
-        raise AlignerError(f"this release's {what} has no {', '.join(missing)}; see docs/tensorrt_llm.md for those that fit")
+        raise AlignerError(
+            f"this release's {what} has no {', '.join(missing)}; see docs/tensorrt_llm.md for those"
+            " that fit"
+        )
     return {name: value for name, value in arguments.items() if name in accepted}
 
 
@@ -94,16 +104,27 @@ def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
         return {"sleep_config": find("tensorrt_llm.llmapi.llm_args.SleepConfig")()}
     if "enable_sleep" in accepted:
         return {"enable_sleep": True}
-    raise AlignerError("engine.sleep=true: this release of TensorRT-LLM can not give memory back; set engine.sleep=false")
+    raise AlignerError(
+        "engine.sleep=true: this release of TensorRT-LLM can not give memory back; set"
+        " engine.sleep=false"
+    )
 
 
 def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What memory is released by: the tags of the model and the executor, and those of keys and values."""
-    kinds = next((kinds for path in _MEMORY_TYPES if (kinds := find(f"{path}.ExecutorMemoryType"))), None)
+    """What memory is released by: the tags of the model and the executor, and those of keys and
+    values."""
+    kinds = next(
+        (kinds for path in _MEMORY_TYPES if (kinds := find(f"{path}.ExecutorMemoryType"))), None
+    )
     if kinds is None:
-        raise AlignerError("engine.sleep=true: this release of TensorRT-LLM names no kinds of memory; set engine.sleep=false")
+        raise AlignerError(
+            "engine.sleep=true: this release of TensorRT-LLM names no kinds of memory; set"
+            " engine.sleep=false"
+        )
     tags = [kind.value for kind in kinds if not kind.value.startswith("_")]
-    return tuple(tag for tag in tags if tag != _KV_CACHE), tuple(tag for tag in tags if tag == _KV_CACHE)
+    return tuple(tag for tag in tags if tag != _KV_CACHE), tuple(
+        tag for tag in tags if tag == _KV_CACHE
+    )
 
 
 def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) -> int | None:
@@ -117,23 +138,31 @@ def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) 
     tokens, context = (settings.kv_cache_mib << 20) // token_bytes, shape.max_positions
     if tokens < context:
         raise ConfigError(
-            f"engine.kv_cache_mib={settings.kv_cache_mib}: it holds {tokens} tokens of {token_bytes} bytes a rank, the longest"
-            f" sequence has {context}; at least {-(-context * token_bytes >> 20)} are needed"
+            f"engine.kv_cache_mib={settings.kv_cache_mib}: it holds {tokens} tokens of"
+            f" {token_bytes} bytes a rank, the longest sequence has {context}; at least"
+            f" {-(-context * token_bytes >> 20)} are needed"
         )
     return tokens
 
 
 def llm_arguments(
-    accepted: Collection[str], directory: Path, shape: ModelShape, settings: EngineConfig, dtype: torch.dtype
+    accepted: Collection[str],
+    directory: Path,
+    shape: ModelShape,
+    settings: EngineConfig,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Keywords for AsyncLLM, of those that this release accepts.
 
     Weights are not read from `directory`, which gives the configuration alone: they are published.
-    Raises AlignerError for what it lacks and can not be left out, ConfigError for a cache that is too small.
+    Raises AlignerError for what it lacks and can not be left out, ConfigError for a cache that is
+    too small.
     """
     tokens = cache_tokens(shape, settings, dtype)
     limit = (
-        {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction} if tokens is None else {"max_tokens": tokens}
+        {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction}
+        if tokens is None
+        else {"max_tokens": tokens}
     )
     graphs = find("tensorrt_llm.llmapi.CudaGraphConfig")
     wanted = {
@@ -144,13 +173,20 @@ def llm_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
         "max_seq_len": shape.max_positions,
-        "max_input_len": shape.max_positions,  # else 1024: an interrupted response is sent again behind its prompt
+        # else 1024: an interrupted response is sent again behind its prompt
+        "max_input_len": shape.max_positions,
         "max_batch_size": settings.batch_size,
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
         "enable_chunked_prefill": True,
         "stream_interval": settings.tensorrt_llm.stream_interval,
-        "kv_cache_config": find("tensorrt_llm.llmapi.KvCacheConfig")(enable_block_reuse=True, **limit),
-        "cuda_graph_config": graphs(max_batch_size=settings.batch_size, enable_padding=True) if settings.cuda_graphs else None,
+        "kv_cache_config": find("tensorrt_llm.llmapi.KvCacheConfig")(
+            enable_block_reuse=True, **limit
+        ),
+        "cuda_graph_config": (
+            graphs(max_batch_size=settings.batch_size, enable_padding=True)
+            if settings.cuda_graphs
+            else None
+        ),
         "sampler_type": "TRTLLMSampler",
         "ray_worker_extension_cls": WORKER_EXTENSION,
     }

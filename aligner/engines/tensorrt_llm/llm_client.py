@@ -10,7 +10,12 @@ import torch
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.foreign.client import Client, ending_on_failure
 from aligner.engines.foreign.responses import Responder, Response
-from aligner.engines.tensorrt_llm.llm_arguments import llm_arguments, llm_keywords, load_package, memory_tags
+from aligner.engines.tensorrt_llm.llm_arguments import (
+    llm_arguments,
+    llm_keywords,
+    load_package,
+    memory_tags,
+)
 from aligner.environment_variables import environment
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
@@ -18,23 +23,35 @@ from aligner.schema import EngineConfig
 
 NAME = "TensorRT-LLM"
 _OTHER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_")
-_OTHER_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_WORLD = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> dict[str, str]:
-    """The driving rank's environment without its own launcher and world, with the workers' GPUs visible.
+    """The driving rank's environment without its own launcher and world, with the workers' GPUs
+    visible.
 
-    `devices` are the machine's GPU indices. Every driver starts a Ray cluster of its own, which takes the visible GPUs.
+    `devices` are the machine's GPU indices. Every driver starts a Ray cluster of its own, which
+    takes the visible GPUs.
     """
     kept = {
-        name: value for name, value in environ.items() if not name.startswith(_OTHER_LAUNCHERS) and name not in _OTHER_WORLD
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OTHER_LAUNCHERS) and name not in _OTHER_WORLD
     }
     return kept | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",
         "TLLM_DISABLE_MPI": "1",
-        # Weights of an update would be copied from several threads, on streams that nothing waits for.
+        # Weights of an update would be copied from several threads, on streams that nothing waits
+        # for.
         "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
     }
 
@@ -47,7 +64,9 @@ def gpu_index(name: str) -> int:
     try:
         return int(name)
     except ValueError as error:
-        raise AlignerError(f"CUDA_VISIBLE_DEVICES names {name}: TensorRT-LLM needs GPU indices there, such as 0,1") from error
+        raise AlignerError(
+            f"CUDA_VISIBLE_DEVICES names {name}: TensorRT-LLM needs GPU indices there, such as 0,1"
+        ) from error
 
 
 class TensorRTLLMClient(Client):
@@ -65,7 +84,8 @@ class TensorRTLLMClient(Client):
     ) -> None:
         """Start one worker on each of `devices`, the machine's indices; it has no weights yet.
 
-        `uuids` are the identifiers (GPU-…) of the same GPUs. Raises AlignerError when the workers run on others.
+        `uuids` are the identifiers (GPU-…) of the same GPUs. Raises AlignerError when the workers
+        run on others.
         """
         super().__init__(NAME, settings.tensorrt_llm.timeout_s)
         self._workers, self._update_timeout_s = settings.parallel.tensor, settings.update_timeout_s
@@ -80,12 +100,17 @@ class TensorRTLLMClient(Client):
             self._check_devices(uuids)
             self._sampling_params = package.SamplingParams
             timeout_key = "engine.tensorrt_llm.timeout_s"
-            self._responder = Responder(NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=False)
+            self._responder = Responder(
+                NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=False
+            )
 
-    def _draw(self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int) -> Any:
+    def _draw(
+        self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
+    ) -> Any:
         """A stream. Stop tokens are stop words, not the end id: these are part of the output.
 
-        The least length of TensorRT-LLM's own holds for the end id alone, so until then stop tokens are bad words.
+        The least length of TensorRT-LLM's own holds for the end id alone, so until then stop tokens
+        are bad words.
         """
         stops = list(options.stop_token_ids)
         sampling = self._sampling_params(
@@ -103,7 +128,8 @@ class TensorRTLLMClient(Client):
         return self._llm.generate_async(inputs=tokens, sampling_params=sampling, streaming=True)
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
-        """Load tensors given by handles, of every worker's GPU; None ends an update and forgets keys and values."""
+        """Load tensors given by handles, of every worker's GPU; None ends an update and forgets
+        keys and values."""
         self._call("update_weights", handles, timeout_s=self._update_timeout_s)
 
     def release(self) -> None:
@@ -114,19 +140,26 @@ class TensorRTLLMClient(Client):
 
     def resume(self, *, cache: bool) -> None:
         """Take back the memory of keys and values, or the model's."""
-        self._loop.run("taking memory back", self._llm.resume(list(self._tags[cache])), self._timeout_s)
+        self._loop.run(
+            "taking memory back", self._llm.resume(list(self._tags[cache])), self._timeout_s
+        )
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
-        """A method of every worker; their answers, in rank order. Raises AlignerError unless every one succeeds."""
+        """A method of every worker; their answers, in rank order. Raises AlignerError unless every
+        one succeeds."""
         call = self._llm.collective_rpc(method, args=arguments)
         try:
             answers: list[Any] = self._loop.run(method, call, timeout_s or self._timeout_s)
         except AlignerError:
             raise
         except Exception as error:
-            raise AlignerError(f"TensorRT-LLM's workers failed in {method}: {type(error).__name__}: {error}") from error
+            raise AlignerError(
+                f"TensorRT-LLM's workers failed in {method}: {type(error).__name__}: {error}"
+            ) from error
         if len(answers) != self._workers:
-            raise AlignerError(f"{method}: {len(answers)} of TensorRT-LLM's {self._workers} workers answered")
+            raise AlignerError(
+                f"{method}: {len(answers)} of TensorRT-LLM's {self._workers} workers answered"
+            )
         for rank, answer in enumerate(answers):
             if answer is False or isinstance(answer, BaseException):
                 raise AlignerError(f"TensorRT-LLM's worker {rank} failed in {method}: {answer!r}")
@@ -137,5 +170,6 @@ class TensorRTLLMClient(Client):
         found, wanted = sorted(self._call("report_device_id")), sorted(uuids)
         if found != wanted:
             raise AlignerError(
-                f"TensorRT-LLM's workers run on the GPUs {', '.join(found)}, the replica's ranks on {', '.join(wanted)}"
+                f"TensorRT-LLM's workers run on the GPUs {', '.join(found)}, the replica's ranks on"
+                f" {', '.join(wanted)}"
             )

@@ -1,4 +1,5 @@
-"""The TensorRT-LLM engine: its own processes generate on the replica's GPUs, driven by one of the replica's ranks."""
+"""The TensorRT-LLM engine: its own processes generate on the replica's GPUs, driven by one of the
+replica's ranks."""
 
 import base64
 import gc
@@ -24,7 +25,8 @@ from aligner.schema import EngineConfig, EngineParallelConfig
 
 
 class TensorRTLLMEngine(ForeignEngine):
-    """TensorRT-LLM's workers, one on each rank's GPU; when they sleep it keeps a copy of the model in host memory."""
+    """TensorRT-LLM's workers, one on each rank's GPU; when they sleep it keeps a copy of the model
+    in host memory."""
 
     def __init__(
         self,
@@ -39,11 +41,13 @@ class TensorRTLLMEngine(ForeignEngine):
         dtype: torch.dtype = torch.bfloat16,
         context: int | None = None,
     ) -> None:
-        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over the replica.
+        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over
+        the replica.
 
-        `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in order (None when TP' is 1);
-        `context` is the longest sequence, prompt and response (None: as long as the model allows).
-        Raises AlignerError on every rank when TensorRT-LLM does not start, or starts on other GPUs than the ranks'.
+        `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in
+        order (None when TP' is 1); `context` is the longest sequence, prompt and response (None: as
+        long as the model allows). Raises AlignerError on every rank when TensorRT-LLM does not
+        start, or starts on other GPUs than the ranks'.
         """
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
@@ -54,14 +58,25 @@ class TensorRTLLMEngine(ForeignEngine):
         self._uuid: str = places[self._replica.rank]["uuid"]
 
         def start() -> None:
-            devices, uuids = [gpu_index(place["name"]) for place in places], [place["uuid"] for place in places]
-            self._replica.client = TensorRTLLMClient(directory, self._shape, settings, seed, dtype, devices, uuids)
+            devices, uuids = (
+                [gpu_index(place["name"]) for place in places],
+                [place["uuid"] for place in places],
+            )
+            self._replica.client = TensorRTLLMClient(
+                directory, self._shape, settings, seed, dtype, devices, uuids
+            )
 
         self._replica.lead("starting TensorRT-LLM", start)
 
-    def _refused(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> str | None:
+    def _refused(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> str | None:
         if options.min_p or options.tells_kept:
-            wanted = f"min_p={options.min_p:g}" if options.min_p else "to tell among which tokens it drew"
+            wanted = (
+                f"min_p={options.min_p:g}"
+                if options.min_p
+                else "to tell among which tokens it drew"
+            )
             return f"asked for {wanted}, which not every release can"
         if options.routes:
             return "it does not tell which experts it chose"
@@ -69,7 +84,9 @@ class TensorRTLLMEngine(ForeignEngine):
 
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         parts = {piece.spec.name: piece.tensor for piece in pieces}
-        self._shared = dict(assemble([piece.spec for piece in pieces], lambda spec: parts[spec.name]))
+        self._shared = dict(
+            assemble([piece.spec for piece in pieces], lambda spec: parts[spec.name])
+        )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the workers read the memory itself
         return ipc_handles(self._shared, self._uuid)
@@ -82,16 +99,20 @@ class TensorRTLLMEngine(ForeignEngine):
 
 
 def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:
-    """Handles by which the worker on the GPU `device_uuid` opens these tensors: {uuid: base64 of a pickled list}.
+    """Handles by which the worker on the GPU `device_uuid` opens these tensors: {uuid: base64 of a
+    pickled list}.
 
-    The list's entries are (name, (function, arguments)); function(*arguments) gives the tensor. A CUDA tensor is not
-    copied: the receiver opens its memory, so the tensors have to live, unchanged, until it has answered; after that
-    `torch.cuda.ipc_collect()` frees what it gave back. CPU tensors travel by value.
-    Raises AlignerError naming the tensors and their devices when they lie on several.
+    The list's entries are (name, (function, arguments)); function(*arguments) gives the tensor. A
+    CUDA tensor is not copied: the receiver opens its memory, so the tensors have to live,
+    unchanged, until it has answered; after that `torch.cuda.ipc_collect()` frees what it gave back.
+    CPU tensors travel by value. Raises AlignerError naming the tensors and their devices when they
+    lie on several.
     """
     devices = sorted({str(tensor.device) for tensor in tensors.values()})
     if len(devices) > 1:
         where = ", ".join(f"{name} ({tensor.device})" for name, tensor in tensors.items())
-        raise AlignerError(f"tensors for GPU {device_uuid} lie on several devices, one is allowed: {where}")
+        raise AlignerError(
+            f"tensors for GPU {device_uuid} lie on several devices, one is allowed: {where}"
+        )
     entries = [(name, reduce_tensor(tensor.detach())) for name, tensor in tensors.items()]
     return {device_uuid: base64.b64encode(pickle.dumps(entries)).decode()}

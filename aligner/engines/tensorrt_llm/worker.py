@@ -1,4 +1,5 @@
-"""What this package adds to TensorRT-LLM's workers, which import it by name; it can be imported where TensorRT-LLM is."""
+"""What this package adds to TensorRT-LLM's workers, which import it by name; it can be imported
+where TensorRT-LLM is."""
 
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 

@@ -68,13 +68,15 @@ class Request:
 
 
 class Program:
-    """The process in vLLM's environment, seen from the event loop's thread; in a process group of its own."""
+    """The process in vLLM's environment, seen from the event loop's thread; in a process group of
+    its own."""
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         command = [python, str(_PROGRAM / "serve.py"), str(theirs.fileno())]
         try:
-            # A session of its own: a terminal's interrupt is for us, and all that it starts can be ended together.
+            # A session of its own: a terminal's interrupt is for us, and all that it starts can be
+            # ended together.
             self.process = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -84,7 +86,9 @@ class Program:
                 stdout=2,  # what it says is for the log, and not among what this process answers
             )
         except OSError as error:
-            raise AlignerError(f"engine.vllm.python={python}: {error.strerror}; `aligner install-vllm` makes one") from error
+            raise AlignerError(
+                f"engine.vllm.python={python}: {error.strerror}; `aligner install-vllm` makes one"
+            ) from error
         finally:
             theirs.close()
         self._socket = ours
@@ -101,7 +105,10 @@ class Program:
         line = await self._answers.readline()
         answer = json.loads(line) if line else {"refused": self._ended()}
         if "refused" in answer:
-            raise AlignerError(f"{NAME} did not start: {answer['refused']}; its own words are in this process's log")
+            raise AlignerError(
+                f"{NAME} did not start: {answer['refused']}; its own words are in this"
+                " process's log"
+            )
         self.release = answer["release"]
         self._reader = asyncio.create_task(self._read())
 
@@ -113,7 +120,8 @@ class Program:
         return request
 
     async def order(self, what: str, **arguments: Any) -> None:
-        """Have something done. Raises AlignerError with the reason where it was not, EngineGone where nobody will."""
+        """Have something done. Raises AlignerError with the reason where it was not, EngineGone
+        where nobody will."""
         number = self._next()
         self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         self.send({"id": number, "do": what, "with": arguments})
@@ -162,7 +170,11 @@ class Program:
             code = self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
-        return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+        return (
+            f"it was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"it ended with code {code}"
+        )
 
 
 def _group(leader: int) -> Iterator[psutil.Process]:
@@ -196,17 +208,22 @@ class VLLMClient(Client):
     ) -> None:
         """Start it; it has no weights yet. Raises AlignerError when it does not start in time.
 
-        `gpus` are its workers', in order, as CUDA_VISIBLE_DEVICES names them; none where it runs on CPUs.
+        `gpus` are its workers', in order, as CUDA_VISIBLE_DEVICES names them; none where it runs on
+        CPUs.
         """
         super().__init__(NAME, settings.vllm.timeout_s)
         self._update_timeout_s = settings.update_timeout_s
         with ending_on_failure(NAME, self.shutdown):
             self._program = Program(python, _environment(os.environ, settings, gpus))
             self._end.callback(self._program.end)
-            start = self._program.begin(_arguments(directory, shape, settings, seed, dtype, on_gpus=bool(gpus)))
+            start = self._program.begin(
+                _arguments(directory, shape, settings, seed, dtype, on_gpus=bool(gpus))
+            )
             self._loop.run("starting", start, self._timeout_s)
             timeout_key = "engine.vllm.timeout_s"
-            self._responder = Responder(NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=True)
+            self._responder = Responder(
+                NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=True
+            )
 
     def hold(self, *, interrupts: bool) -> None:
         """Let responses be finished or interrupted, and an update begin."""
@@ -215,7 +232,11 @@ class VLLMClient(Client):
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors that are shared; None ends an update and forgets keys and values."""
-        work = self._program.order("finish") if handles is None else self._program.order("load", of_ranks=handles)
+        work = (
+            self._program.order("finish")
+            if handles is None
+            else self._program.order("load", of_ranks=handles)
+        )
         self._loop.run("loading weights", work, self._update_timeout_s)
 
     def release(self) -> None:
@@ -225,9 +246,13 @@ class VLLMClient(Client):
     def resume(self, *, cache: bool) -> None:
         """Take back the memory of keys and values, or the model's."""
         tags = ["kv_cache" if cache else "weights"]
-        self._loop.run("taking memory back", self._program.order("wake", tags=tags), self._timeout_s)
+        self._loop.run(
+            "taking memory back", self._program.order("wake", tags=tags), self._timeout_s
+        )
 
-    def _draw(self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int) -> Request:
+    def _draw(
+        self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
+    ) -> Request:
         left = response.turn_limit - len(response.tokens)
         least = max(0, options.min_new_tokens - len(response.tokens))
         return self._program.draw(
@@ -235,7 +260,8 @@ class VLLMClient(Client):
             {
                 "max_tokens": left,
                 "min_tokens": min(least, left),
-                # The likeliest token as the only one of which one is drawn: its log-prob is at the temperature then.
+                # The likeliest token as the only one of which one is drawn: its log-prob is at the
+                # temperature then.
                 "temperature": options.temperature,
                 "top_k": 1 if options.greedy else options.top_k,
                 "top_p": 1.0 if options.greedy else options.top_p,
@@ -247,18 +273,32 @@ class VLLMClient(Client):
         )
 
 
-def _environment(environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """This process's, without what is its own: its world, its Python, and the GPUs of other replicas."""
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONHOME", "VIRTUAL_ENV")
+def _environment(
+    environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]
+) -> dict[str, str]:
+    """This process's, without what is its own: its world, its Python, and the GPUs of other
+    replicas."""
+    ours = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+    )
     kept = {name: value for name, value in environ.items() if name not in ours}
-    if settings.parallel.ranks > 1:  # it would want a NUMA node for each worker, and take the same ones for every replica
+    # it would want a NUMA node for each worker, and take the same ones for every replica
+    if settings.parallel.ranks > 1:
         kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if gpus:  # its workers take the first ones that they see
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return kept | {
         "PYTHONPATH": str(_PROGRAM),  # where workers find `receive`
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork, its way on GPUs, would hold our socket open behind the program
+        # a fork, its way on GPUs, would hold our socket open behind the program
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler is another than the one of `receive`
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -266,11 +306,18 @@ def _environment(environ: Mapping[str, str], settings: EngineConfig, gpus: Seque
 
 
 def _arguments(
-    directory: Path, shape: ModelShape, settings: EngineConfig, seed: int, dtype: torch.dtype, *, on_gpus: bool
+    directory: Path,
+    shape: ModelShape,
+    settings: EngineConfig,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    on_gpus: bool,
 ) -> dict[str, Any]:
     """Keywords of vLLM's AsyncEngineArgs."""
     memory = None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20
-    if memory is None and not on_gpus:  # where vLLM would take most of the machine's memory: room for all that can be asked
+    # where vLLM would take most of the machine's memory: room for all that can be asked
+    if memory is None and not on_gpus:
         tokens = _BLOCK * (-(-shape.max_positions // _BLOCK) * settings.batch_size + 1)
         memory = tokens * cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
     return {

@@ -1,4 +1,5 @@
-"""`aligner supervise`: the run inside its Slurm job, from the batch script on the trainer's first node."""
+"""`aligner supervise`: the run inside its Slurm job, from the batch script on the trainer's first
+node."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,22 +17,28 @@ from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 
 _PATIENCE_S = 60.0
-"""For whoever submitted the job, and what is left of its start before this one, to let go of the run directory."""
+"""For whoever submitted the job, and what is left of its start before this one, to let go of the
+run directory."""
 
 _PENDING = "Job is pending execution"
-"""What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an answer of its be lost."""
+"""What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an
+answer of its be lost."""
 
 
 def supervise(directory: Path) -> None:
-    """Run what a run directory's configuration says on the job's nodes; raises what `aligner.launcher.local.launch` does.
+    """Run what a run directory's configuration says on the job's nodes; raises what
+    `aligner.launcher.local.launch` does.
 
-    It resumes where it can. Told to stop, it takes a checkpoint and has the job queued again, unless cluster.slurm.requeue is
-    false; so it does, without a checkpoint, where Slurm has ended the trainer.
+    It resumes where it can. Told to stop, it takes a checkpoint and has the job queued again,
+    unless cluster.slurm.requeue is false; so it does, without a checkpoint, where Slurm has ended
+    the trainer.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)
     if config.cluster.kind != "slurm":
-        raise ConfigError(f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it")
+        raise ConfigError(
+            f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it"
+        )
     config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
     console, requeue = Console(width=120), config.cluster.slurm.requeue
     how = "by itself: its job is queued again" if requeue else f"with: sbatch {paths.job_script}"
@@ -44,7 +51,9 @@ def supervise(directory: Path) -> None:
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
         again_later = partial(_requeue, allocation.job) if requeue else None
         make_ranks = partial(SlurmSteps, layout, allocation)
-        Supervisor(config, console, interrupts, make_ranks, hosts, allocation.job, again_later, _PATIENCE_S).run()
+        Supervisor(
+            config, console, interrupts, make_ranks, hosts, allocation.job, again_later, _PATIENCE_S
+        ).run()
 
 
 def _requeue(job: str) -> None:
@@ -52,4 +61,6 @@ def _requeue(job: str) -> None:
     try:
         slurm_command("scontrol", "requeue", job, attempts=PATIENT, done=_PENDING)
     except AlignerError as error:
-        raise AlignerError(f"the run has stopped, but its job is not queued again: {error}") from error
+        raise AlignerError(
+            f"the run has stopped, but its job is not queued again: {error}"
+        ) from error

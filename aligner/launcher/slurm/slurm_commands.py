@@ -28,13 +28,17 @@ def slurm_command(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> str:
-    """What the command prints. Raises ConfigError where it is not installed, AlignerError with its message when it fails.
+    """What the command prints. Raises ConfigError where it is not installed, AlignerError with its
+    message when it fails.
 
-    A busy controller fails commands: of several `attempts` each waits twice as long as the one before. An error with `done` in
-    it is none: what is asked for is so already, as after an attempt whose answer was lost.
+    A busy controller fails commands: of several `attempts` each waits twice as long as the one
+    before. An error with `done` in it is none: what is asked for is so already, as after an attempt
+    whose answer was lost.
     """
     if shutil.which(name) is None:
-        raise ConfigError(f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster")
+        raise ConfigError(
+            f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster"
+        )
     for attempt in itertools.count():
         try:
             return _printed((name, *arguments), environment, timeout_s)
@@ -47,30 +51,42 @@ def slurm_command(
     return ""
 
 
-def _printed(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
+def _printed(
+    command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float
+) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if ended.returncode:
-        lines = (line.partition("error: ")[2] or line for line in (ended.stderr or ended.stdout).strip().splitlines())
+        lines = (
+            line.partition("error: ")[2] or line
+            for line in (ended.stderr or ended.stdout).strip().splitlines()
+        )
         said = "; ".join(lines) or "it failed and said nothing"
-        kind = NoAnswerError if "timed out" in said else AlignerError  # the command itself has waited for the controller
+        # the command itself has waited for the controller
+        kind = NoAnswerError if "timed out" in said else AlignerError
         raise kind(f"{command[0]}: {said}")
     return ended.stdout.strip()
 
 
 def is_in_queue(job: str, timeout_s: float) -> bool | None:
-    """Whether a job waits, or runs; None where that is not known: its last processes still end, or Slurm does not answer."""
+    """Whether a job waits, or runs; None where that is not known: its last processes still end, or
+    Slurm does not answer."""
     try:
-        states = slurm_command("squeue", "--noheader", f"--jobs={job}", "--format=%T", timeout_s=timeout_s).split()
+        states = slurm_command(
+            "squeue", "--noheader", f"--jobs={job}", "--format=%T", timeout_s=timeout_s
+        ).split()
     except AlignerError as error:
         return False if _FORGOTTEN in str(error) else None
     return None if "COMPLETING" in states else bool(states)
 
 
 def job_of(script: Path) -> str | None:
-    """The number of this user's job with that batch script, one that waits or runs; None where there is none."""
+    """The number of this user's job with that batch script, one that waits or runs; None where
+    there is none."""
     for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
         number, _, queued = line.strip().partition(" ")
         if Path(queued).resolve() == script.resolve():
@@ -85,7 +101,9 @@ def host_names(hosts: str) -> list[str]:
 
 def node_addresses(hosts: Sequence[str]) -> list[str]:
     """Where the nodes are reached by the others."""
-    described = slurm_command("scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT)
+    described = slurm_command(
+        "scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT
+    )
     found = {}
     for line in described.splitlines():
         fields = dict(field.partition("=")[::2] for field in line.split())

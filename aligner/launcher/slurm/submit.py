@@ -1,4 +1,5 @@
-"""`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a run that is refused."""
+"""`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a
+run that is refused."""
 
 import contextlib
 import os
@@ -24,18 +25,22 @@ from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
-_QUEUEING_S = 600.0  # so long `sbatch` may take: it tries again by itself where the controller is busy
+# so long `sbatch` may take: it tries again by itself where the controller is busy
+_QUEUEING_S = 600.0
 
 
 def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is asked.
+    """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is
+    asked.
 
-    `described` are model directories that need not be there: those of a script that is only looked at.
+    `described` are model directories that need not be there: those of a script that is only looked
+    at.
     """
     plan.check(described)
     if missing := ", ".join(first.name for first in plan.missing):
         raise ConfigError(
-            f"{missing}: an experiment whose result is needed has not run yet, and a Slurm job runs one alone; launch it first"
+            f"{missing}: an experiment whose result is needed has not run yet, and a Slurm job runs"
+            " one alone; launch it first"
         )
     return render_script(plan.config)
 
@@ -43,8 +48,9 @@ def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) 
 def submit(plan: RunPlan) -> None:
     """Queue the run, and print its job and how to follow it.
 
-    Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is then as it was before.
-    Where it is not known whether the job is queued, the directory stays as the job needs it.
+    Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is
+    then as it was before. Where it is not known whether the job is queued, the directory stays as
+    the job needs it.
     """
     config, paths = plan.config, run_paths(plan.config)
     refuse_locked(paths.root)
@@ -55,7 +61,8 @@ def submit(plan: RunPlan) -> None:
         file.write_text(script)
         _sbatch("--test-only", str(file))
     with locked(paths.root, mode=PRIVATE):
-        # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have been queued in other ways.
+        # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have
+        # been queued in other ways.
         if (queued := job_of(paths.job_script)) is not None:
             how = f"wait for its end, or `scancel {queued}` first"
             raise ConfigError(f"run.dir={paths.root}: queued already, as job {queued}; {how}")
@@ -69,7 +76,11 @@ def submit(plan: RunPlan) -> None:
             write_file(paths.job_script, script)
             job = _queued(paths, config)
         paths.status.unlink(missing_ok=True)  # that of the start before this one
-    then = "the job is queued again" if config.cluster.slurm.requeue else f"`sbatch {paths.job_script}` goes on"
+    then = (
+        "the job is queued again"
+        if config.cluster.slurm.requeue
+        else f"`sbatch {paths.job_script}` goes on"
+    )
     print(
         f"job {job}",
         f"script: {paths.job_script}",
@@ -86,7 +97,9 @@ def submit(plan: RunPlan) -> None:
 def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
     """The run directory is as it was before, unless the block succeeds, or may have."""
     before = {*paths.root.iterdir()}
-    written_over = {file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before}
+    written_over = {
+        file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before
+    }
     try:
         yield
     except NoAnswerError:
@@ -108,16 +121,23 @@ def _queued(paths: RunPaths, config: Config) -> str:
         printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
         raise NoAnswerError(
-            f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue --me --name={config.run.name}`"
-            " tells; where it is not, launch again with run.resume=auto"
+            f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue"
+            f" --me --name={config.run.name}` tells; where it is not, launch again with"
+            " run.resume=auto"
         ) from error
     return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
 
 
 def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    """What it prints. Raises ConfigError with Slurm's message where it refuses, NoAnswerError where it says nothing."""
-    # What a shell inside another job has of that one, such as how its tasks are bound, is not for this one.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
+    """What it prints. Raises ConfigError with Slurm's message where it refuses, NoAnswerError where
+    it says nothing."""
+    # What a shell inside another job has of that one, such as how its tasks are bound, is not for
+    # this one.
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER
+    }
     try:
         return slurm_command("sbatch", *arguments, environment=kept, timeout_s=timeout_s)
     except (ConfigError, NoAnswerError):
@@ -127,18 +147,25 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def render_script(config: Config) -> str:
-    """A script for `sbatch`, of a heterogeneous job where roles need it. Raises ConfigError where roles cannot be placed."""
+    """A script for `sbatch`, of a heterogeneous job where roles need it. Raises ConfigError where
+    roles cannot be placed."""
     first, *others = slurm_layout(config).components
-    lines = ["#!/usr/bin/env bash", f"# aligner: run {config.run.name}, experiment {config.run.experiment}."]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# aligner: run {config.run.name}, experiment {config.run.experiment}.",
+    ]
     lines += [_directive(flag) for flag in (*_job_flags(config), *_component_flags(config, first))]
     for component in others:
         lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
     # What tells a job to stop may come before the supervisor can take it, and would end the script.
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
-    # One cache for all, wherever `sbatch` is called: in a container the home is another, and so would be the cache.
+    # One cache for all, wherever `sbatch` is called: in a container the home is another, and so
+    # would be the cache.
     lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
     # The shell becomes the supervisor: Slurm's signal to the script is a signal to it.
-    supervise = shlex.join((sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root)))
+    supervise = shlex.join(
+        (sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root))
+    )
     return "\n".join([*lines, *config.cluster.slurm.setup, f"exec {supervise}", ""])
 
 

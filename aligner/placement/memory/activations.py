@@ -1,11 +1,13 @@
-"""What a pipeline stage holds while a model is trained, or only asked: what its layers keep, and what an operation needs.
+"""What a pipeline stage holds while a model is trained, or only asked: what its layers keep, and
+what an operation needs.
 
-The accounting is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (sections
-4.1 and 4.2): what each operator saves, and how tensor and sequence parallelism cut it. It differs from their
-s·b·h·(34/t + 5·a·s/(h·t)) bytes where our layers do: attention is fused and keeps no scores, there is no dropout, keys and
-values may have fewer heads than queries, feed-forward networks may be gated, and micro-batches are packed, so that it is
-tokens that are counted. How many micro-batches are in flight is section 4.2.3: as many as there are stages behind, and
-(P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
+The accounting is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models" (sections 4.1 and 4.2): what each operator saves, and how tensor and sequence
+parallelism cut it. It differs from their s·b·h·(34/t + 5·a·s/(h·t)) bytes where our layers do:
+attention is fused and keeps no scores, there is no dropout, keys and values may have fewer heads
+than queries, feed-forward networks may be gated, and micro-batches are packed, so that it is tokens
+that are counted. How many micro-batches are in flight is section 4.2.3: as many as there are stages
+behind, and (P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
 """
 
 import math
@@ -40,17 +42,25 @@ class Layer:
 
     @property
     def outside(self) -> float:
-        """All but what the attention core keeps, but with its inputs: what recompute=selective keeps."""
+        """All but what the attention core keeps, but with its inputs: what recompute=selective
+        keeps."""
         norm_inputs = 1 if self.shape.parallel_residual else 2
         # Between a feed-forward network's matrices lie what is activated and what the second takes.
         dense = self.device.itemsize * self._activated / self.layout.tensor
         network = self._experts if self.shape.num_experts else dense
         attended = self.device.itemsize * self._heads[0]
-        return (norm_inputs + 2) * self.input + self.core_inputs + self._normed_heads + attended + network
+        return (
+            (norm_inputs + 2) * self.input
+            + self.core_inputs
+            + self._normed_heads
+            + attended
+            + network
+        )
 
     @property
     def core_inputs(self) -> float:
-        """Queries, keys and values as one matrix gives them; queries once more where they do not lie in one piece there."""
+        """Queries, keys and values as one matrix gives them; queries once more where they do not
+        lie in one piece there."""
         queries, keys = self._heads
         apart = self.shape.num_kv_heads > self.layout.tensor and not self.device.gpus
         again = queries + keys if self.shape.qk_norm else queries if apart else 0
@@ -58,12 +68,15 @@ class Layer:
 
     @property
     def core(self) -> float:
-        """Rotated queries and keys, and values as they came; over rows of a sequence each, these rows and the result too."""
+        """Rotated queries and keys, and values as they came; over rows of a sequence each, these
+        rows and the result too."""
         (queries, keys), everywhere = self._heads, self.layout.context
         if everywhere > 1:  # keys and values of all context ranks
             numbers = queries + 2 * keys * everywhere
         else:
-            numbers = queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
+            numbers = (
+                queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
+            )
         if not self._over_trees:
             numbers += 2 * queries + 2 * keys * everywhere + self._mask
         return self.device.itemsize * numbers + FP32 * self.shape.num_heads / self.layout.tensor
@@ -72,7 +85,12 @@ class Layer:
     def _over_trees(self) -> bool:
         """As `megatron/runner.py` has it."""
         shape = self.shape
-        return not self.device.gpus and self.layout.context == 1 and shape.sliding_window is None and not shape.num_experts
+        return (
+            not self.device.gpus
+            and self.layout.context == 1
+            and shape.sliding_window is None
+            and not shape.num_experts
+        )
 
     @property
     def _stream(self) -> float:
@@ -92,7 +110,8 @@ class Layer:
 
     @property
     def _mask(self) -> float:
-        """Numbers: context ranks tell each query which keys it sees; a window is one mask for all rows of a micro-batch."""
+        """Numbers: context ranks tell each query which keys it sees; a window is one mask for all
+        rows of a micro-batch."""
         if self.layout.context > 1:
             return self.row
         window = self.shape.sliding_window
@@ -101,13 +120,16 @@ class Layer:
     @property
     def _activated(self) -> int:
         """Numbers. Gate and up are two; on GPUs the activated gate is kept too."""
-        fused = self.shape.activation == "silu" and not self.shape.linear_bias and not self.device.gpus
+        fused = (
+            self.shape.activation == "silu" and not self.shape.linear_bias and not self.device.gpus
+        )
         parts = 2 if not self.shape.gated else 3 if fused else 4
         return parts * self.shape.ffn_hidden_size
 
     @property
     def _experts(self) -> float:
-        """A copy of the token for each of its experts, and what lies inside these, which are taken to be used evenly."""
+        """A copy of the token for each of its experts, and what lies inside these, which are taken
+        to be used evenly."""
         inside = self.layout.expert_tensor_size
         copies = self.shape.experts_per_token * inside / self.layout.tensor
         weighted = self.shape.ffn_hidden_size if self.device.gpus else 0
@@ -165,7 +187,11 @@ class Stage:
         kept = {"none": whole, "selective": layer.outside, "full": layer.input}
         if recompute != "none":  # what is computed anew is there for one layer of one micro-batch
             again = self._tokens * (whole - layer.input if recompute == "full" else layer.core)
-        saved = in_flight * kept[recompute] * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
+        saved = (
+            in_flight
+            * kept[recompute]
+            * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
+        )
         work, sent = self._backward_work, self._layout.virtual_pipeline
         if self.stage == 0:
             work = max(work, self._embedding * self.device.itemsize)  # its gradient is made whole
@@ -196,7 +222,8 @@ class Stage:
 
     @property
     def _tokens_in_flight(self) -> int:
-        """Of all micro-batches whose backward pass is still to come, counted by whole stages of layers."""
+        """Of all micro-batches whose backward pass is still to come, counted by whole stages of
+        layers."""
         after, chunks = self._layout.pipeline - self.stage - 1, self._layout.virtual_pipeline
         held = after + 1.0
         if chunks > 1:
@@ -225,7 +252,8 @@ class Stage:
 
     @property
     def _head_kept(self) -> float:
-        """Bytes that the last norm and the head keep: the states that are projected, and logits of the last chunk."""
+        """Bytes that the last norm and the head keep: the states that are projected, and logits of
+        the last chunk."""
         norm = self._tokens * self._layer.input
         if self.head == "scalar":
             return norm + self._tokens * self._layer.input
@@ -233,7 +261,8 @@ class Stage:
 
     @property
     def _head_work(self) -> float:
-        """Gradients of the states and, in 16 bits, a chunk's of the projection; and the entropy's part of the logits."""
+        """Gradients of the states and, in 16 bits, a chunk's of the projection; and the entropy's
+        part of the logits."""
         if self.head == "scalar":
             return self._hidden
         narrow = self.device.itemsize if self.device.itemsize < FP32 else 0
@@ -242,18 +271,28 @@ class Stage:
 
     @property
     def _backward_work(self) -> float:
-        """Gradients on both sides of an activation function, a matrix's input, gathered, and its gradient."""
+        """Gradients on both sides of an activation function, a matrix's input, gathered, and its
+        gradient."""
         inside = _feed_forward(self.shape) / self._layout.tensor
         cut = self._layout.expert_tensor_size if self.shape.num_experts else self._layout.tensor
-        matrix = self.shape.hidden_size * (2 if self.shape.gated else 1) * self.shape.ffn_hidden_size / cut
-        return self.device.itemsize * (self._tokens * (2 * self.shape.hidden_size + 1.5 * inside) + matrix)
+        matrix = (
+            self.shape.hidden_size
+            * (2 if self.shape.gated else 1)
+            * self.shape.ffn_hidden_size
+            / cut
+        )
+        return self.device.itemsize * (
+            self._tokens * (2 * self.shape.hidden_size + 1.5 * inside) + matrix
+        )
 
 
 def forward_work(shape: ModelShape, tensor: int, tokens: int, itemsize: int) -> float:
-    """Bytes of a layer's pass without gradients: residual stream, a norm's output, and both sides of the activation."""
+    """Bytes of a layer's pass without gradients: residual stream, a norm's output, and both sides
+    of the activation."""
     return tokens * itemsize * (4 * shape.hidden_size + 2 * _feed_forward(shape) / tensor)
 
 
 def _feed_forward(shape: ModelShape) -> int:
-    """Numbers a token behind the first matrix of a feed-forward network, or of all the token's experts'."""
+    """Numbers a token behind the first matrix of a feed-forward network, or of all the token's
+    experts'."""
     return (2 if shape.gated else 1) * shape.ffn_hidden_size * max(1, shape.experts_per_token)

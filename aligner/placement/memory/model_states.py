@@ -1,8 +1,10 @@
-"""What a trained model keeps between steps: weights, gradients and optimizer state, by pipeline stage.
+"""What a trained model keeps between steps: weights, gradients and optimizer state, by pipeline
+stage.
 
-Megatron keeps a gradient in fp32 for every trained weight. bf16 weights have a fp32 main copy beside Adam's two moments, so
-that a trained weight takes 2 + 4 + 12 bytes: the 18 of megatron-core's own account of its distributed optimizer, which cuts
-the last 12 over the data and context ranks: 6 + 12/d (ZeRO-1, Rajbhandari et al. 2020). fp32 weights are their own main copy.
+Megatron keeps a gradient in fp32 for every trained weight. bf16 weights have a fp32 main copy
+beside Adam's two moments, so that a trained weight takes 2 + 4 + 12 bytes: the 18 of
+megatron-core's own account of its distributed optimizer, which cuts the last 12 over the data and
+context ranks: 6 + 12/d (ZeRO-1, Rajbhandari et al. 2020). fp32 weights are their own main copy.
 Muon keeps one number of a matrix's weight where Adam keeps two moments.
 """
 
@@ -46,7 +48,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Census:
-    """A model's weights, and those of them that are trained, by decoder layer and outside the layers."""
+    """A model's weights, and those of them that are trained, by decoder layer and outside the
+    layers."""
 
     layers: tuple[Numbers, ...]
     first: Numbers
@@ -64,7 +67,9 @@ class Census:
         if stage < layout.pipeline - 1:
             return total
         total = total + self.last
-        return Numbers(total.cut - self.tied.cut, total.whole, total.experts) if stage == 0 else total
+        return (
+            Numbers(total.cut - self.tied.cut, total.whole, total.experts) if stage == 0 else total
+        )
 
 
 def _census(table: Iterable[TensorSpec], num_layers: int) -> Census:
@@ -84,12 +89,17 @@ def _census(table: Iterable[TensorSpec], num_layers: int) -> Census:
 
 
 @lru_cache(maxsize=64)
-def weight_census(shape: ModelShape, head: Head, frozen: Collection[str] = (), *, matrices: bool = False) -> Census:
-    """All of a model's weights but those that the patterns freeze, or the layers' `matrices` alone."""
+def weight_census(
+    shape: ModelShape, head: Head, frozen: Collection[str] = (), *, matrices: bool = False
+) -> Census:
+    """All of a model's weights but those that the patterns freeze, or the layers' `matrices`
+    alone."""
     table = weight_table(shape, head)
     left_out = frozen_names(table, tuple(frozen)) if frozen else frozenset()
     chosen = (spec for spec in table if spec.name not in left_out)
-    return _census((spec for spec in chosen if is_layer_matrix(spec) or not matrices), shape.num_layers)
+    return _census(
+        (spec for spec in chosen if is_layer_matrix(spec) or not matrices), shape.num_layers
+    )
 
 
 @lru_cache(maxsize=64)
@@ -112,30 +122,49 @@ class States:
     """Of a checkpoint, in host memory until it is written."""
 
 
-def frozen_weights(shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device) -> int:
+def frozen_weights(
+    shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device
+) -> int:
     """Bytes of the weights of a model that is not trained."""
     return device.itemsize * _on_rank(weight_census(shape, head).stage(layout, stage), layout)
 
 
 def trained_states(
-    shape: ModelShape, head: Head, settings: TrainedModelConfig, stage: int, device: Device, *, steps: bool = True
+    shape: ModelShape,
+    head: Head,
+    settings: TrainedModelConfig,
+    stage: int,
+    device: Device,
+    *,
+    steps: bool = True,
 ) -> States:
     """Of a model that is trained.
 
-    `steps` is false where the optimizer is made but never takes a step, and so has no moments, and nothing is saved.
+    `steps` is false where the optimizer is made but never takes a step, and so has no moments, and
+    nothing is saved.
     """
     layout = settings.parallel
     base, frozen = weight_census(shape, head), tuple(settings.frozen)
-    held, changed = base.stage(layout, stage), weight_census(shape, head, frozen).stage(layout, stage)
+    held, changed = (
+        base.stage(layout, stage),
+        weight_census(shape, head, frozen).stage(layout, stage),
+    )
     matrices = weight_census(shape, head, frozen, matrices=True).stage(layout, stage)
     lora = getattr(settings, "lora", None)
     if lora is not None and lora.rank:
-        changed = matrices = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(layout, stage)
+        changed = matrices = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(
+            layout, stage
+        )
         held = held + changed
-    main, moments = (_MAIN_COPY if device.itemsize < _GRADIENT else 0), (2 * _MOMENT if steps else 0)
+    main, moments = (
+        (_MAIN_COPY if device.itemsize < _GRADIENT else 0),
+        (2 * _MOMENT if steps else 0),
+    )
     # Main weights and moments are saved in fp32, what is not trained as it is.
     saved = _share(changed, layout)
-    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * (main + moments)
+    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * (
+        main + moments
+    )
     snapshot = (_MAIN_COPY + 2 * _MOMENT) * saved + device.itemsize * (_share(held, layout) - saved)
     if settings.optimizer.kind == "muon":
         kept -= _on_rank(matrices, layout) * moments // 2
@@ -176,10 +205,14 @@ def largest_tensor(shape: ModelShape) -> int:
     return max(spec.numel for spec in weight_table(shape))
 
 
-def shared_weights(shape: ModelShape, layout: ParallelConfig, stage: int, engine_tensor: int) -> int:
-    """Of an engine's weights, how many a trainer's rank holds cut the same way (engine.update=shared).
+def shared_weights(
+    shape: ModelShape, layout: ParallelConfig, stage: int, engine_tensor: int
+) -> int:
+    """Of an engine's weights, how many a trainer's rank holds cut the same way
+    (engine.update=shared).
 
-    megatron-core interleaves query, key and value, and the engine stacks experts: those are never the same.
+    megatron-core interleaves query, key and value, and the engine stacks experts: those are never
+    the same.
     """
     held = _shareable(shape).stage(layout, stage)
     return held.dense(layout) if layout.tensor == engine_tensor else held.whole
@@ -189,4 +222,6 @@ def shared_weights(shape: ModelShape, layout: ParallelConfig, stage: int, engine
 def _shareable(shape: ModelShape) -> Census:
     parts = ("whole", "gate", "up")
     table = weight_table(shape)
-    return _census((spec for spec in table if spec.part in parts and spec.expert is None), shape.num_layers)
+    return _census(
+        (spec for spec in table if spec.part in parts and spec.expert is None), shape.num_layers
+    )

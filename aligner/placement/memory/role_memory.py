@@ -29,7 +29,12 @@ from aligner.placement.memory.model_states import (
 )
 from aligner.placement.roles import device_of, has_generator, role_of, server_ranks, uses_gpus
 from aligner.schema import Config, MegatronModelConfig
-from aligner.schema.derived import has_reference, longest_sequence, rows_together, samples_learned_from
+from aligner.schema.derived import (
+    has_reference,
+    longest_sequence,
+    rows_together,
+    samples_learned_from,
+)
 
 _PROMPT_TOKENS = 8192
 """Of prompts that the embedded engine runs in one pass: `engines/embedded/generation.py`."""
@@ -37,7 +42,8 @@ _PROMPT_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Phase:
-    """What a role holds on a device while it does one of the things that it does in turn, in bytes."""
+    """What a role holds on a device while it does one of the things that it does in turn, in
+    bytes."""
 
     name: str
     weights: int = 0
@@ -50,7 +56,14 @@ class Phase:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.engine
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.cache
+            + self.engine
+        )
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,8 @@ class RoleMemory:
     stage: int = 0
     """Its pipeline stage."""
     host: int = 0
-    """Bytes in host memory of one rank, and of its engine's worker, at most: copies of weights, offloaded optimizer state, a
-    checkpoint that is being written."""
+    """Bytes in host memory of one rank, and of its engine's worker, at most: copies of weights,
+    offloaded optimizer state, a checkpoint that is being written."""
 
     @property
     def peak(self) -> Phase:
@@ -72,14 +85,23 @@ class RoleMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED) -> tuple[RoleMemory, ...]:
+def memory_needs(
+    config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> tuple[RoleMemory, ...]:
     """Every role that has a model; the configuration must be one that `check` accepts."""
-    roles = [_fullest([_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)])]
+    roles = [
+        _fullest(
+            [_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)]
+        )
+    ]
     if has_generator(config):
         roles.append(_generator(config, shape))
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
-        critic, stages = critic_shape(config, shape, expected), range(config.critic.parallel.pipeline)
+        critic, stages = (
+            critic_shape(config, shape, expected),
+            range(config.critic.parallel.pipeline),
+        )
         roles.append(_fullest([_critic(config, critic, rewards, stage) for stage in stages]))
     if rewards and not config.critic_scores:
         roles += _frozen(config, "reward", "scoring", config.reward, rewards, "scalar")
@@ -89,12 +111,21 @@ def memory_needs(config: Config, shape: ModelShape, expected: ExpectedInputs = N
 
 
 def _frozen(
-    config: Config, role: str, phase: str, settings: MegatronModelConfig, shapes: Sequence[ModelShape], head: Head
+    config: Config,
+    role: str,
+    phase: str,
+    settings: MegatronModelConfig,
+    shapes: Sequence[ModelShape],
+    head: Head,
 ) -> Iterator[RoleMemory]:
     """A role whose models are only asked, once for each of its replicas, which are alike."""
     stages = range(settings.parallel.pipeline)
-    fullest = _fullest([RoleMemory(role, (_asked(config, phase, settings, shapes, head, at),)) for at in stages])
-    yield from (replace(fullest, role=server) for server in server_ranks(config) if role_of(server) == role)
+    fullest = _fullest(
+        [RoleMemory(role, (_asked(config, phase, settings, shapes, head, at),)) for at in stages]
+    )
+    yield from (
+        replace(fullest, role=server) for server in server_ranks(config) if role_of(server) == role
+    )
 
 
 def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
@@ -125,22 +156,29 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     if config.algorithm.generates and not has_generator(config):
         phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
-            host += phases[-1].engine  # which it copies there also when the weights are published anew
+            # which it copies there also when the weights are published anew
+            host += phases[-1].engine
         host += _packed(config, shape)
     if has_generator(config):
         host += _snapshots(config, weights)
         # Weights are sent beside whatever the trainer does, staged in a bucket.
-        phases = [replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases]
+        phases = [
+            replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases
+        ]
     return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
 
 
-def _with_engine(config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]) -> Iterator[Phase]:
-    """The trainer's phases with an engine on its devices, which sleeps in all but its own if it ever does."""
+def _with_engine(
+    config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]
+) -> Iterator[Phase]:
+    """The trainer's phases with an engine on its devices, which sleeps in all but its own if it
+    ever does."""
     engine = engine_memory(config, shape, stage=stage, beside=alone.total)
     asleep = config.engine.sleep and uses_gpus(config)
     for phase in phases:
         yield phase if asleep else replace(phase, engine=engine.weights, cache=engine.cache)
-    cache = 0 if asleep else engine.cache  # one that wakes to take new weights has no room for keys and values yet
+    # one that wakes to take new weights has no room for keys and values yet
+    cache = 0 if asleep else engine.cache
     yield replace(alone, name="publishing", engine=engine.weights + engine.transfer, cache=cache)
     yield replace(alone, engine=engine.weights, cache=engine.cache, activations=engine.work)
 
@@ -150,8 +188,12 @@ def _held(name: str, states: States, activations: int) -> Phase:
 
 
 def _snapshots(config: Config, weights: int) -> int:
-    """Copies of weights on their way to the generator: of the newest version and of all back to the one that serves."""
-    actor, engine = (device_of(config, precision).itemsize for precision in (config.actor.precision, config.engine.precision))
+    """Copies of weights on their way to the generator: of the newest version and of all back to the
+    one that serves."""
+    actor, engine = (
+        device_of(config, precision).itemsize
+        for precision in (config.actor.precision, config.engine.precision)
+    )
     return weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
 
 
@@ -168,7 +210,9 @@ class EngineMemory:
     """Of a pass over prompts, or of drawing tokens."""
 
 
-def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: int = 0) -> EngineMemory:
+def engine_memory(
+    config: Config, shape: ModelShape, *, stage: int = 0, beside: int = 0
+) -> EngineMemory:
     """Of a rank of the engine, on a device where `beside` bytes are held by others.
 
     Of a colocated engine `stage` is the trainer's pipeline stage on that device.
@@ -182,12 +226,19 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
     # An engine that sleeps drops its weights, and what comes next has nothing to be atomic with.
     if engine.update == "atomic" and not engine.sleep:
         weights *= 2
-    tokens, transfer = min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens), min(bucket, weights)
+    tokens, transfer = (
+        min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens),
+        min(bucket, weights),
+    )
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
-    if engine.kind != "embedded":  # whole tensors, which the program takes from there; of vLLM slices, packed once more
+    # whole tensors, which the program takes from there; of vLLM slices, packed once more
+    if engine.kind != "embedded":
         cut, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
-        transfer += copies * max(min(bucket, itemsize * engine_weights(shape, cut)), itemsize * largest_tensor(shape) // cut)
+        transfer += copies * max(
+            min(bucket, itemsize * engine_weights(shape, cut)),
+            itemsize * largest_tensor(shape) // cut,
+        )
     logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
     held = weights + transfer + work + beside
@@ -195,9 +246,12 @@ def engine_memory(config: Config, shape: ModelShape, *, stage: int = 0, beside: 
 
 
 def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
-    """Keys and values: as many as are used, or as another program takes in advance, beside so many bytes held."""
+    """Keys and values: as many as are used, or as another program takes in advance, beside so many
+    bytes held."""
     engine, memory = config.engine, config.cluster.device_memory_gib
-    row = (longest_sequence(config) - 1) * cache_bytes_per_token(shape, engine.parallel.tensor, itemsize)
+    row = (longest_sequence(config) - 1) * cache_bytes_per_token(
+        shape, engine.parallel.tensor, itemsize
+    )
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if engine.kind != "embedded" and limit is not None:
         return limit
@@ -212,7 +266,8 @@ def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
 
 
 def rows_at_once(config: Config) -> int:
-    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after another, ahead or in turn."""
+    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after
+    another, ahead or in turn."""
     rollout = config.rollout
     samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
     if config.evaluation.every:  # how many prompts it has is not known here
@@ -227,7 +282,8 @@ def _generator(config: Config, shape: ModelShape) -> RoleMemory:
         Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
     kept = 0
-    if config.engine.kind == "vllm" and config.engine.publish == "changes":  # what they are changes of
+    # what they are changes of
+    if config.engine.kind == "vllm" and config.engine.publish == "changes":
         kept = device_of(config, config.engine.precision).itemsize * engine_weights(shape, 1)
     return RoleMemory("generator", phases, host=kept + _packed(config, shape))
 
@@ -236,14 +292,22 @@ def _packed(config: Config, shape: ModelShape) -> int:
     """The copy of the engine's matrices that products on CPUs read, at most."""
     engine, device = config.engine, device_of(config, config.engine.precision)
     packs = engine.kind == "embedded" and engine.packed_weights and not engine.exact
-    return device.itemsize * engine_weights(shape, engine.parallel.tensor) if packs and not device.gpus else 0
+    return (
+        device.itemsize * engine_weights(shape, engine.parallel.tensor)
+        if packs and not device.gpus
+        else 0
+    )
 
 
-def _critic(config: Config, shape: ModelShape, rewards: Sequence[ModelShape], stage: int) -> RoleMemory:
+def _critic(
+    config: Config, shape: ModelShape, rewards: Sequence[ModelShape], stage: int
+) -> RoleMemory:
     critic = config.critic
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
-    training = Stage(shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device).training()
+    training = Stage(
+        shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device
+    ).training()
     phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
     if critic.with_reward and rewards:
         settings = replace(config.reward, parallel=critic.parallel)
@@ -255,26 +319,38 @@ def _critic(config: Config, shape: ModelShape, rewards: Sequence[ModelShape], st
 
 
 def _asked(
-    config: Config, name: str, settings: MegatronModelConfig, shapes: Sequence[ModelShape], head: Head, stage: int
+    config: Config,
+    name: str,
+    settings: MegatronModelConfig,
+    shapes: Sequence[ModelShape],
+    head: Head,
+    stage: int,
 ) -> Phase:
     """Frozen models, all there at once and asked in turn."""
     device, load = device_of(config, settings.precision), _load(config, settings)
     weights = sum(frozen_weights(shape, head, settings.parallel, stage, device) for shape in shapes)
-    activations = max(Stage(shape, head, settings, stage, load, device).scoring() for shape in shapes)
+    activations = max(
+        Stage(shape, head, settings, stage, load, device).scoring() for shape in shapes
+    )
     return Phase(name, weights, activations=activations)
 
 
 def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = False) -> Load:
-    """Of all rows of a step, or of a minibatch of them, shared by the data ranks; each may be as long as the longest."""
+    """Of all rows of a step, or of a minibatch of them, shared by the data ranks; each may be as
+    long as the longest."""
     rollout = config.rollout
     if not config.algorithm.generates:
         rows = config.data.batch_size * rows_together(config)
     elif minibatch:
-        rows = rollout.prompts_per_step * samples_learned_from(config) // config.algorithm.minibatches
+        rows = (
+            rollout.prompts_per_step * samples_learned_from(config) // config.algorithm.minibatches
+        )
     else:
         rows = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = longest_sequence(config)
-    return Load(settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest)
+    return Load(
+        settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest
+    )
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
@@ -300,16 +376,28 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
         return f"{size / unit:.1f}" if size else "-"
 
     for role in needs:
-        first = (role.role, f"{role.stage}/{role.stages}" if role.stages > 1 else "", cell(role.host))
+        first = (
+            role.role,
+            f"{role.stage}/{role.stages}" if role.stages > 1 else "",
+            cell(role.host),
+        )
         for phase in role.phases:
             name, stage, host = first if phase is role.phases[0] else ("", "", "")
             style = "bold" if phase is role.peak else None
-            table.add_row(name, stage, phase.name, *(cell(getattr(phase, column)) for column in COLUMNS), host, style=style)
+            table.add_row(
+                name,
+                stage,
+                phase.name,
+                *(cell(getattr(phase, column)) for column in COLUMNS),
+                host,
+                style=style,
+            )
     return table
 
 
 def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs) -> Iterator[str]:
-    """One line for each role that needs more than `cluster.device_memory_gib`; nothing where that is not given."""
+    """One line for each role that needs more than `cluster.device_memory_gib`; nothing where that
+    is not given."""
     limit = config.cluster.device_memory_gib
     if limit is None:
         return
@@ -320,20 +408,26 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
         parts = ((column, getattr(role.peak, column)) for column in COLUMNS[:-1])
         held = ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
         yield (
-            f"cluster.device_memory_gib={limit:g}: {role.role} needs {role.peak.total / GIB:.1f} GiB a device"
-            f" in {role.peak.name}{where}: {held}; what usually helps: {_what_helps(config, role.role)}"
+            f"cluster.device_memory_gib={limit:g}: {role.role} needs {role.peak.total / GIB:.1f}"
+            f" GiB a device in {role.peak.name}{where}: {held}; what usually helps:"
+            f" {_what_helps(config, role.role)}"
         )
 
 
 def _what_helps(config: Config, role: str) -> str:
     """The keys by which a role takes less of a device."""
     section = {"trainer": "actor", "generator": "engine"}.get(role, role)
-    keys = [f"more ranks in {section}.parallel.tensor" + ("" if section == "engine" else f" or {section}.parallel.pipeline")]
+    keys = [
+        f"more ranks in {section}.parallel.tensor"
+        + ("" if section == "engine" else f" or {section}.parallel.pipeline")
+    ]
     if section in ("actor", "critic"):
         muon = (config.actor if section == "actor" else config.critic).optimizer.kind == "muon"
         keys += [] if muon else [f"{section}.optimizer.distributed=true"]
         keys += [f"a smaller {section}.micro_batch_tokens", f"{section}.recompute=full"]
-    if section == "engine" or (section == "actor" and config.algorithm.generates and not has_generator(config)):
+    if section == "engine" or (
+        section == "actor" and config.algorithm.generates and not has_generator(config)
+    ):
         keys += ["engine.sleep=true"] if section == "actor" else []
         keys += ["engine.update=in_place", "a smaller engine.batch_size or engine.kv_cache_mib"]
     return ", ".join(keys)

@@ -1,7 +1,9 @@
-"""What `aligner.engines.tensorrt_llm` calls of TensorRT-LLM and expects there; nothing of TensorRT-LLM is imported.
+"""What `aligner.engines.tensorrt_llm` calls of TensorRT-LLM and expects there; nothing of
+TensorRT-LLM is imported.
 
-The fake has every entry, takes its signatures from the table and refuses other keywords; where the package is installed, a
-test compares it with the table. Only one attribute of workers is not in it, `engine`, since it exists on instances alone.
+The fake has every entry, takes its signatures from the table and refuses other keywords; where the
+package is installed, a test compares it with the table. Only one attribute of workers is not in it,
+`engine`, since it exists on instances alone.
 """
 
 from __future__ import annotations
@@ -29,17 +31,23 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A class, method or attribute, by its importable path; only the parameters that matter here are listed."""
+    """A class, method or attribute, by its importable path; only the parameters that matter here
+    are listed."""
 
     path: str
     parameters: tuple[Parameter, ...] = ()
     fields: str | None = None
-    """Path of the pydantic model whose fields are keywords too, where a signature ends in **kwargs."""
+    """Path of the pydantic model whose fields are keywords too, where a signature ends in **kwargs.
+    """
     versions: tuple[str, ...] = VERSIONS
 
     def keywords(self, version: str) -> Mapping[str, Parameter]:
         """The parameters of a release by name."""
-        return {parameter.name: parameter for parameter in self.parameters if version in parameter.versions}
+        return {
+            parameter.name: parameter
+            for parameter in self.parameters
+            if version in parameter.versions
+        }
 
 
 def _all(**defaults: Any) -> tuple[Parameter, ...]:
@@ -54,10 +62,27 @@ SYMBOLS: Final = (
         _LLM,
         (
             *_all(placement_groups=None, placement_bundle_indices=None, per_worker_gpu_share=None),
-            *_all(model=REQUIRED, tokenizer=None, skip_tokenizer_init=False, trust_remote_code=False),
-            *_all(tensor_parallel_size=1, pipeline_parallel_size=1, dtype="auto", load_format=UNCOMPARED),
-            *_all(max_seq_len=None, max_input_len=1024, max_batch_size=UNCOMPARED, max_num_tokens=UNCOMPARED),
-            *_all(kv_cache_config=UNCOMPARED, cuda_graph_config=UNCOMPARED, sampler_type=UNCOMPARED, backend=UNCOMPARED),
+            *_all(
+                model=REQUIRED, tokenizer=None, skip_tokenizer_init=False, trust_remote_code=False
+            ),
+            *_all(
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                dtype="auto",
+                load_format=UNCOMPARED,
+            ),
+            *_all(
+                max_seq_len=None,
+                max_input_len=1024,
+                max_batch_size=UNCOMPARED,
+                max_num_tokens=UNCOMPARED,
+            ),
+            *_all(
+                kv_cache_config=UNCOMPARED,
+                cuda_graph_config=UNCOMPARED,
+                sampler_type=UNCOMPARED,
+                backend=UNCOMPARED,
+            ),
             *_all(enable_chunked_prefill=UNCOMPARED, stream_interval=1),
             *_all(ray_worker_extension_cls=UNCOMPARED),
             Parameter("enable_sleep", False, versions=("1.2",)),
@@ -71,17 +96,33 @@ SYMBOLS: Final = (
     Symbol(f"{_LLM}.release", _all(tags=UNCOMPARED)),
     Symbol(f"{_LLM}.resume", _all(tags=UNCOMPARED)),
     Symbol(f"{_LLM}.update_weights", _all(weights=REQUIRED)),
-    Symbol(f"{_LLM}.collective_rpc", _all(method=REQUIRED, args=(), kwargs=None, unique_reply_rank=None)),
+    Symbol(
+        f"{_LLM}.collective_rpc",
+        _all(method=REQUIRED, args=(), kwargs=None, unique_reply_rank=None),
+    ),
     Symbol(
         "tensorrt_llm.SamplingParams",
         (
             *_all(end_id=None, pad_id=None, max_tokens=32, bad_token_ids=None, stop_token_ids=None),
-            *_all(include_stop_str_in_output=False, n=1, best_of=None, use_beam_search=False, top_k=None, top_p=None),
+            *_all(
+                include_stop_str_in_output=False,
+                n=1,
+                best_of=None,
+                use_beam_search=False,
+                top_k=None,
+                top_p=None,
+            ),
             *_all(seed=None, temperature=None, min_tokens=None, logprobs=None, detokenize=True),
         ),
     ),
-    Symbol("tensorrt_llm.llmapi.KvCacheConfig", _all(enable_block_reuse=True, max_tokens=None, free_gpu_memory_fraction=0.9)),
-    Symbol("tensorrt_llm.llmapi.CudaGraphConfig", _all(batch_sizes=None, max_batch_size=UNCOMPARED, enable_padding=False)),
+    Symbol(
+        "tensorrt_llm.llmapi.KvCacheConfig",
+        _all(enable_block_reuse=True, max_tokens=None, free_gpu_memory_fraction=0.9),
+    ),
+    Symbol(
+        "tensorrt_llm.llmapi.CudaGraphConfig",
+        _all(batch_sizes=None, max_batch_size=UNCOMPARED, enable_padding=False),
+    ),
     Symbol(f"{_ARGUMENTS}.SleepConfig", _all(restore_modes=UNCOMPARED), versions=("1.3",)),
     Symbol("tensorrt_llm._torch.virtual_memory.ExecutorMemoryType", versions=("1.2",)),
     Symbol(f"{_ARGUMENTS}.ExecutorMemoryType", versions=("1.3",)),
@@ -99,10 +140,19 @@ SYMBOLS: Final = (
 )
 
 MEMORY_TAGS: Final = (
-    *("model", "draft_model", "model_extra", "executor_extra", "sampler", "drafter", "guided_decoder"),
+    *(
+        "model",
+        "draft_model",
+        "model_extra",
+        "executor_extra",
+        "sampler",
+        "drafter",
+        "guided_decoder",
+    ),
     *("spec_resource_manager", "kv_cache"),
 )
-"""What memory is released and resumed by; releases that also have `model_weights` and `draft_model_weights` list them."""
+"""What memory is released and resumed by; releases that also have `model_weights` and
+`draft_model_weights` list them."""
 KV_CACHE: Final = "kv_cache"
 WEIGHT_TAGS_SINCE_1_3: Final = ("model_weights", "draft_model_weights")
 

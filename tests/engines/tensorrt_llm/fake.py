@@ -1,7 +1,9 @@
-"""A TensorRT-LLM without GPUs: it refuses keywords that the contract's table does not list, and it does generate.
+"""A TensorRT-LLM without GPUs: it refuses keywords that the contract's table does not list, and it
+does generate.
 
 Its signatures are those of `contract.py`. Its workers cut their share out of the tensors that they
-are handed, fuse it, and nothing else is kept; for generating, the shares are put together again and run by transformers.
+are handed, fuse it, and nothing else is kept; for generating, the shares are put together again and
+run by transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def signature(path: str, version: str) -> inspect.Signature:
             parameter.default if isinstance(parameter.default, str) else "", parameter.default
         )
         parameters.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(sorted(parameters, key=lambda one: one.default is not inspect.Parameter.empty))
+    return inspect.Signature(
+        sorted(parameters, key=lambda one: one.default is not inspect.Parameter.empty)
+    )
 
 
 @dataclass
@@ -59,12 +63,16 @@ def bind(path: str, version: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def model_of(path: str, version: str) -> type:
-    """A class that takes and keeps the parameters of a symbol, like a pydantic model that forbids others."""
+    """A class that takes and keeps the parameters of a symbol, like a pydantic model that forbids
+    others."""
 
     def init(self: Any, **kwargs: Any) -> None:
         vars(self).update(bind(path, version, (), kwargs))
 
-    fields = {name: Field(parameter.default) for name, parameter in signature(path, version).parameters.items()}
+    fields = {
+        name: Field(parameter.default)
+        for name, parameter in signature(path, version).parameters.items()
+    }
     return type(path.rpartition(".")[2], (), {"__init__": init, "model_fields": fields})
 
 
@@ -124,11 +132,14 @@ class Executor:
 
     def __init__(self, llm: FakeLLM, reload: Any) -> None:
         self._llm = llm
-        self.model_engine = types.SimpleNamespace(model=None, model_loader=types.SimpleNamespace(reload=reload))
+        self.model_engine = types.SimpleNamespace(
+            model=None, model_loader=types.SimpleNamespace(reload=reload)
+        )
 
     @contextlib.contextmanager
     def control_action(self) -> Iterator[None]:
-        # TensorRT-LLM would wait until they end; with an update that is to hold them back, that is never.
+        # TensorRT-LLM would wait until they end; with an update that is to hold them back, that is
+        # never.
         assert not self._llm.running, "weights change under running requests"
         yield
 
@@ -151,7 +162,9 @@ class Worker:
 
     def submit(self) -> None: ...
 
-    def _reload(self, model: None, weights: Mapping[str, Tensor], allow_partial_loading: bool = False) -> None:
+    def _reload(
+        self, model: None, weights: Mapping[str, Tensor], allow_partial_loading: bool = False
+    ) -> None:
         assert allow_partial_loading, "a bucket is not the whole model"
         self.llm.stale_prefixes = self.llm.stale_prefixes or self.llm.has_prefixes
         for name, tensor in weights.items():
@@ -164,7 +177,9 @@ class Worker:
     def share(self, name: str) -> Tensor:
         parameter, part = _fused(name) or (name, "")
         if part:  # out of the one fused tensor, as the kernels read it
-            parts = [self.parameters[parameter][other] for other in _FUSED[parameter.split(".")[-2]]]
+            parts = [
+                self.parameters[parameter][other] for other in _FUSED[parameter.split(".")[-2]]
+            ]
             index = _FUSED[parameter.split(".")[-2]].index(part)
             return torch.cat(parts).split([len(one) for one in parts])[index]
         return self.parameters[parameter][part]
@@ -266,7 +281,11 @@ class Output:
             elif self._aborted:
                 reason = "cancelled"
                 logprobs.pop()  # a canceled request's last token may come alone
-            if self._streaming and reason is None and len(tokens) - sent >= self._llm.arguments["stream_interval"]:
+            if (
+                self._streaming
+                and reason is None
+                and len(tokens) - sent >= self._llm.arguments["stream_interval"]
+            ):
                 await self._chunks.put((tokens[sent:], logprobs[sent:], None))
                 sent = len(tokens)
         if reason == "stop" and not params.include_stop_str_in_output:
@@ -318,8 +337,9 @@ class FakeLLM:
         inputs, params = given["inputs"], given["sampling_params"]
         if not self.workers or self.updating or self.released or self.stale_prefixes:
             raise RuntimeError(
-                f"not ready: workers {len(self.workers)}, an update without its end: {self.updating},"
-                f" asleep: {self.released}, cached keys of other weights: {self.stale_prefixes}"
+                f"not ready: workers {len(self.workers)}, an update without its end:"
+                f" {self.updating}, asleep: {self.released}, cached keys of other weights:"
+                f" {self.stale_prefixes}"
             )
         if not inputs or not all(isinstance(token, int) for token in inputs):
             raise ValueError("inputs: a prompt's token ids were expected")
@@ -363,7 +383,8 @@ class FakeLLM:
             self._model = None
             self.calls.append("update" if given["args"] != (None,) else "end update")
         calls = [
-            asyncio.to_thread(getattr(worker, method), *given["args"], **(given["kwargs"] or {})) for worker in self.workers
+            asyncio.to_thread(getattr(worker, method), *given["args"], **(given["kwargs"] or {}))
+            for worker in self.workers
         ]
         return list(await asyncio.gather(*calls))
 
@@ -374,7 +395,9 @@ class FakeLLM:
         """transformers' model, not yet with weights."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.arguments["model"]), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(self.arguments["model"]), dtype=torch.float32
+        )
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The workers' shares, put together."""
@@ -390,7 +413,9 @@ class FakeLLM:
         return found
 
     @torch.no_grad()
-    def draw(self, sequence: list[int], params: Any, generator: torch.Generator) -> tuple[int, float]:
+    def draw(
+        self, sequence: list[int], params: Any, generator: torch.Generator
+    ) -> tuple[int, float]:
         if self._model is None:
             self._model = self._whole_model().eval()
             missing, unexpected = self._model.load_state_dict(self.whole_weights(), strict=False)
@@ -413,7 +438,9 @@ class FakeLLM:
 
 def memory_types(version: str) -> type[enum.Enum]:
     tags = (*contract.MEMORY_TAGS, *(contract.WEIGHT_TAGS_SINCE_1_3 if version != "1.2" else ()))
-    return enum.Enum("ExecutorMemoryType", {tag.upper(): tag for tag in (*tags, "_no_capture_init_kv_cache")})
+    return enum.Enum(
+        "ExecutorMemoryType", {tag.upper(): tag for tag in (*tags, "_no_capture_init_kv_cache")}
+    )
 
 
 def modules(version: str) -> dict[str, types.ModuleType]:
@@ -453,7 +480,11 @@ def modules(version: str) -> dict[str, types.ModuleType]:
 def installed(version: str = "1.3") -> Iterator[list[FakeLLM]]:
     """Have the fake importable as tensorrt_llm; gives the instances that are made of it."""
     worker = "aligner.engines.tensorrt_llm.worker"
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "tensorrt_llm"}
+    before = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.split(".")[0] == "tensorrt_llm"
+    }
     sys.modules.pop(worker, None)
     sys.modules.update(modules(version))
     FakeLLM.made.clear()

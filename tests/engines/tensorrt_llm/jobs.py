@@ -34,11 +34,20 @@ def _engine(directory: Any, layout: EngineParallelConfig) -> TensorRTLLMEngine:
     settings = dataclasses.replace(engines.SETTINGS, parallel=layout)
     rank, group = dist.get_rank(), _replica(layout.tensor)
     return TensorRTLLMEngine(
-        directory, engines.shape_of(directory), settings, rank, 7, group, device="cpu", dtype=torch.float32
+        directory,
+        engines.shape_of(directory),
+        settings,
+        rank,
+        7,
+        group,
+        device="cpu",
+        dtype=torch.float32,
     )
 
 
-def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0) -> Publisher:
+def _publisher(
+    actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation: int = 0
+) -> Publisher:
     plan = plan_resharding(shape, actor.world.layout, engine.weight_format.layout)
     labels = [f"rank {rank}" for rank in range(actor.world.size)]
     link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
@@ -53,8 +62,11 @@ def _publisher(actor: Policy, engine: TensorRTLLMEngine, shape: Any, generation:
     )
 
 
-def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, data: int) -> dict[str, Any]:
-    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the engine's weights.
+def publish_and_generate(
+    directory: Any, trainer: dict[str, Any], tensor: int, data: int
+) -> dict[str, Any]:
+    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the
+    engine's weights.
 
     And how the engine takes weights, with what is known of that where it is not: layout and bytes.
     """
@@ -65,16 +77,31 @@ def publish_and_generate(directory: Any, trainer: dict[str, Any], tensor: int, d
         layout = EngineParallelConfig(tensor=tensor, data=data)
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
-        known = weight_format(dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu")
+        known = weight_format(
+            dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu"
+        )
         samples = generate(engine, engines.requests(2), SamplingOptions(6, temperature=0.9))
         greedy = generate(engine, engines.requests(), SamplingOptions(6, greedy=True))
         result = {
-            "slices": {name: (cut, part.numpy()) for name, (cut, part) in jobs.slices(actor.runner.weights).items()},
-            "samples": [(engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples],
+            "slices": {
+                name: (cut, part.numpy())
+                for name, (cut, part) in jobs.slices(actor.runner.weights).items()
+            },
+            "samples": [
+                (engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples
+            ],
             "greedy": [engines.response(sample) for sample in greedy],
-            "versions": {version for sample in samples for version in sample.weight_versions.tolist()},
-            "takes": [(engine.weight_format.layout, engine.weight_format.group_bytes), (known.layout, known.group_bytes)],
-            "whole": [{name: whole.numpy() for name, whole in llm.whole_weights().items()} for llm in FakeLLM.made],
+            "versions": {
+                version for sample in samples for version in sample.weight_versions.tolist()
+            },
+            "takes": [
+                (engine.weight_format.layout, engine.weight_format.group_bytes),
+                (known.layout, known.group_bytes),
+            ],
+            "whole": [
+                {name: whole.numpy() for name, whole in llm.whole_weights().items()}
+                for llm in FakeLLM.made
+            ],
         }
         engine.shutdown()
     worlds.shutdown()
@@ -99,7 +126,9 @@ def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
     return said
 
 
-def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: int) -> dict[str, Any]:
+def publish_to_a_broken_worker(
+    directory: Any, trainer: dict[str, Any], tensor: int
+) -> dict[str, Any]:
     """A publish that one worker can not take, what is said about it, and another publish."""
     actor = jobs.policy(str(directory), trainer)
     shape, said = engines.shape_of(directory), {}
@@ -121,7 +150,9 @@ def publish_to_a_broken_worker(directory: Any, trainer: dict[str, Any], tensor: 
         for llm in FakeLLM.made:
             llm.broken_worker = None
         _publisher(actor, engine, shape, 2).publish(3)
-        said["again"] = generate(engine, engines.requests(), SamplingOptions(2))[0].weight_versions.tolist()
+        said["again"] = generate(engine, engines.requests(), SamplingOptions(2))[
+            0
+        ].weight_versions.tolist()
         engine.shutdown()
     worlds.shutdown()
     return said

@@ -1,4 +1,5 @@
-"""The table of what is called: the stand-in that is made of it is strict, and the real package fits it."""
+"""The table of what is called: the stand-in that is made of it is strict, and the real package fits
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def run_fake(directory: Path, work, **more):
 
     async def main(package):
         worker = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
-        llm = package.AsyncLLM(model=str(directory), ray_worker_extension_cls=worker, **_ARGUMENTS, **more)
+        llm = package.AsyncLLM(
+            model=str(directory), ray_worker_extension_cls=worker, **_ARGUMENTS, **more
+        )
         await llm.setup_async()
         return await work(package, llm)
 
@@ -43,7 +46,9 @@ def run_fake(directory: Path, work, **more):
 def handles(directory: Path, uuid: str = "CPU-0") -> dict[str, str]:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    entries = [(name, reduce_tensor(tensor)) for name, tensor in engines.file_tensors(directory).items()]
+    entries = [
+        (name, reduce_tensor(tensor)) for name, tensor in engines.file_tensors(directory).items()
+    ]
     return {uuid: b64encode(pickle.dumps(entries)).decode()}
 
 
@@ -94,20 +99,30 @@ async def _unknown_keyword(package, llm, directory):
 )
 def test_the_stand_in_refuses_misuse(directory, misuse, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
-        run_fake(directory, lambda package, llm: misuse(package, llm, directory), sleep_config=object())
+        run_fake(
+            directory, lambda package, llm: misuse(package, llm, directory), sleep_config=object()
+        )
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"top_k": -1}, {"n": 2}, {"temperature": -1.0}, {"max_new_tokens": 5}, {"top_p": 2.0}], ids=str
+    "arguments",
+    [{"top_k": -1}, {"n": 2}, {"temperature": -1.0}, {"max_new_tokens": 5}, {"top_p": 2.0}],
+    ids=str,
 )
 def test_the_stand_in_refuses_sampling_that_is_not_possible(arguments):
-    with installed(), pytest.raises(ValueError, match=r"top_k|greedy|temperature|max_new_tokens|top_p"):
+    with (
+        installed(),
+        pytest.raises(ValueError, match=r"top_k|greedy|temperature|max_new_tokens|top_p"),
+    ):
         import_module("tensorrt_llm").SamplingParams(**arguments)
 
 
 @pytest.mark.parametrize(("release", "unknown"), [("1.2", "sleep_config"), ("1.3", "enable_sleep")])
 def test_the_stand_in_refuses_the_other_releases_keywords(directory, release, unknown):
-    with installed(release), pytest.raises(ValueError, match=f"unexpected keyword argument '{unknown}'"):
+    with (
+        installed(release),
+        pytest.raises(ValueError, match=f"unexpected keyword argument '{unknown}'"),
+    ):
         import_module("tensorrt_llm").AsyncLLM(model=str(directory), **{unknown: None})
 
 
@@ -130,7 +145,9 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
         return [f"there is no {entry.path}"]
     if not entry.parameters:
         return []
-    accepted = llm_arguments.keywords(found, llm_arguments.find(entry.fields) if entry.fields else None)
+    accepted = llm_arguments.keywords(
+        found, llm_arguments.find(entry.fields) if entry.fields else None
+    )
     if entry.fields:
         accepted = {**accepted, "backend": contract.UNCOMPARED}  # accepted beside the fields
     problems = []
@@ -141,7 +158,9 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
             if accepted[name] is not inspect.Parameter.empty:
                 problems.append(f"{entry.path}: {name} has become optional")
         elif parameter.default != contract.UNCOMPARED and accepted[name] != parameter.default:
-            problems.append(f"{entry.path}: {name} is {accepted[name]!r} by default, not {parameter.default!r}")
+            problems.append(
+                f"{entry.path}: {name} is {accepted[name]!r} by default, not {parameter.default!r}"
+            )
     return problems
 
 
@@ -149,7 +168,12 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
 def test_the_stand_in_has_every_entry(release):
     with installed(release):
         entries = [entry for entry in contract.SYMBOLS if release in entry.versions]
-        assert [problem for entry in entries for problem in drift(entry, release) if "there is no" in problem] == []
+        assert [
+            problem
+            for entry in entries
+            for problem in drift(entry, release)
+            if "there is no" in problem
+        ] == []
 
 
 def test_drift_is_found():
@@ -174,7 +198,9 @@ def test_drift_is_found():
         assert drift(gone, "1.3") == ["there is no tensorrt_llm.llmapi.Cache"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed"
+)
 @pytest.mark.parametrize("entry", contract.SYMBOLS, ids=lambda entry: entry.path)
 def test_the_installed_package_fits_the_table(entry):
     installed_release = ".".join(import_module("tensorrt_llm").__version__.split(".")[:2])

@@ -18,7 +18,10 @@ def test_handles_open_as_the_tensors_they_were_made_of():
     }
     (uuid, text), *others = ipc_handles(tensors, "GPU-1").items()
     assert (uuid, others) == ("GPU-1", [])
-    opened = {name: function(*arguments) for name, (function, arguments) in pickle.loads(base64.b64decode(text))}
+    opened = {
+        name: function(*arguments)
+        for name, (function, arguments) in pickle.loads(base64.b64decode(text))
+    }
     assert list(opened) == list(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(opened[name], tensor) and opened[name].dtype == tensor.dtype

@@ -1,4 +1,5 @@
-"""From Megatron's slices to whole tensors to the workers' own slices: all of the way, in real worlds."""
+"""From Megatron's slices to whole tensors to the workers' own slices: all of the way, in real
+worlds."""
 
 from __future__ import annotations
 
@@ -16,16 +17,22 @@ from tests.rounds import slow
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def directory(request, tmp_path_factory) -> Path:
-    return engines.save_tiny(tmp_path_factory.mktemp("model"), seed=0, kv_heads=4, tied=request.param)
+    return engines.save_tiny(
+        tmp_path_factory.mktemp("model"), seed=0, kv_heads=4, tied=request.param
+    )
 
 
 def _cut(whole: np.ndarray, cut) -> np.ndarray:
     return whole if cut.axis is None else whole.take(range(cut.start, cut.stop), cut.axis)
 
 
-@pytest.mark.parametrize(("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"])
+@pytest.mark.parametrize(
+    ("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"]
+)
 def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tensor, data):
-    results = pool.run(jobs.publish_and_generate, 4, directory, {"tensor": 2, "pipeline": 2}, tensor, data)
+    results = pool.run(
+        jobs.publish_and_generate, 4, directory, {"tensor": 2, "pipeline": 2}, tensor, data
+    )
     engines_weights = [whole for result in results for whole in result["whole"]]
     assert len(engines_weights) == data
     for weights in engines_weights:
@@ -42,7 +49,9 @@ def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tens
     # Samples depend on neither rank nor layout, and the whole replica returns them.
     assert all(result["samples"] == results[0]["samples"] for result in results)
     model = engines.reference_model(directory)
-    model.load_state_dict({name: torch.from_numpy(whole) for name, whole in engines_weights[0].items()}, strict=False)
+    model.load_state_dict(
+        {name: torch.from_numpy(whole) for name, whole in engines_weights[0].items()}, strict=False
+    )
     wanted = [engines.greedy(model, prompt.tokens, 6) for prompt in engines.prompts()]
     assert all(result["greedy"] == wanted for result in results)
 
@@ -50,7 +59,10 @@ def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tens
 def test_a_rank_that_fails_before_it_hands_weights_over_is_named_on_every_rank(pool, directory):
     begin = time.monotonic()
     said = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
-    assert all("taking weights failed on rank 1" in one and "views of model.norm.weight" in one for one in said)
+    assert all(
+        "taking weights failed on rank 1" in one and "views of model.norm.weight" in one
+        for one in said
+    )
     assert time.monotonic() - begin < 25
 
 
@@ -58,5 +70,8 @@ def test_a_worker_that_fails_fails_the_update_on_every_rank_and_is_named(pool, d
     for said in pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2):
         assert "RuntimeError: out of memory" in said["publish"]
         assert said["version"] is None
-        assert "the update to version 2 failed and had begun to overwrite them; publish again" in said["generate"]
+        assert (
+            "the update to version 2 failed and had begun to overwrite them; publish again"
+            in said["generate"]
+        )
         assert said["again"] == [3, 3]

@@ -52,7 +52,9 @@ def newest() -> Iterator[None]:
         yield
 
 
-def start(directory: Path, settings: EngineConfig = engines.SETTINGS, **more) -> tuple[TensorRTLLMEngine, FakeLLM]:
+def start(
+    directory: Path, settings: EngineConfig = engines.SETTINGS, **more
+) -> tuple[TensorRTLLMEngine, FakeLLM]:
     options = {"device": "cpu", "dtype": torch.float32} | more
     engine = TensorRTLLMEngine(directory, engines.shape_of(directory), settings, 0, 7, **options)
     return engine, FakeLLM.made[-1]
@@ -62,7 +64,9 @@ def texts(engine: TensorRTLLMEngine, options: SamplingOptions = GREEDY) -> list[
     return [response(sample) for sample in generate(engine, requests(), options)]
 
 
-def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own(release, directory, monkeypatch):
+def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own(
+    release, directory, monkeypatch
+):
     engine, llm = start(directory)
     publish(engine, directory, 0)
     engine.sleep()
@@ -80,13 +84,19 @@ def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own
 
 
 def test_every_release_gets_the_arguments_that_it_knows(release, directory, wanted):
-    settings = dataclasses.replace(engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24)
+    settings = dataclasses.replace(
+        engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24
+    )
     engine, llm = start(directory, settings, context=40)
     given = llm.arguments
     assert ("enable_sleep" in given) == (release == "1.2")
     assert ("sleep_config" in given) == (release == "1.3")
     assert given["enable_sleep" if release == "1.2" else "sleep_config"]
-    assert (given["load_format"], given["tensor_parallel_size"], given["dtype"]) == ("dummy", 1, "float32")
+    assert (given["load_format"], given["tensor_parallel_size"], given["dtype"]) == (
+        "dummy",
+        1,
+        "float32",
+    )
     assert (given["max_seq_len"], given["max_batch_size"]) == (40, 24)
     assert given["cuda_graph_config"].max_batch_size == 24
     # 2 (key, value) x 2 layers x 4 heads x 8 dimensions x 4 bytes a token
@@ -101,20 +111,27 @@ def test_every_release_gets_the_arguments_that_it_knows(release, directory, want
 
 
 @pytest.mark.usefixtures("newest")
-def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_is_off_by_default(directory):
+def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_is_off_by_default(
+    directory,
+):
     engine, llm = start(directory, dataclasses.replace(engines.SETTINGS, sleep=False))
     cache = llm.arguments["kv_cache_config"]
     assert (cache.max_tokens, cache.free_gpu_memory_fraction) == (None, 0.4)
     assert llm.arguments["sleep_config"] is None
     assert llm.arguments["cuda_graph_config"] is None
-    with pytest.raises(AlignerError, match=r"engine\.sleep=false: .* only if it was started with engine\.sleep=true"):
+    with pytest.raises(
+        AlignerError,
+        match=r"engine\.sleep=false: .* only if it was started with engine\.sleep=true",
+    ):
         engine.sleep()
     engine.shutdown()
 
 
 def test_an_argument_that_a_release_lacks_is_left_out_or_named():
     wanted = {"model": "m", "load_format": "dummy", "sampler_type": "TRTLLMSampler"}
-    known = llm_arguments.known("AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",))
+    known = llm_arguments.known(
+        "AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",)
+    )
     assert known == {"model": "m", "load_format": "dummy"}
     with pytest.raises(AlignerError, match="this release's AsyncLLM has no load_format"):
         llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
@@ -124,14 +141,19 @@ def test_an_argument_that_a_release_lacks_is_left_out_or_named():
 
 def test_without_the_package_the_image_is_named(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    with pytest.raises(AlignerError, match=r"TensorRT-LLM cannot be imported .* docs/tensorrt_llm\.md"):
+    with pytest.raises(
+        AlignerError, match=r"TensorRT-LLM cannot be imported .* docs/tensorrt_llm\.md"
+    ):
         start(directory)
 
 
 @pytest.mark.usefixtures("newest")
 def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
-    with pytest.raises(ConfigError, match=r"engine\.kv_cache_mib=1: it holds 2048 tokens .* has 4096; at least 2 are needed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.kv_cache_mib=1: it holds 2048 tokens .* has 4096; at least 2 are needed",
+    ):
         TensorRTLLMEngine(
             directory,
             shape,
@@ -147,7 +169,9 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
 def test_a_prompt_may_be_as_long_as_the_sequence_leaves_room_for(directory):
     """TensorRT-LLM's own bound on prompts is 1024 tokens, whatever its bound on sequences is."""
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
-    engine = TensorRTLLMEngine(directory, shape, engines.SETTINGS, 0, 7, device="cpu", dtype=torch.float32)
+    engine = TensorRTLLMEngine(
+        directory, shape, engines.SETTINGS, 0, 7, device="cpu", dtype=torch.float32
+    )
     publish(engine, directory, 0)
     prompt = dataclasses.replace(prompts()[0], tokens=torch.arange(1100) % shape.vocab_size)
     (sample,) = generate(engine, [GenerationRequest(prompt, 0)], GREEDY)
@@ -158,7 +182,9 @@ def test_a_prompt_may_be_as_long_as_the_sequence_leaves_room_for(directory):
 def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
     engine, _ = start(directory, context=10)
     publish(engine, directory, 0)
-    with pytest.raises(AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 that exceeds"):
+    with pytest.raises(
+        AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 that exceeds"
+    ):
         generate(engine, requests(), GREEDY)
     engine.shutdown()
 
@@ -233,7 +259,9 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
     workers = llm.workers
     monkeypatch.setattr(llm, "workers", [])
     update = engine.begin_update(3)
-    with pytest.raises(AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"):
+    with pytest.raises(
+        AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"
+    ):
         write(engine, update, directory)
     update.abort()
     llm.workers = workers
@@ -243,7 +271,9 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
 @pytest.mark.usefixtures("newest")
 def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch):
     monkeypatch.setattr(FakeLLM, "device_uuid", lambda self, rank: f"CPU-{rank + 4}")
-    with pytest.raises(AlignerError, match="workers run on the GPUs CPU-4, the replica's ranks on CPU-0"):
+    with pytest.raises(
+        AlignerError, match="workers run on the GPUs CPU-4, the replica's ranks on CPU-0"
+    ):
         start(directory)
 
 
@@ -267,7 +297,9 @@ def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
         with pytest.raises(RuntimeError, match="no GPU is free"):
             start(directory)
     else:
-        with pytest.raises(AlignerError, match="no GPU is free; then TensorRT-LLM could not be ended: Ray is gone"):
+        with pytest.raises(
+            AlignerError, match="no GPU is free; then TensorRT-LLM could not be ended: Ray is gone"
+        ):
             start(directory)
     assert len(ended) == 1
     assert set(threading.enumerate()) <= threads
@@ -304,7 +336,9 @@ def test_logprobs_may_be_plain_numbers(directory):
     publish(engine, directory, 0)
     by_id = [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)]
     llm.logprobs_by_id = False
-    assert [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)] == by_id
+    assert [
+        sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)
+    ] == by_id
     engine.shutdown()
 
 
@@ -325,7 +359,8 @@ def test_a_request_that_fails_is_named(directory, monkeypatch):
 @pytest.mark.usefixtures("newest")
 def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, monkeypatch):
     settings = dataclasses.replace(
-        engines.SETTINGS, tensorrt_llm=dataclasses.replace(engines.SETTINGS.tensorrt_llm, timeout_s=0.3)
+        engines.SETTINGS,
+        tensorrt_llm=dataclasses.replace(engines.SETTINGS.tensorrt_llm, timeout_s=0.3),
     )
     engine, _ = start(directory, settings)
     publish(engine, directory, 0)
@@ -342,11 +377,15 @@ def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, mon
 
 @pytest.mark.usefixtures("newest")
 def test_an_interrupted_response_draws_again_what_no_message_had_told(directory):
-    settings = dataclasses.replace(engines.SETTINGS, tensorrt_llm=TensorRTLLMConfig(stream_interval=4), in_flight="interrupt")
+    settings = dataclasses.replace(
+        engines.SETTINGS, tensorrt_llm=TensorRTLLMConfig(stream_interval=4), in_flight="interrupt"
+    )
     engine, _ = start(directory, settings)
     publish(engine, directory, 0)
     model, (short, *others) = engines.reference_model(directory), requests()
-    generation = engine.start([dataclasses.replace(short, max_new_tokens=6), *others], SamplingOptions(30, greedy=True))
+    generation = engine.start(
+        [dataclasses.replace(short, max_new_tokens=6), *others], SamplingOptions(30, greedy=True)
+    )
     found = generation.step()
     assert [place for place, _ in found] == [0]
     held = [len(response(sample)) for _, sample in generation.unfinished()]
@@ -384,5 +423,7 @@ def test_the_environment_is_put_back(monkeypatch):
 
 def test_gpus_are_counted():
     assert gpu_index("5") == 5
-    with pytest.raises(AlignerError, match="CUDA_VISIBLE_DEVICES names GPU-1f: TensorRT-LLM needs GPU indices"):
+    with pytest.raises(
+        AlignerError, match="CUDA_VISIBLE_DEVICES names GPU-1f: TensorRT-LLM needs GPU indices"
+    ):
         gpu_index("GPU-1f")

@@ -1,4 +1,5 @@
-"""vLLM for tests: it takes most of a minute to start, so that those of one model share a program."""
+"""vLLM for tests: it takes most of a minute to start, so that those of one model share a
+program."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 from aligner.vllm_environment import vllm_place
 
-INSTALLED = pytest.mark.skipif(not (vllm_place() / "package").is_file(), reason="`aligner install-vllm` was not run")
+INSTALLED = pytest.mark.skipif(
+    not (vllm_place() / "package").is_file(), reason="`aligner install-vllm` was not run"
+)
 """Of a test that looks at vLLM."""
 NEEDED = (pytest.mark.slow, INSTALLED)
 """Of a test that runs vLLM."""
@@ -34,13 +37,25 @@ def _client(
     dtype: torch.dtype,
     gpus: Sequence[str],
 ) -> VLLMClient:
-    key = repr((shape, settings.batch_size, settings.kv_cache_mib, settings.parallel, dtype, settings.vllm, gpus))
+    key = repr(
+        (
+            shape,
+            settings.batch_size,
+            settings.kv_cache_mib,
+            settings.parallel,
+            dtype,
+            settings.vllm,
+            gpus,
+        )
+    )
     if key not in _clients:
         _clients[key] = client = VLLMClient(python, directory, shape, settings, seed, dtype, gpus)
         atexit.register(VLLMClient.shutdown, client)
         client.shutdown = lambda: None
     client = _clients[key]
-    client._responder = Responder(NAME, client._draw, seed, client._timeout_s, "engine.vllm.timeout_s", has_least=True)
+    client._responder = Responder(
+        NAME, client._draw, seed, client._timeout_s, "engine.vllm.timeout_s", has_least=True
+    )
     return client
 
 

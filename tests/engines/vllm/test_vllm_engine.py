@@ -1,4 +1,5 @@
-"""vLLM itself: other families than the suite of all engines runs, what it draws, and what is left when something is killed."""
+"""vLLM itself: other families than the suite of all engines runs, what it draws, and what is left
+when something is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_protocol import (
+    GenerationEngine,
+    GenerationRequest,
+    SamplingOptions,
+    advance,
+)
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.errors import AlignerError, EngineGone
 from aligner.models.weight_slices import stored_tensors, weight_table
@@ -49,11 +55,14 @@ def engine(directory: Path) -> Iterator[VLLMEngine]:
 def scored(directory: str, samples: list[Sample], tensor: int) -> torch.Tensor:
     """Megatron's log-probs of samples."""
     batch = collate(samples, pad_token_id=0)
-    return jobs.policy(directory, {"tensor": tensor, "sequence": tensor > 1}).logprobs(batch.tokens, batch.lengths)
+    return jobs.policy(directory, {"tensor": tensor, "sequence": tensor > 1}).logprobs(
+        batch.tokens, batch.lengths
+    )
 
 
 def assert_refused(engine: VLLMEngine, told: str, value: float = 0.5, **other: int) -> None:
-    """An update of a model that differs from vLLM's fails, whichever side has more, and one of what is no number."""
+    """An update of a model that differs from vLLM's fails, whichever side has more, and one of what
+    is no number."""
     table = engine._table
     engine._table = weight_table(dataclasses.replace(engine._shape, **other))
     update = engine.begin_update(7)
@@ -70,25 +79,46 @@ def assert_refused(engine: VLLMEngine, told: str, value: float = 0.5, **other: i
 
 
 def drawn(directories: list[Path]) -> list[list[Sample]]:
-    """Samples by both ranks of a replica, of one model's weights after another's; then its workers are killed."""
+    """Samples by both ranks of a replica, of one model's weights after another's; then its workers
+    are killed."""
     group = dist.new_group(timeout=timedelta(seconds=400))  # the second waits for vLLM to start
     parallel = EngineParallelConfig(tensor=2, data=1)
-    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=parallel)
+    settings = dataclasses.replace(
+        engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=parallel
+    )
     shape, is_first = engines.shape_of(directories[0]), dist.get_rank() == 0
     engine = VLLMEngine(directories[0], shape, settings, dist.get_rank(), 7, group)
     found = []
     try:
         shared = _shared_memory(_leader(engine)) if is_first else []
         for version, directory in enumerate(directories):
-            told = r"vLLM's model wants model\.layers\.3\.input_layernorm\.weight, .*, which did not come"
+            told = (
+                r"vLLM's model wants model\.layers\.3\.input_layernorm\.weight, .*, which did not"
+                r" come"
+            )
             assert_refused(engine, told, num_layers=3)
-            assert_refused(engine, r"vLLM's model has no place for model\.layers\.0\.self_attn\.q_proj\.bias", qkv_bias=True)
-            assert_refused(engine, r"weights that are no numbers in .*model\.norm\.weight", torch.nan)
+            assert_refused(
+                engine,
+                r"vLLM's model has no place for model\.layers\.0\.self_attn\.q_proj\.bias",
+                qkv_bias=True,
+            )
+            assert_refused(
+                engine, r"weights that are no numbers in .*model\.norm\.weight", torch.nan
+            )
             engines.publish(engine, directory, version)
-            wanted = [GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)]
-            found.append(engines.generate(engine, wanted, SamplingOptions(14, temperature=jobs.TEMPERATURE)))
-        if is_first:  # with no time to clear up, and vLLM may not have noticed yet that it cannot go on
-            workers = [process for process in _group(_leader(engine)) if "Worker" in "".join(process.cmdline())]
+            wanted = [
+                GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)
+            ]
+            found.append(
+                engines.generate(engine, wanted, SamplingOptions(14, temperature=jobs.TEMPERATURE))
+            )
+        # with no time to clear up, and vLLM may not have noticed yet that it cannot go on
+        if is_first:
+            workers = [
+                process
+                for process in _group(_leader(engine))
+                if "Worker" in "".join(process.cmdline())
+            ]
             assert len(workers) == 2
             for worker in workers:
                 worker.kill()
@@ -111,11 +141,16 @@ def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(po
     versions, *others = pool.run(drawn, 2, directories, timeout=500)
     for version, (directory, samples) in enumerate(zip(directories, versions, strict=True)):
         for other in others:
-            assert [sample.tokens.tolist() for sample in other[version]] == [sample.tokens.tolist() for sample in samples]
+            assert [sample.tokens.tolist() for sample in other[version]] == [
+                sample.tokens.tolist() for sample in samples
+            ]
         batch = collate(samples, pad_token_id=0)
         for tensor in (1, 2):
             for found in pool.run(scored, tensor, str(directory), samples, tensor):
-                assert float(torch.where(batch.mask, found - batch.engine_logprobs, 0.0).abs().max()) < 1e-4
+                assert (
+                    float(torch.where(batch.mask, found - batch.engine_logprobs, 0.0).abs().max())
+                    < 1e-4
+                )
 
 
 def test_draws_follow_the_exact_distribution(tmp_path):
@@ -128,7 +163,10 @@ def test_draws_follow_the_exact_distribution(tmp_path):
         engines.publish(engine, directory, 0)
         wanted = [GenerationRequest(prompt, index) for index in range(DRAWS)]
         samples = engines.generate(engine, wanted, SamplingOptions(1, temperature=temperature))
-    counts = torch.bincount(torch.tensor([engines.response(sample)[0] for sample in samples]), minlength=engines.VOCABULARY)
+    counts = torch.bincount(
+        torch.tensor([engines.response(sample)[0] for sample in samples]),
+        minlength=engines.VOCABULARY,
+    )
     common = expected >= 5
     found = torch.cat((counts[common], counts[~common].sum()[None])).double()
     wished = torch.cat((expected[common], expected[~common].sum()[None])).double()
@@ -152,7 +190,9 @@ def _group(leader: int) -> list[psutil.Process]:
 def _shared_memory(leader: int) -> list[Path]:
     """What the processes of a group share with each other."""
     mapped = {region.path for process in _group(leader) for region in process.memory_maps()}
-    found = [path for path in map(Path, mapped) if path.is_relative_to("/dev/shm") and path.exists()]
+    found = [
+        path for path in map(Path, mapped) if path.is_relative_to("/dev/shm") and path.exists()
+    ]
     assert found, "it is known where they have it"
     return found
 
@@ -181,11 +221,15 @@ def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine
     _is_gone(leader, shared)
 
 
-def test_an_update_that_finds_the_parent_of_vllms_workers_dead_ends_the_rank_instead_of_failing(directory, engine):
+def test_an_update_that_finds_the_parent_of_vllms_workers_dead_ends_the_rank_instead_of_failing(
+    directory, engine
+):
     """One that finds workers dead is in the test of log-probs."""
     leader = _leader(engine)
     shared = _shared_memory(leader)
-    worker = max(psutil.Process(leader).children(recursive=True), key=lambda each: each.memory_info().rss)
+    worker = max(
+        psutil.Process(leader).children(recursive=True), key=lambda each: each.memory_info().rss
+    )
     parent = worker.parent()
     assert parent.pid != leader
     parent.kill()

@@ -21,7 +21,8 @@ SHAPE = shape_of("tiny")
 
 
 class OtherRanks(Replica):
-    """A replica of which this process plays every rank in turn, each on the GPU of its number from `first` on."""
+    """A replica of which this process plays every rank in turn, each on the GPU of its number from
+    `first` on."""
 
     first, hosts = 0, ("one", "one")
 
@@ -50,23 +51,34 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(program_client, "Program", Program)
     monkeypatch.setattr(gpu_places, "socket", SimpleNamespace(gethostname=lambda: "one"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}0"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}0")
+    )
     return started
 
 
 def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_engine.VLLMEngine:
-    """The engine on a rank that is the first of its replica; two ranks each, every rank with a GPU."""
-    chosen = EngineConfig(kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings)
+    """The engine on a rank that is the first of its replica; two ranks each, every rank with a
+    GPU."""
+    chosen = EngineConfig(
+        kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings
+    )
     if chosen.parallel.tensor > 1:
         monkeypatch.setattr("aligner.engines.foreign.foreign_engine.Replica", OtherRanks)
         monkeypatch.setattr(OtherRanks, "first", rank)
         monkeypatch.setattr(OtherRanks, "lead", lambda replica, what, action: action())
-    return vllm_engine.VLLMEngine(Path("model"), SHAPE, chosen, rank, 7, object(), device=f"cuda:{rank}")  # type: ignore[arg-type]
+    return vllm_engine.VLLMEngine(
+        Path("model"), SHAPE, chosen, rank, 7, object(), device=f"cuda:{rank}"
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("visible", "seen"),
-    [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"])],
+    [
+        (None, ["0,1", "2,3"]),
+        ("4,5,6,7", ["4,5", "6,7"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
 )
 def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, visible, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -80,31 +92,50 @@ def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, vis
         engine._replica.client.shutdown()
     environments = [each["environment"] for each in pretended]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen
-    assert [environment["VLLM_WORKER_MULTIPROC_METHOD"] for environment in environments] == ["spawn", "spawn"]
+    assert [environment["VLLM_WORKER_MULTIPROC_METHOD"] for environment in environments] == [
+        "spawn",
+        "spawn",
+    ]
     assert not [environment for environment in environments if "LOCAL_RANK" in environment]
 
 
 def test_a_replica_on_two_machines_is_refused(pretended, monkeypatch):
     monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
-    with pytest.raises(AlignerError, match=r"engine\.parallel\.tensor=2: .* must share a machine, got one, other"):
+    with pytest.raises(
+        AlignerError, match=r"engine\.parallel\.tensor=2: .* must share a machine, got one, other"
+    ):
         start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=2, data=1))
     assert not pretended
 
 
 @pytest.mark.parametrize("sleep", [True, False])
-def test_on_gpus_vllm_records_steps_and_takes_its_share_of_the_memory(pretended, monkeypatch, sleep):
+def test_on_gpus_vllm_records_steps_and_takes_its_share_of_the_memory(
+    pretended, monkeypatch, sleep
+):
     start(monkeypatch, 0, sleep=sleep)._replica.client.shutdown()
-    wanted = {"enforce_eager": False, "enable_sleep_mode": sleep, "gpu_memory_utilization": 0.4, "dtype": "bfloat16"}
+    wanted = {
+        "enforce_eager": False,
+        "enable_sleep_mode": sleep,
+        "gpu_memory_utilization": 0.4,
+        "dtype": "bfloat16",
+    }
     settings = pretended[0]["settings"]
-    assert {name: settings[name] for name in wanted} == wanted and "kv_cache_memory_bytes" not in settings
+    assert {
+        name: settings[name] for name in wanted
+    } == wanted and "kv_cache_memory_bytes" not in settings
 
 
 def test_on_cpus_it_is_given_room_for_what_can_be_asked_and_no_gpu(pretended, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    chosen = EngineConfig(kind="vllm", update="in_place", sleep=True, vllm=VLLMConfig(python=sys.executable))
+    chosen = EngineConfig(
+        kind="vllm", update="in_place", sleep=True, vllm=VLLMConfig(python=sys.executable)
+    )
     engine = vllm_engine.VLLMEngine(Path("model"), SHAPE, chosen, 0, seed=7)
     engine._replica.client.shutdown()
     (given,) = pretended
     assert given["environment"]["CUDA_VISIBLE_DEVICES"] == ""
     assert given["settings"]["kv_cache_memory_bytes"] and given["settings"]["enforce_eager"]
-    assert "gpu_memory_utilization" not in given["settings"] and not given["settings"]["enable_sleep_mode"]
+    assert (
+        "gpu_memory_utilization" not in given["settings"]
+        and not given["settings"]["enable_sleep_mode"]
+    )

@@ -1,4 +1,5 @@
-"""The memory by which weights reach vLLM's workers; that of a GPU with torch's calls for CUDA IPC pretended."""
+"""The memory by which weights reach vLLM's workers; that of a GPU with torch's calls for CUDA IPC
+pretended."""
 
 from __future__ import annotations
 
@@ -42,13 +43,20 @@ SHARED = (5, bytes(range(64)), 80, 512, COUNTER, 3, b"event" * 8, True)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two that this process sees; storages of the processor's are shared as if they were a GPU's."""
+    """Two that this process sees; storages of the processor's are shared as if they were a
+    GPU's."""
     made = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{'ab'[_ordinal(device)]}0"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=f"{'ab'[_ordinal(device)]}0"),
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: made.append(storage) or SHARED)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_cuda_", lambda storage: made.append(storage) or SHARED
+    )
     return made
 
 
@@ -56,8 +64,12 @@ def _ordinal(device: torch.device | int) -> int:
     return device if isinstance(device, int) else device.index or 0
 
 
-def shared_whole(tensors: dict[str, torch.Tensor], memory_of: Callable[[int], Memory] = HostMemory) -> SharedPieces:
-    return SharedPieces([Placed(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()], memory_of)
+def shared_whole(
+    tensors: dict[str, torch.Tensor], memory_of: Callable[[int], Memory] = HostMemory
+) -> SharedPieces:
+    return SharedPieces(
+        [Placed(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()], memory_of
+    )
 
 
 def sent(shared: SharedPieces) -> dict:
@@ -74,14 +86,23 @@ def test_who_opens_a_handle_has_the_tensors_and_keeps_them_when_it_is_closed():
         found = dict(taken(memory, handle["pieces"], CPU))
         assert list(found) == list(TENSORS)
         for name, tensor in TENSORS.items():
-            assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype and not found[name].requires_grad
+            assert (
+                torch.equal(found[name], tensor)
+                and found[name].dtype == tensor.dtype
+                and not found[name].requires_grad
+            )
     with pytest.raises(RuntimeError, match="unable to open file"), opened(handle["memory"], CPU):
         pass
 
 
 def test_a_piece_comes_in_a_tensor_of_the_whole_shape_that_has_no_number_elsewhere():
-    whole = {"fused": torch.randn(4, 6), "column": torch.randn(5, 3).bfloat16(), "all": torch.randn(2)}
-    pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]  # as of two parts that lie in one tensor
+    whole = {
+        "fused": torch.randn(4, 6),
+        "column": torch.randn(5, 3).bfloat16(),
+        "all": torch.randn(2),
+    }
+    # as of two parts that lie in one tensor
+    pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]
     placed = [
         Placed(name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start))
         for name, axis, start, stop in pieces
@@ -97,7 +118,10 @@ def test_a_piece_comes_in_a_tensor_of_the_whole_shape_that_has_no_number_elsewhe
         for _, axis, start, stop in (piece for piece in pieces if piece[0] == name):
             has_come.narrow(axis, start, stop - start).fill_(True)
         if name != "all":
-            assert torch.equal(tensor[has_come], whole[name][has_come]) and tensor[~has_come].isnan().all()
+            assert (
+                torch.equal(tensor[has_come], whole[name][has_come])
+                and tensor[~has_come].isnan().all()
+            )
 
 
 def test_what_a_reader_writes_is_its_own():
@@ -112,7 +136,9 @@ def test_what_a_reader_writes_is_its_own():
 def test_a_checksum_changes_with_any_bit_and_any_two_words_that_change_places(monkeypatch):
     monkeypatch.setitem(weight_memory._SUMMED, "cpu", 8)  # so that there are several parts
     draws = random.Random(0)
-    memory = torch.randint(0, 256, (80,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    memory = torch.randint(
+        0, 256, (80,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     right = checksum(memory)
     for bit in range(8 * len(memory)):
         memory[bit // 8] ^= 1 << bit % 8
@@ -129,7 +155,9 @@ def test_a_checksum_changes_with_any_bit_and_any_two_words_that_change_places(mo
 
 
 @pytest.mark.parametrize("count", [1, 3, 1 << 10])
-def test_a_checksum_is_the_sum_of_words_times_places_however_many_are_added_at_a_time(monkeypatch, count):
+def test_a_checksum_is_the_sum_of_words_times_places_however_many_are_added_at_a_time(
+    monkeypatch, count
+):
     monkeypatch.setitem(weight_memory._SUMMED, "cpu", count)
     words = [2**31 - 1, -(2**31), 0, -1, 7, 2**31 - 1]
     memory = torch.tensor(words, dtype=torch.int32).view(torch.uint8)
@@ -152,7 +180,12 @@ def test_a_process_on_the_same_gpu_opens_its_memory(gpus, monkeypatch):
         for name, tensor in taken(memory, handle["pieces"], CPU):
             assert torch.equal(tensor, TENSORS[name])
     (given,) = arguments
-    assert given == (0, *SHARED[1:6], b"", False), "on that GPU as this process counts it, without the sender's event"
+    assert given == (
+        0,
+        *SHARED[1:6],
+        b"",
+        False,
+    ), "on that GPU as this process counts it, without the sender's event"
     shared.close()
 
 
@@ -166,5 +199,7 @@ def test_a_process_on_another_gpu_is_refused_by_name(gpus):
 def test_both_environments_can_import_it():
     tree = ast.parse(Path(inspect.getfile(weight_memory)).read_text())
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    named += [each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names]
+    named += [
+        each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names
+    ]
     assert {name.partition(".")[0] for name in named} - sys.stdlib_module_names == {"torch"}

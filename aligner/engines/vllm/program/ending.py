@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 _TRACKER = b"multiprocessing.resource_tracker"
-"""The process that removes shared memory of those that were killed; it ends by itself behind them."""
+"""The process that removes shared memory of those that were killed; it ends by itself behind them.
+"""
 
 
 def end_group(within_s: float) -> None:
-    """End every process of this one's group but itself, and those that track shared memory: they end behind it."""
+    """End every process of this one's group but itself, and those that track shared memory: they
+    end behind it."""
     for kill, seconds in ((signal.SIGTERM, within_s), (signal.SIGKILL, 1.0)):
         end = time.monotonic() + seconds
         while others := [each for each in _members(os.getpgrp()) if not _is_tracker(each)]:

@@ -1,7 +1,9 @@
-"""What vLLM's workers import of ours: the receiving side of weights, in memory that the rank in a worker's place shares.
+"""What vLLM's workers import of ours: the receiving side of weights, in memory that the rank in a
+worker's place shares.
 
-A worker has the slices that are its own, each in a tensor of the whole shape: vLLM cuts, fuses and pads it as it would a
-file's. What the worker's platform makes of loaded weights (a packed copy, another layout) is made when the update ends.
+A worker has the slices that are its own, each in a tensor of the whole shape: vLLM cuts, fuses and
+pads it as it would a file's. What the worker's platform makes of loaded weights (a packed copy,
+another layout) is made when the update ends.
 """
 
 import functools
@@ -13,9 +15,16 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -32,7 +41,8 @@ class SharedPieces(WeightTransferUpdateInfo):
     """Some of the model's tensors."""
 
     of_ranks: dict[str, dict[str, Any]]
-    """Handles of `weight_memory.SharedPieces`, by the tensor-parallel rank whose slices they are."""
+    """Handles of `weight_memory.SharedPieces`, by the tensor-parallel rank whose slices they are.
+    """
 
 
 class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
@@ -48,7 +58,8 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
     def start_weight_update(self) -> None:
         """Layers take new weights one by one, and are processed when theirs are complete."""
         first: dict[int, str] = {}
-        named = self.model.named_parameters(remove_duplicate=False)  # tied ones are apart until the update ends
+        # tied ones are apart until the update ends
+        named = self.model.named_parameters(remove_duplicate=False)
         one_of = {name: first.setdefault(id(parameter), name) for name, parameter in named}
         initialize_layerwise_reload(self.model)
         self.unfilled: set[str] = set()
@@ -57,7 +68,8 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
             if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                 self._notice(parameter, one_of.get(name, name))
         if self.device.type == "cpu":
-            # vLLM 0.32 packs experts the first time only, and then when they have no kernel. No graph knows its address here.
+            # vLLM 0.32 packs experts the first time only, and then when they have no kernel. No
+            # graph knows its address here.
             for module in self.model.modules():
                 method: Any = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
@@ -67,7 +79,8 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
         """All have come."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A head that is tied to the embedding gets nothing itself, so that vLLM leaves the copy that it has packed.
+            # A head that is tied to the embedding gets nothing itself, so that vLLM leaves the copy
+            # that it has packed.
             weights: set[int] = set()
             for module in self.model.modules():
                 weight = getattr(module, "weight", None)
@@ -77,24 +90,32 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
                     weights.add(id(weight))
 
     def receive_weights(self, update_info: SharedPieces) -> None:
-        """Raises ValueError where bytes were damaged on the way, or this worker cannot open the memory."""
+        """Raises ValueError where bytes were damaged on the way, or this worker cannot open the
+        memory."""
         handle = update_info.of_ranks[str(get_tensor_model_parallel_rank())]
         with opened(handle["memory"], self.device) as memory:
             if (found := checksum(memory)) != handle["checksum"]:
-                raise ValueError(f"weights have the checksum {found:016x}, {handle['checksum']:016x} was sent")
+                raise ValueError(
+                    f"weights have the checksum {found:016x}, {handle['checksum']:016x} was sent"
+                )
             self.model.load_weights(self._noticed(taken(memory, handle["pieces"], self.device)))
         if self._of_no_use:
             raise ValueError(f"vLLM's model has no place for {', '.join(sorted(self._of_no_use))}")
 
     def without_numbers(self) -> list[str]:
-        """Parameters with a NaN in them. Those that a CPU's worker has packed are not looked into."""
-        return [name for name, parameter in self.model.named_parameters() if parameter.isnan().any()]
+        """Parameters with a NaN in them. Those that a CPU's worker has packed are not looked
+        into."""
+        return [
+            name for name, parameter in self.model.named_parameters() if parameter.isnan().any()
+        ]
 
     def _notice(self, parameter: Any, name: str) -> None:
-        """Strike the parameter off those without weights, and what is loaded into it off what is of no use."""
+        """Strike the parameter off those without weights, and what is loaded into it off what is of
+        no use."""
         load = parameter.weight_loader
 
-        @functools.wraps(load)  # vLLM tells its own wrapper by the name, and takes it off when the layer is complete
+        # vLLM tells its own wrapper by the name, and takes it off when the layer is complete
+        @functools.wraps(load)
         def noticed(*args: Any, **named: Any) -> Any:
             self.unfilled.discard(name)
             self._of_no_use.discard(self._last)
@@ -115,15 +136,19 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
 
 WeightTransferEngineFactory.register_engine("aligner", SharedMemoryEngine)
 
-# On CPUs the workers of a replica would exchange messages in memory that stays behind when they are killed; so they use gloo.
+# On CPUs the workers of a replica would exchange messages in memory that stays behind when they are
+# killed; so they use gloo.
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 _forward = Sampler.forward
 
 
-def _sample(self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *more: Any, **named: Any) -> Any:
-    """vLLM tells log-probs before the temperature, or after all that leaves tokens out; ours are between the two."""
+def _sample(
+    self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *more: Any, **named: Any
+) -> Any:
+    """vLLM tells log-probs before the temperature, or after all that leaves tokens out; ours are
+    between the two."""
     temperatures = sampling_metadata.temperature
     self.compute_logprobs = functools.partial(_at_temperature, temperatures)
     return _forward(self, logits, sampling_metadata, *more, **named)
@@ -147,7 +172,8 @@ class AlignerWorker:
     def attempt(self, what: str, **arguments: Any) -> str | None:
         """Call a method of the worker's; returns what went wrong.
 
-        Where several workers raise, vLLM 0.32 takes what one of them says for its answer to the next call.
+        Where several workers raise, vLLM 0.32 takes what one of them says for its answer to the
+        next call.
         """
         try:
             getattr(self, what)(**arguments)
@@ -157,7 +183,8 @@ class AlignerWorker:
         return None
 
     def end_update(self) -> None:
-        """Raises ValueError naming parameters without weights, or whose weights are not all numbers: vLLM would serve them."""
+        """Raises ValueError naming parameters without weights, or whose weights are not all
+        numbers: vLLM would serve them."""
         if names := sorted(self.weight_transfer_engine.unfilled):
             raise ValueError(f"vLLM's model wants {', '.join(names)}, which did not come")
         self.finish_weight_update()
@@ -165,6 +192,7 @@ class AlignerWorker:
             raise ValueError(f"vLLM's model has weights that are no numbers in {', '.join(names)}")
 
     def give_up(self) -> None:
-        """End an update that will not be complete. For a worker that failed to load it is over, but its layers still wait."""
+        """End an update that will not be complete. For a worker that failed to load it is over, but
+        its layers still wait."""
         self._weight_update_active = True
         self.finish_weight_update()

@@ -2,9 +2,9 @@
 
     python serve.py DESCRIPTOR
 
-The socket of that number brings a JSON object a line: first the engine's settings, then orders with an `id` each; what comes
-back tells the `id` of the order that it answers. Tokens go in and come out, never text. When the other end goes, so does this
-process, and with it all that it has started.
+The socket of that number brings a JSON object a line: first the engine's settings, then orders with
+an `id` each; what comes back tells the `id` of the order that it answers. Tokens go in and come
+out, never text. When the other end goes, so does this process, and with it all that it has started.
 """
 
 import asyncio
@@ -50,7 +50,9 @@ class Server:
             if (drawing := self._drawing.get(number)) is not None:
                 drawing.cancel()
             return
-        task = asyncio.create_task(self._draw(order) if what == "draw" else self._obey(number, what, order))
+        task = asyncio.create_task(
+            self._draw(order) if what == "draw" else self._obey(number, what, order)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if what == "draw":
@@ -66,20 +68,31 @@ class Server:
         from vllm.sampling_params import RequestOutputKind
 
         number = order["id"]
-        options = SamplingParams(output_kind=RequestOutputKind.DELTA, logprobs=0, detokenize=False, **order["sampling"])
+        options = SamplingParams(
+            output_kind=RequestOutputKind.DELTA, logprobs=0, detokenize=False, **order["sampling"]
+        )
         try:
             prompt = {"prompt_token_ids": order["tokens"]}
             async for output in self._llm.generate(prompt, options, str(number)):
                 (part,) = output.outputs
                 tokens = list(part.token_ids)
-                logprobs = [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
+                logprobs = [
+                    entry[token].logprob
+                    for token, entry in zip(tokens, part.logprobs or (), strict=True)
+                ]
                 finish = None if part.finish_reason is None else str(part.finish_reason)
-                self.answer(id=number, tokens=tokens, logprobs=logprobs, finish="cancelled" if finish == "abort" else finish)
+                self.answer(
+                    id=number,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    finish="cancelled" if finish == "abort" else finish,
+                )
         except Exception as error:
             self._fail(number, error)
 
     def _drawn(self, number: int, *, aborted: bool) -> None:
-        """After a request's end; one that was aborted may not even have begun, and has answered nothing."""
+        """After a request's end; one that was aborted may not even have begun, and has answered
+        nothing."""
         del self._drawing[number]
         if aborted:
             self.answer(id=number, tokens=[], logprobs=[], finish="cancelled")
@@ -98,7 +111,11 @@ class Server:
 
     def _fail(self, number: int, error: Exception) -> None:
         traceback.print_exception(error)
-        told = str(error) if (is_gone := isinstance(error, Gone)) else f"{type(error).__name__}: {error}"
+        told = (
+            str(error)
+            if (is_gone := isinstance(error, Gone))
+            else f"{type(error).__name__}: {error}"
+        )
         if is_gone or self._llm.errored:
             self.answer(id=number, gone=told)
             self.over.set()
@@ -121,10 +138,12 @@ class Server:
         await self._forget()
 
     async def _on_workers(self, what: str, **arguments: Any) -> None:
-        """Call a method of every worker. Raises RuntimeError with what went wrong on any, Gone where one can not answer."""
+        """Call a method of every worker. Raises RuntimeError with what went wrong on any, Gone
+        where one can not answer."""
         try:
             answers = await self._llm.collective_rpc("attempt", args=(what,), kwargs=arguments)
-        except Exception as error:  # an attempt raises nothing: a worker has ended, which vLLM may notice later than we do
+        # an attempt raises nothing: a worker has ended, which vLLM may notice later than we do
+        except Exception as error:
             raise Gone(f"{type(error).__name__}: {error}") from error
         if wrong := {answer for answer in answers if answer is not None}:
             raise RuntimeError("; ".join(sorted(wrong)))
@@ -141,7 +160,8 @@ class Server:
 
 
 def _watch(connection: socket.socket, started: threading.Event) -> None:
-    """End everything if the other end goes while vLLM starts, which nothing else would notice before it has."""
+    """End everything if the other end goes while vLLM starts, which nothing else would notice
+    before it has."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     while not started.wait(0.5):
@@ -180,7 +200,10 @@ async def serve(connection: socket.socket) -> None:
     started.set()
     server = Server(llm, answers)
     server.answer(release=release)
-    reading, over = asyncio.create_task(_read(orders, server)), asyncio.create_task(server.over.wait())
+    reading, over = (
+        asyncio.create_task(_read(orders, server)),
+        asyncio.create_task(server.over.wait()),
+    )
     await asyncio.wait([reading, over], return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(ConnectionError):
         await answers.drain()

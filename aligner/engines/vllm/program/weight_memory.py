@@ -1,8 +1,10 @@
-"""The memory by which weights reach vLLM's workers, for both ends of that way: it imports torch alone.
+"""The memory by which weights reach vLLM's workers, for both ends of that way: it imports torch
+alone.
 
-A rank of the replica packs its slices of tensors one behind another and makes a handle of JSON values, by which the worker in
-its place opens the same memory: the machine's, or that of the GPU that they share, over CUDA IPC. The worker copies what it
-takes before it answers, and the memory is the rank's again.
+A rank of the replica packs its slices of tensors one behind another and makes a handle of JSON
+values, by which the worker in its place opens the same memory: the machine's, or that of the GPU
+that they share, over CUDA IPC. The worker copies what it takes before it answers, and the memory is
+the rank's again.
 """
 
 import base64
@@ -19,7 +21,8 @@ from torch import Tensor
 _ALIGNED = 16
 """Bytes at a multiple of which a tensor begins, so that it may be of any type."""
 _SUMMED = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Words that a checksum looks at in one go: what stays in a processor's cache, or what keeps a GPU busy."""
+"""Words that a checksum looks at in one go: what stays in a processor's cache, or what keeps a GPU
+busy."""
 
 
 class Memory(Protocol):
@@ -36,7 +39,8 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """The machine's, opened by a path; gone with the process that made it at the latest. Who has opened it keeps it."""
+    """The machine's, opened by a path; gone with the process that made it at the latest. Who has
+    opened it keeps it."""
 
     kind = "host"
 
@@ -63,8 +67,8 @@ class HostMemory:
 class DeviceMemory:
     """A GPU's, which another process on that GPU opens over CUDA IPC.
 
-    torch frees it when the reader has let go of it. Where none opens it, since its update fails, the memory stays taken as
-    long as this process lives.
+    torch frees it when the reader has let go of it. Where none opens it, since its update fails,
+    the memory stays taken as long as this process lives.
     """
 
     kind = "cuda"
@@ -76,8 +80,16 @@ class DeviceMemory:
         """See `Memory`."""
         device = self.bytes.device
         torch.cuda.synchronize(device)  # the reader waits for no event
-        _, allocation, size, start, counter, place, _, _ = self.bytes.untyped_storage()._share_cuda_()
-        handle = [base64.b64encode(allocation).decode(), size, start, base64.b64encode(counter).decode(), place]
+        _, allocation, size, start, counter, place, _, _ = (
+            self.bytes.untyped_storage()._share_cuda_()
+        )
+        handle = [
+            base64.b64encode(allocation).decode(),
+            size,
+            start,
+            base64.b64encode(counter).decode(),
+            place,
+        ]
         return {"kind": self.kind, "device": device_uuid(device), "handle": handle}
 
     def close(self) -> None:
@@ -87,18 +99,22 @@ class DeviceMemory:
 
     @staticmethod
     def open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """Bytes [n] where they are, for a reader on `device`. Raises ValueError naming both GPUs where it is another one."""
+        """Bytes [n] where they are, for a reader on `device`. Raises ValueError naming both GPUs
+        where it is another one."""
         if (mine := device_uuid(device)) != (theirs := handle["device"]):
             raise ValueError(f"weights are in the memory of {theirs}, and this worker is on {mine}")
         allocation, size, start, counter, place = handle["handle"]
         allocation, counter = base64.b64decode(allocation), base64.b64decode(counter)
-        opened = torch.UntypedStorage._new_shared_cuda(device.index, allocation, size, start, counter, place, b"", False)
+        opened = torch.UntypedStorage._new_shared_cuda(
+            device.index, allocation, size, start, counter, place, b"", False
+        )
         return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece of a checkpoint's tensor: what begins at `start` along `axis`; all of it where `axis` is None."""
+    """A piece of a checkpoint's tensor: what begins at `start` along `axis`; all of it where `axis`
+    is None."""
 
     name: str
     shape: Sequence[int]
@@ -112,27 +128,45 @@ class SharedPieces:
     """Pieces of tensors that another process of this machine opens by `handle`."""
 
     def __init__(self, pieces: Sequence[Placed], memory_of: Callable[[int], Memory]) -> None:
-        """Those of one tensor are neighbours. `memory_of` so many bytes is where they are packed."""
+        """Those of one tensor are neighbours. `memory_of` so many bytes is where they are
+        packed."""
         entries: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
         size = 0
         for placed in pieces:
             piece, kind = placed.piece, str(placed.piece.dtype).removeprefix("torch.")
-            entries.append((placed.name, kind, [*placed.shape], placed.axis, placed.start, [*piece.shape], size))
+            entries.append(
+                (
+                    placed.name,
+                    kind,
+                    [*placed.shape],
+                    placed.axis,
+                    placed.start,
+                    [*piece.shape],
+                    size,
+                )
+            )
             size += -(-piece.nbytes // _ALIGNED) * _ALIGNED
         self._memory = memory_of(size)
         packed = self._memory.bytes
         for (_, kind, *_, shape, begin), placed in zip(entries, pieces, strict=True):
             tensor_at(packed, kind, shape, begin).copy_(placed.piece.detach())
         sent = checksum(packed)
-        self.handle: dict[str, Any] = {"memory": self._memory.share(), "pieces": entries, "checksum": sent}
+        self.handle: dict[str, Any] = {
+            "memory": self._memory.share(),
+            "pieces": entries,
+            "checksum": sent,
+        }
 
     def close(self) -> None:
         """It has been answered, or never will be."""
         self._memory.close()
 
 
-def taken(memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Copies of a handle's tensors on `device`, by name and of the whole shape: NaN where a piece has not come.
+def taken(
+    memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Copies of a handle's tensors on `device`, by name and of the whole shape: NaN where a piece
+    has not come.
 
     So whoever cuts them otherwise than the sender has no number that could be taken for a weight.
     """
@@ -152,7 +186,8 @@ def taken(memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device)
 
 @contextlib.contextmanager
 def opened(memory: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
-    """Bytes [n] that another process shares by this handle, while a reader on `device` copies what it takes of them."""
+    """Bytes [n] that another process shares by this handle, while a reader on `device` copies what
+    it takes of them."""
     kinds = {each.kind: each for each in (HostMemory, DeviceMemory)}
     try:
         yield kinds[memory["kind"]].open(memory, device)
@@ -164,14 +199,17 @@ def opened(memory: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
 def tensor_at(memory: Tensor, kind: str, shape: Sequence[int], start: int) -> Tensor:
     """The tensor of a type, by its name, and a shape that begins at a byte of memory."""
     dtype = getattr(torch, kind)
-    return memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return (
+        memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    )
 
 
 def checksum(memory: Tensor) -> int:
-    """Of bytes [n], n a multiple of four: the sum of 32-bit words, each times its place, modulo 2**64.
+    """Of bytes [n], n a multiple of four: the sum of 32-bit words, each times its place, modulo
+    2**64.
 
-    It is the same wherever and in whichever order it is added up. Up to 16 GiB it is another one when any word differs, or
-    any two have changed places.
+    It is the same wherever and in whichever order it is added up. Up to 16 GiB it is another one
+    when any word differs, or any two have changed places.
     """
     words, count = memory.view(torch.int32), _SUMMED[memory.device.type]
     places = torch.arange(1, count + 1, device=memory.device)
