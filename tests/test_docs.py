@@ -15,10 +15,11 @@ import pytest
 from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import group_options
 from aligner.schema.keys import schema_keys
+from aligner.version import __version__
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-PAGES = (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
 
 PROGRAMS = (
     "aligner",
@@ -133,6 +134,11 @@ def test_what_settings_of_other_systems_are_called_here_exists() -> None:
         else:
             assert key in keys or key == "reward.sources", name
             assert not value or not keys[key].choices or value in keys[key].choices, name
+
+
+def test_changelog_starts_with_the_installed_version() -> None:
+    versions = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__
 
 
 @pytest.mark.slow
