@@ -1,15 +1,11 @@
-"""Experiments that come before a run: those whose results its paths name, and those that these need
-in turn.
+"""Prerequisites of a run: the experiments whose results its paths refer to, and their own
+prerequisites in turn.
 
-A result is kept in the cache under a name that follows from what it is made from, so that it is
-made once:
+A result is stored in the cache under a hash of everything it is made from, so that each result is
+made only once:
 
-    experiments/<experiment>-<hash>/run/      the run that made it
-    experiments/<experiment>-<hash>/result/   the result; there once it is complete
-
-An experiment that builds on itself (`model.previous_round`) has rounds, each with a result of its
-own in `experiments/<experiment>-round<N>-<hash>/`. What a round needs is of the same round, where
-it has rounds too.
+    experiments/<experiment>-<hash>/run/      run directory of the experiment
+    experiments/<experiment>-<hash>/result/   the result, which exists once it is complete
 """
 
 import dataclasses
@@ -27,14 +23,14 @@ from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, first_
 from aligner.models.shape import ModelShape
 from aligner.paths import PREFERENCES, RESPONSES, TEACHER_SCORES, cache_directory
 from aligner.schema import Config
-from aligner.schema.references import Reference, map_paths, parse_reference, round_name
+from aligner.schema.references import Reference, map_paths, parse_reference
 from aligner.version import __version__
 
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses", TEACHER_SCORES: "teacher scores"}
-"""What the files of a run that trains nothing hold. A model's directory is named as a whole."""
+"""Contents of the result files of a run that trains nothing."""
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
-"""Sections that a result does not depend on, but for how many steps `run` has, and by what it ends
-before them."""
+"""Sections that are not part of a result's hash, except for `run.steps`, `run.stop_after` and the
+keys that end a run early."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +38,27 @@ class Prerequisite:
     """An experiment whose result is needed."""
 
     name: str
-    """With `@` and its round where it has rounds."""
+    """The name of the experiment."""
     config: Config
-    """Its own, with paths instead of references, and its place in the cache as run directory."""
+    """Its configuration, with paths instead of references and a run directory in the cache."""
     entry: Path
     """Its directory in the cache."""
-    has_rounds: bool
-    """Whether it is another one in each round."""
 
     @property
     def result(self) -> Path:
-        """A Hugging Face directory, or one with what a run that trains nothing keeps."""
+        """Directory of the result: a Hugging Face model directory if the experiment trains a model,
+        otherwise a directory with `files`."""
         return self.entry / "result"
 
     @property
     def is_complete(self) -> bool:
-        """Whether the result is there."""
+        """Whether the result exists."""
         return self.result.is_dir()
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of its result, the one first that stands for it; none where it is a model's
-        directory."""
+        """The files of the result; empty if it is a model directory. A reference without a file
+        means the first one."""
         if self.config.algorithm.learns:
             return ()
         if self.config.algorithm.trainer == "teacher_scores":
@@ -72,34 +67,34 @@ class Prerequisite:
 
     @property
     def gives(self) -> str:
-        """What kind of result it has."""
+        """The kind of the result, for messages."""
         if self.files:
             return _FILES[self.files[0]]
         return "a reward model" if self.config.algorithm.trainer == "reward_model" else "a policy"
 
     def path(self, file: str | None) -> Path:
-        """What a reference to it stands for; files are named by themselves, not by their
-        directory."""
+        """Return the path that a reference to this experiment, or to a file of its result, stands
+        for."""
         return self.result.joinpath(*([file] if file else self.files[:1]))
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run and what comes before it."""
+    """A run and its prerequisites."""
 
     config: Config
-    """With paths instead of references; `run.inputs` says which were some."""
+    """Configuration of the run with paths instead of references, which `run.inputs` records."""
     prerequisites: tuple[Prerequisite, ...]
-    """In the order in which they are to run: those whose results exist, and those that are missing.
-    What is needed only for a result that exists is not among them."""
+    """In the order in which they run, complete ones included. Prerequisites of a complete result
+    are left out."""
 
     @property
     def missing(self) -> tuple[Prerequisite, ...]:
-        """Those that are still to be run."""
+        """The prerequisites that have not run to completion yet."""
         return tuple(first for first in self.prerequisites if not first.is_complete)
 
     def results(self) -> ExpectedInputs:
-        """The directories of results that are still to be made, with the shapes of those that are
+        """Return the directories of the missing results, with the shapes of those that are
         models."""
         expected: dict[str, ModelShape | None] = {}
         for first in self.missing:
@@ -107,111 +102,86 @@ class RunPlan:
         return expected
 
     def check(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-        """Check all that is to run as far as that can be done before it does, and that the run
-        directory is free for it; returns the shape of the run's policy.
+        """Check the run, its missing prerequisites and its run directory before anything starts.
 
-        `absent` are model directories that need not be there. Raises ConfigError as
-        `aligner.checks.check.check` does.
+        Args:
+            absent: Model directories that need not exist.
+
+        Returns:
+            The shape of the run's policy.
+
+        Raises:
+            ConfigError: As `aligner.checks.check.check` does.
         """
         return check(self.config, self.expected_inputs(absent), resume_problems(self.config))
 
     def expected_inputs(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
-        """The `absent` directories and the results that are still to be made, after the checks of
-        what makes them."""
+        """Check the missing prerequisites; return `absent` together with their results."""
         expected = dict(absent)
         for first in self.missing:
             try:
                 if first.config.run.stop_after is not None:
                     raise ConfigError(
-                        f"run.stop_after={first.config.run.stop_after}: what others need runs to"
-                        " its end"
+                        f"run.stop_after={first.config.run.stop_after}: must be null in an"
+                        " experiment whose result another experiment uses"
                     )
                 check(first.config, expected)
                 expected[str(first.result)] = _result_shape(first.config, expected)
             except ConfigError as error:
-                raise ConfigError(f"experiment {first.name}, which comes first: {error}") from error
+                raise ConfigError(f"prerequisite experiment {first.name}: {error}") from error
         return expected
 
 
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
-    """What must run, from a configuration whose paths may be references.
+    """Resolve the references of a configuration and find all prerequisites.
 
-    `config_directory` holds the user's own experiments, beside the built-in ones. Raises
-    ConfigError for a reference to what does not exist, is of another kind than the key needs, or
-    needs itself.
+    Args:
+        config: The configuration of a run, whose paths may be references.
+        config_directory: Directory of the user's own experiments, in addition to the built-in ones.
+
+    Raises:
+        ConfigError: A reference to an experiment that does not exist, has a result of the wrong
+            kind, or depends on itself.
     """
     planner = _Planner(config_directory)
-    begun = planner.begun(config, ())
-    resolved, has_rounds = planner.resolve(begun, ())
-    if config.run.round > 1 and not (has_rounds or config.model.previous_round):
-        raise ConfigError(f"run.round={config.run.round}: {_without_rounds(config.run.experiment)}")
+    resolved = planner.resolve(config, ())
     return RunPlan(resolved, tuple(planner.needed(resolved)))
 
 
 class _Planner:
     def __init__(self, config_directory: Path | None) -> None:
         self._config_directory = config_directory
-        self._known: dict[tuple[str, int], Prerequisite] = {}
-        """By experiment and round; of one without rounds the first alone."""
+        self._known: dict[str, Prerequisite] = {}
+        """Resolved experiments by name."""
 
-    def begun(self, config: Config, above: tuple[str, ...]) -> Config:
-        """The configuration with the model that its round begins with: from the second on what the
-        one before has left."""
-        model, before = config.model, config.run.round - 1
-        if model.previous_round is None:
-            return config
-        reference = parse_reference("model.previous_round", model.previous_round)
-        if reference is None or reference.round or reference.file:
-            raise ConfigError(
-                f"model.previous_round={model.previous_round}: expected experiment:NAME"
-            )
-        model = dataclasses.replace(model, previous_round=None)
-        if before:
-            reference = dataclasses.replace(reference, round=before)
-            self._prerequisite(reference, config, above)
-            model = dataclasses.replace(model, source="directory", path=reference.text)
-        return dataclasses.replace(config, model=model)
+    def resolve(self, config: Config, dependents: tuple[str, ...]) -> Config:
+        """Return the configuration with paths instead of references.
 
-    def resolve(self, config: Config, above: tuple[str, ...]) -> tuple[Config, bool]:
-        """The configuration with paths instead of references, and whether what it needs is another
-        in each round.
-
-        `above` are the experiments that need it, outermost first.
+        `dependents` are the experiments that need this one, outermost first.
         """
-        inputs, has_rounds = {}, False
+        inputs: dict[str, str] = {}
 
         def path(key: str, text: str) -> str:
-            nonlocal has_rounds
             reference = parse_reference(key, text)
             if reference is None:
                 return text
-            first = self._prerequisite(reference, config, above)
-            has_rounds |= first.has_rounds and reference.round is None
-            number = (
-                config.run.round
-                if first.has_rounds and reference.round is None
-                else reference.round
-            )
-            inputs[key] = dataclasses.replace(reference, round=number).text
+            first = self._prerequisite(reference, config, dependents)
+            inputs[key] = text
             return str(first.path(reference.file))
 
         resolved = map_paths(config, path)
-        # A resumed run's configuration has paths already, and says of them where they came from.
+        # The configuration of a resumed run has paths already; run.inputs has their references.
         run = dataclasses.replace(resolved.run, inputs={**resolved.run.inputs, **inputs})
-        return dataclasses.replace(resolved, run=run), has_rounds
+        return dataclasses.replace(resolved, run=run)
 
     def needed(self, config: Config) -> Iterator[Prerequisite]:
-        """What a resolved configuration needs, each once, after what it needs itself."""
+        """Yield the prerequisites of a resolved configuration, each once and after its own."""
         found: dict[Path, Prerequisite] = {}
 
         def visit(inputs: Config) -> None:
             for key, text in inputs.run.inputs.items():
                 reference = parse_reference(key, str(text))
-                first = (
-                    None
-                    if reference is None
-                    else self._known.get((reference.experiment, reference.round or 1))
-                )
+                first = self._known.get(reference.experiment) if reference else None
                 if first is None or first.entry in found:
                     continue
                 if not first.is_complete:
@@ -222,66 +192,47 @@ class _Planner:
         yield from found.values()
 
     def _prerequisite(
-        self, reference: Reference, user: Config, above: tuple[str, ...]
+        self, reference: Reference, user: Config, dependents: tuple[str, ...]
     ) -> Prerequisite:
-        where = f"{reference.key}={reference.text}"
-        # Those before it are planned before it, so that any number of rounds is no deeper than one.
-        for number in range(1, (reference.round or user.run.round) + 1):
-            first = self._round(reference.experiment, number, where, above)
-            if not first.has_rounds:
-                break
-        if reference.round is not None and not first.has_rounds:
-            raise ConfigError(f"{where}: {_without_rounds(reference.experiment)}")
-        given, wanted = _given(reference, first), _wanted(reference.key, user)
-        if given not in wanted:
-            trainer = first.config.algorithm.trainer
+        """Resolve the experiment that `user`, a configuration, refers to; check the kind of its
+        result."""
+        where, name = f"{reference.key}={reference.text}", reference.experiment
+        if name in dependents:
+            cycle = (*dependents[dependents.index(name) :], name)
             raise ConfigError(
-                f"{where}: must give {' or '.join(wanted)}, but algorithm.trainer={trainer} gives"
-                f" {given}"
+                f"{where}: circular dependency between experiments: {' -> '.join(cycle)}"
             )
-        return first
 
-    def _round(
-        self, experiment: str, number: int, where: str, above: tuple[str, ...]
-    ) -> Prerequisite:
-        """A round of an experiment; the only one of one without rounds."""
-        name = round_name(experiment, number if number > 1 else None)
-        if name in above:
-            raise ConfigError(
-                f"{where}: experiments that need each other:"
-                f" {' -> '.join((*above[above.index(name) :], name))}"
-            )
-        first = self._known.get((experiment, number))
-        if first is None:
+        if name not in self._known:
             try:
-                config = compose_config(
-                    [f"experiment={experiment}", f"run.round={number}"], self._config_directory
-                )
+                config = compose_config([f"experiment={name}"], self._config_directory)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
             if config.run.automatic:
                 raise ConfigError(
-                    f"{where}: run.automatic=true chooses at launch; give it its values, and"
-                    " run.automatic=false"
+                    f"{where}: run.automatic=true is not supported in an experiment whose result"
+                    " another experiment uses; set run.automatic=false and all values in its file"
                 )
-            first = self._known[experiment, number] = self._entry(
-                experiment, config, (*above, name)
+            self._known[name] = self._entry(name, config, (*dependents, name))
+
+        first = self._known[name]
+        kind, allowed = _kind(reference, first), _allowed_kinds(reference.key, user)
+        if kind not in allowed:
+            raise ConfigError(
+                f"{where}: expected {' or '.join(allowed)}, got {kind}"
+                f" (experiment {name} has algorithm.trainer={first.config.algorithm.trainer})"
             )
         return first
 
-    def _entry(self, experiment: str, config: Config, above: tuple[str, ...]) -> Prerequisite:
-        begun = self.begun(config, above)
-        resolved, has_rounds = self.resolve(begun, above)
-        has_rounds |= config.model.previous_round is not None
-        number = config.run.round if has_rounds else None
-        made_from = dataclasses.asdict(
-            map_paths(begun, lambda key, text: self._identity(key, text, config.run.round))
-        )
+    def _entry(self, experiment: str, config: Config, dependents: tuple[str, ...]) -> Prerequisite:
+        """Resolve an experiment and find its directory in the cache."""
+        resolved = self.resolve(config, dependents)
+        made_from = dataclasses.asdict(map_paths(config, self._identity))
         content = {
             section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM
         }
         content["steps"] = [config.run.steps, config.run.stop_after]
-        if config.run.ends:  # then it depends on what is measured, too
+        if config.run.ends:  # the last step then depends on the evaluation, too
             kept = config.checkpoint
             content["ends"] = [
                 config.run.ends,
@@ -292,25 +243,19 @@ class _Planner:
         content["aligner"] = __version__
         for role in ("critic", "engine", "reward", "teacher"):
             del content[role]["ports"]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        place = experiment if number is None else f"{experiment}-round{number}"
-        entry = cache_directory().absolute() / "experiments" / f"{place}-{digest}"
-        run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
-        return Prerequisite(
-            round_name(experiment, number),
-            dataclasses.replace(resolved, run=run),
-            entry,
-            has_rounds,
-        )
 
-    def _identity(self, key: str, text: str, number: int) -> str:
-        """What a path stands for: an experiment's result by what it is made from, files by their
-        place, size and time."""
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        entry = cache_directory().absolute() / "experiments" / f"{experiment}-{digest}"
+        run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
+        return Prerequisite(experiment, dataclasses.replace(resolved, run=run), entry)
+
+    def _identity(self, key: str, text: str) -> str:
+        """Return what a path contributes to the hash: for a reference, the cache entry and the
+        file; otherwise the place, sizes and times of the files."""
         reference = parse_reference(key, text)
         if reference is not None:
-            first = self._known.get((reference.experiment, reference.round or number))
-            first = first or self._known[reference.experiment, 1]
-            return f"{first.entry.name}/{reference.file}"
+            return f"{self._known[reference.experiment].entry.name}/{reference.file}"
+
         path = Path(text).absolute()
         if not path.exists():
             return text
@@ -321,26 +266,31 @@ class _Planner:
         return json.dumps([str(path), stats])
 
 
-def _given(reference: Reference, first: Prerequisite) -> str:
-    """What a reference stands for. Raises ConfigError for a file that the result does not have."""
+def _kind(reference: Reference, first: Prerequisite) -> str:
+    """Return the kind of data that a reference stands for.
+
+    Raises:
+        ConfigError: The result has no such file.
+    """
     if reference.file is None:
         return first.gives
+    where = f"{reference.key}={reference.text}"
     if not first.files:
         raise ConfigError(
-            f"{reference.key}={reference.text}: {first.gives} is named as a whole:"
-            f" experiment:{first.name}"
+            f"{where}: the result is {first.gives}, of which no single file can be used;"
+            f" use experiment:{first.name}"
         )
     if reference.file not in first.files:
         raise ConfigError(
-            f"{reference.key}={reference.text}: no such file in its result; it has"
-            f" {', '.join(first.files)}"
+            f"{where}: no such file in the result of experiment {first.name};"
+            f" its files: {', '.join(first.files)}"
         )
     return _FILES[reference.file]
 
 
-def _wanted(key: str, config: Config) -> tuple[str, ...]:
-    """Of which kinds a path that is a key's value must be; prompts can be had from whatever has
-    some."""
+def _allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
+    """Return the kinds of results that a path key accepts. Prompts are read from preferences and
+    from responses."""
     section, trainer = key.partition(".")[0], config.algorithm.trainer
     if key == "teacher.scores":
         return ("teacher scores",)
@@ -355,15 +305,8 @@ def _wanted(key: str, config: Config) -> tuple[str, ...]:
     return ("preferences", "responses")
 
 
-def _without_rounds(experiment: str) -> str:
-    return (
-        f"{experiment} has no rounds, for neither it nor what it needs has model.previous_round,"
-        " which says whose last round the next one begins with"
-    )
-
-
 def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
-    """The shape of the model that an experiment leaves; None where it leaves none."""
+    """Return the shape of the model that an experiment trains; None if it trains none."""
     if not config.algorithm.learns:
         return None
     shape = read_shape(config, expected)

@@ -110,9 +110,7 @@ def _complete(
                 try:
                     _make(first, run, interrupts)
                 except AlignerError as error:
-                    raise type(error)(
-                        f"experiment {first.name}, which comes first: {error}"
-                    ) from error
+                    raise type(error)(f"prerequisite experiment {first.name}: {error}") from error
     print_line(console, f"experiment {first.name}: {first.result}")
 
 

@@ -17,11 +17,6 @@ class ModelConfig:
         choices=("directory", "gguf", "random"),
     )
     path: str | None = option(None, "model directory", read=".source=directory")
-    previous_round: str | None = option(
-        None,
-        "experiment:NAME, whose round before this one leaves the model of all rounds but the first,"
-        " which begins with what is given otherwise",
-    )
     package: str | None = option(
         None, "importable package that ships the GGUF file", read=".source=gguf"
     )

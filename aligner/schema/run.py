@@ -6,9 +6,6 @@ from typing import Any
 
 from aligner.schema.options import option
 
-MOST_ROUNDS = 100
-"""Of an experiment that builds on itself."""
-
 
 @dataclass
 class RunConfig:
@@ -25,13 +22,6 @@ class RunConfig:
     name: str | None = option(None, "run name; the experiment's name and the time when null")
     dir: str | None = option(None, "run directory; runs/<run.name> when null")
     steps: int = option(1, "training steps", minimum=1, maximum=10**9)
-    round: int = option(
-        1,
-        "which round of an experiment that builds on itself (model.previous_round); those before it"
-        " come first",
-        minimum=1,
-        maximum=MOST_ROUNDS,
-    )
     stop_after: int | None = option(
         None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1
     )

@@ -331,6 +331,7 @@ def test_an_experiment_that_others_need_says_its_values_itself(tmp_path: Path) -
         ["experiment=tiny_ppo", "model.source=directory", "model.path=experiment:first"], tmp_path
     )
     with pytest.raises(
-        ConfigError, match=r"model\.path=experiment:first: run\.automatic=true chooses at launch"
+        ConfigError,
+        match=r"model\.path=experiment:first: run\.automatic=true is not supported in an",
     ):
         plan_run(config, tmp_path)

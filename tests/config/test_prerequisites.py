@@ -69,33 +69,25 @@ def test_a_reference_is_told_from_a_path() -> None:
     assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference(
         "data.path", "a", "b/c.jsonl"
     )
-    third = parse_reference("data.path", "experiment:a@3/b.jsonl")
-    assert (
-        third == Reference("data.path", "a", "b.jsonl", 3)
-        and third.text == "experiment:a@3/b.jsonl"
-    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["experiment:", "experiment:/x", "experiment:a b", "experiment:a/../b", "experiment:a//b"],
+    [
+        "experiment:",
+        "experiment:/x",
+        "experiment:a b",
+        "experiment:a@2",
+        "experiment:a/../b",
+        "experiment:a//b",
+    ],
 )
 def test_a_malformed_reference_is_refused(text: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE",
+        match=r"^data\.path=experiment:.*: expected experiment:NAME, or experiment:NAME/FILE for a file",
     ):
         parse_reference("data.path", text)
-
-
-@pytest.mark.parametrize("number", ["", "0", "x", "-1", "1.5", "101", "³", "1@2"])
-def test_a_round_that_there_is_not_is_refused(number: str) -> None:
-    told = (
-        f"data.path=experiment:a@{number}/b: @{number} is no round; they are counted from 1 to 100:"
-        " experiment:a@3"
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
-        parse_reference("data.path", f"experiment:a@{number}/b")
 
 
 def test_references_become_paths_in_the_cache_and_say_where_they_came_from(
@@ -164,7 +156,7 @@ def test_a_layout_is_checked_against_a_model_that_does_not_exist_yet(conf: Path)
 def test_a_mistake_in_what_comes_first_is_told_with_its_name(conf: Path) -> None:
     write(conf, "pairs", {**PAIRS, "rollout": {"samples_per_prompt": 1}})
     message = refused(conf, "experiment=against")
-    assert message.startswith("experiment pairs, which comes first: rollout.samples_per_prompt=1: ")
+    assert message.startswith("prerequisite experiment pairs: rollout.samples_per_prompt=1: ")
 
 
 def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> None:
@@ -181,8 +173,8 @@ def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> Non
     write(conf, "pairs", {**PAIRS, **AGAINST})
     message = refused(conf, "experiment=against")
     assert (
-        message
-        == "reward.path=experiment:judge: experiments that need each other: judge -> pairs -> judge"
+        message == "reward.path=experiment:judge: circular dependency between experiments:"
+        " judge -> pairs -> judge"
     )
 
 
@@ -192,19 +184,19 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
         " experiment=judge?"
     )
     assert (
-        "critic.path=experiment:pairs: must give a reward model or a policy, but"
-        " algorithm.trainer=preferences"
+        "critic.path=experiment:pairs: expected a reward model or a policy, got preferences"
+        " (experiment pairs has algorithm.trainer=preferences)"
         in refused(conf, "experiment=against", "critic.path=experiment:pairs")
     )
     assert (
         refused(conf, "experiment=against", "reward.path=experiment:pairs")
-        == "reward.path=experiment:pairs: must give a reward model, but"
-        " algorithm.trainer=preferences gives preferences"
+        == "reward.path=experiment:pairs: expected a reward model, got preferences (experiment"
+        " pairs has algorithm.trainer=preferences)"
     )
     assert (
         refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo")
-        == "data.path=experiment:tiny_ppo: must give preferences, but algorithm.trainer=online"
-        " gives a policy"
+        == "data.path=experiment:tiny_ppo: expected preferences, got a policy (experiment tiny_ppo"
+        " has algorithm.trainer=online)"
     )
 
 
@@ -213,27 +205,27 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
     [
         (
             ["experiment=judge", "data.path=experiment:pairs/prefs.jsonl"],
-            "no such file in its result; it has pref",
+            "no such file in the result of experiment pairs; its files: pref",
         ),
         (
             ["experiment=judge", "data.path=experiment:pairs/responses.jsonl"],
-            "must give preferences, but .* gives responses",
+            "expected preferences, got responses",
         ),
         (
             ["experiment=judge", "data.normalization=experiment:pairs"],
-            "must give responses, but .* gives preferences",
+            "expected responses, got preferences",
         ),
         (
             ["experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:pairs"],
-            "must give responses, but .* preferences",
+            "expected responses, got preferences",
         ),
         (
             ["experiment=tiny_ppo", "data.path=experiment:judge"],
-            "must give preferences or responses, but .* a reward model",
+            "expected preferences or responses, got a reward model",
         ),
         (
             ["experiment=against", "reward.path=experiment:judge/a"],
-            "a reward model is named as a whole: experiment:judge",
+            "the result is a reward model, of which no single file can be used; use experiment:judge",
         ),
     ],
 )
@@ -301,111 +293,6 @@ def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) 
     assert entries(planned(conf, "experiment=against")) != before
 
 
-DRAWN = {
-    **PAIRS,
-    "seed": "${run.round}",
-    "model": {"previous_round": "experiment:learned"},
-}
-LEARNED = {
-    "defaults": ["override /algorithm: dpo"],
-    "data": {"path": "experiment:drawn"},
-    "model": {"previous_round": "experiment:learned"},
-}
-
-
-def rounds(conf: Path) -> None:
-    """Write an experiment that builds on itself, from a random model on, and the one that draws
-    what it learns from."""
-    write(conf, "drawn", DRAWN)
-    write(conf, "learned", LEARNED)
-
-
-def test_a_round_begins_with_the_model_of_the_one_before_and_so_does_what_it_needs(
-    conf: Path, cache: Path
-) -> None:
-    rounds(conf)
-    plan = planned(conf, "experiment=learned", "run.round=3")
-    assert list(entries(plan)) == ["drawn@1", "learned@1", "drawn@2", "learned@2", "drawn@3"]
-    first = dict(zip(entries(plan), plan.prerequisites, strict=True))
-    assert all(
-        re.fullmatch(r"(drawn|learned)-round[123]-[0-9a-f]{12}", each.entry.name)
-        for each in plan.prerequisites
-    )
-    assert (
-        first["drawn@1"].config.model.source == first["learned@1"].config.model.source == "random"
-    ), "as their files say"
-    later = {
-        "learned@1": (first["drawn@2"], first["learned@2"]),
-        "learned@2": (first["drawn@3"], plan),
-    }
-    for config, before in (
-        (each.config, before) for before, users in later.items() for each in users
-    ):
-        assert (config.model.source, config.model.path) == ("directory", str(first[before].result))
-        assert config.run.inputs["model.path"] == f"experiment:{before}"
-    assert plan.config.data.path == str(first["drawn@3"].result / "preferences.jsonl")
-    assert plan.config.run.inputs["data.path"] == "experiment:drawn@3"
-    assert [first[f"drawn@{number}"].config.seed for number in (1, 2, 3)] == [1, 2, 3]
-    assert plan.check().hidden_size == 64
-
-    for each in (first["drawn@1"], first["learned@1"], first["drawn@2"]):
-        each.result.mkdir(parents=True)
-    other = planned(
-        conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:learned@2"
-    )
-    assert [each.name for each in other.missing] == ["learned@2"], (
-        "each is made once, whoever needs it"
-    )
-    assert entries(other)["learned@2"] == first["learned@2"].entry.name
-
-
-def test_what_does_not_depend_on_the_round_is_made_once_for_all(conf: Path) -> None:
-    rounds(conf)
-    write(
-        conf, "learned", {**LEARNED, "model": {"source": "directory", "path": "experiment:start"}}
-    )
-    write(conf, "start", {})
-    plan = planned(conf, "experiment=learned", "run.round=2")
-    assert list(entries(plan)) == [
-        "start",
-        "drawn@1",
-        "learned@1",
-        "drawn@2",
-    ], "it begins anew in each round, on other data"
-    pinned = planned(conf, "experiment=learned", "data.path=experiment:drawn@2")
-    assert entries(pinned) == entries(plan)
-
-
-def test_rounds_of_what_has_none_and_such_that_nothing_is_handed_on_in_are_refused(
-    conf: Path,
-) -> None:
-    told = "has no rounds, for neither it nor what it needs has model.previous_round"
-    assert refused(conf, "experiment=judge", "run.round=2").startswith(f"run.round=2: judge {told}")
-    given = "reward.path=experiment:judge@2"
-    assert refused(conf, "experiment=against", given).startswith(f"{given}: judge {told}")
-    rounds(conf)
-    write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:drawn"}})
-    assert (
-        refused(conf, "experiment=learned", "run.round=2")
-        == "model.previous_round=experiment:drawn@1: must give a policy, but"
-        " algorithm.trainer=preferences gives preferences"
-    )
-    write(conf, "learned", {**LEARNED, "model": {"previous_round": "experiment:lerned"}})
-    assert "did you mean experiment=learned?" in refused(conf, "experiment=learned", "run.round=2")
-    for text in ("learned", "experiment:learned@1"):
-        write(conf, "learned", {**LEARNED, "model": {"previous_round": text}})
-        assert (
-            refused(conf, "experiment=learned")
-            == f"model.previous_round={text}: expected experiment:NAME"
-        )
-    write(conf, "drawn", {**DRAWN, "reward": {"kind": "model", "path": "experiment:scored"}})
-    write(conf, "scored", {**JUDGE, "data": {"path": "experiment:drawn"}})
-    write(conf, "learned", LEARNED)
-    circle = "drawn -> scored -> drawn"
-    told = f"data.path=experiment:drawn: experiments that need each other: {circle}"
-    assert refused(conf, "experiment=learned", "run.round=2") == told
-
-
 def test_an_experiment_that_draws_responses_alone_gives_these(conf: Path) -> None:
     write(
         conf,
@@ -416,5 +303,5 @@ def test_an_experiment_that_draws_responses_alone_gives_these(conf: Path) -> Non
     assert plan.config.data.path == str(plan.prerequisites[0].result / "responses.jsonl")
     assert plan.prerequisites[0].gives == "responses"
     given = "data.path=experiment:drawn/preferences.jsonl"
-    told = f"{given}: no such file in its result; it has responses.jsonl"
+    told = f"{given}: no such file in the result of experiment drawn; its files: responses.jsonl"
     assert refused(conf, "experiment=tiny_ppo", "algorithm=sft", given) == told

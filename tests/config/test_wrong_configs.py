@@ -196,7 +196,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("data.path=gone.txt", "data.path=gone.txt: no such file"),
     ("data.path=prompts.csv", "data.path=prompts.csv: allowed are .jsonl and .txt files"),
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
-    ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: must give preferences"),
+    ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: expected preferences"),
     ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
     (
         "reward.function=digits",

@@ -149,8 +149,7 @@ def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
     code, _, error = finish(start(place, trainer="raise"), place)
     assert code == 1
     told = (
-        "experiment pairs, which comes first: trainer rank 0 ended with exit code 1; the end of its"
-        " log:"
+        "prerequisite experiment pairs: trainer rank 0 ended with exit code 1; the end of its log:"
     )
     assert error.startswith(f"{told}\n")
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
