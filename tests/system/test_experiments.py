@@ -1,11 +1,13 @@
-"""Whole chains of experiments: pairs are sampled, a reward model learns from them, a policy is
-trained against it; and rounds of one that learns from what the round before has drawn."""
+"""Whole chains of experiments: pairs are sampled, a reward model is trained on them, a policy is
+trained against it; and a loop of sampling and training."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from aligner.models.model_source import read_normalization
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
-from benchmarks.runs import Finished, repeatable, run_to_end
+from benchmarks.runs import REPOSITORY, Finished, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -59,9 +61,7 @@ logging: {{tensorboard: false}}
     "own": (
         f"""
 defaults: [override /algorithm: preferences]
-seed: ${{run.round}}
 run: {{steps: 1}}
-model: {{previous_round: "experiment:better"}}
 algorithm: {{pairs: none, responses: best, min_score: 0.01}}
 {SAMPLING}
 logging: {{tensorboard: false}}
@@ -71,7 +71,6 @@ logging: {{tensorboard: false}}
         """
 defaults: [override /algorithm: sft]
 run: {steps: 2}
-model: {previous_round: "experiment:better"}
 data: {path: "experiment:own", batch_size: 4}
 logging: {tensorboard: false}
 """
@@ -172,26 +171,45 @@ def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> N
     assert repeatable(resumed.metrics) == repeatable([json.loads(step) for step in steps])
 
 
-def test_a_round_draws_with_what_has_learned_from_the_round_before(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ALIGNER_CACHE", str(place / "rounds"))
-    run = run_to_end(
-        place / "second", f"--config-dir={place / 'conf'}", "run.round=2", experiment="own"
+def run_rounds(place: Path, rounds: int) -> list[str]:
+    """Run `rounds.sh` up to a number of rounds; return the run directories that it launched."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [
+            str(REPOSITORY / "launcher_scripts" / "rounds.sh"),
+            *("own", "better", str(rounds), "loop"),
+            f"--config-dir={place / 'conf'}",
+            "checkpoint.every=1",
+        ],
+        cwd=place,
+        env={**os.environ, "PATH": path, "ALIGNER_CACHE": str(place / "loop_cache")},
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
-    firsts = [
-        line.split()[2] for line in run.out.splitlines() if line.startswith("first: experiment ")
-    ]
-    assert firsts == ["own@1", "better@1"]
-    made = {
-        entry.name.rpartition("-")[0]: entry
-        for entry in (place / "rounds" / "experiments").iterdir()
-    }
-    assert sorted(made) == ["better-round1", "own-round1"]
-    assert load_config(place / "second" / "config.yaml").model.path == str(
-        made["better-round1"] / "result"
-    )
-    for directory in (made["own-round1"] / "result", place / "second"):
-        drawn = read_records(directory / "responses.jsonl")
-        assert 0 < len(drawn) <= 8 and min(each["reward"] for each in drawn) >= 0.01
-        assert not (directory / "preferences.jsonl").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
+    prefix = "run directory: "
+    lines = [line for line in done.stdout.splitlines() if line.startswith(prefix)]
+    return [line.removeprefix(prefix) for line in lines]
+
+
+def test_rounds_script_trains_on_samples_of_the_previous_policy(place: Path) -> None:
+    first, second = place / "loop" / "round1", place / "loop" / "round2"
+    assert run_rounds(place, 1) == [str(first / "samples"), str(first / "training")]
+    assert run_rounds(place, 2) == [str(second / "samples"), str(second / "training")]
+    assert run_rounds(place, 2) == []
+
+    for number, directory in enumerate((first, second), start=1):
+        sampling = load_config(directory / "samples" / "config.yaml")
+        training = load_config(directory / "training" / "config.yaml")
+        assert sampling.seed == number
+        assert sampling.checkpoint.every == training.checkpoint.every == 1
+        assert training.data.path == str(directory / "samples" / "responses.jsonl")
+        source = ("random", None) if number == 1 else ("directory", str(first / "policy"))
+        assert (sampling.model.source, sampling.model.path) == source
+        assert (training.model.source, training.model.path) == source
+        assert find_source(directory / "policy").head == "vocabulary"
+
+        samples = read_records(directory / "samples" / "responses.jsonl")
+        assert 0 < len(samples) <= 8
+        assert min(sample["reward"] for sample in samples) >= 0.01
