@@ -7,8 +7,6 @@ from aligner.errors import ConfigError
 from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
 from aligner.models.model_source import ExpectedInputs, read_architecture
 from aligner.models.shape import ModelShape
-from aligner.models.weight_blocks import BLOCK_FORMATS, block_problems
-from aligner.models.weight_slices import tensor_slice, weight_table
 from aligner.placement.roles import device_of, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
@@ -41,8 +39,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         ):
             sizes = ", ".join(map(str, _VLLM_CPU_HEADS))
             yield (
-                f"engine.kind=vllm: the model's heads have {model.head_dim} numbers each, on CPUs"
-                f" it takes {sizes}; {_ELSE}"
+                f"engine.kind=vllm: vLLM on CPUs supports the head dimensions {sizes}, but the"
+                f" model has {model.head_dim}; {_ELSE}"
             )
     if config.cluster.kind == "local":
         named = (
@@ -54,7 +52,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from _drawing_problems(config)
     if config.engine.exact:
         yield from _exact_problems(config, model)
-    yield from _update_problems(config, model)
+    yield from _update_problems(config)
     yield from _start_problems(config)
 
 
@@ -66,9 +64,9 @@ def _rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"{size}x{ranks // size}" for size in tensor_sizes(shape, ranks) if ranks % size == 0
         )
         yield (
-            f"engine.parallel: tensor {engine.tensor} x data {engine.data} is {engine.ranks} ranks,"
-            f" but a colocated engine spans the trainer's {ranks} ranks; tensor x data that fit:"
-            f" {fitting}"
+            f"engine.parallel: tensor={engine.tensor} x data={engine.data} is {engine.ranks}"
+            f" ranks, but a colocated engine must use all {ranks} ranks of the trainer; tensor x"
+            f" data can be {fitting}"
         )
 
 
@@ -79,8 +77,8 @@ def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
     needed = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (longest - 1)
     if budget is not None and needed > budget << 20:
         yield (
-            f"engine.kv_cache_mib={budget}: keys and values of the longest sequence, {longest}"
-            f" tokens ({longest_sequence_keys(config)}), need {needed / 2**20:.1f} MiB"
+            f"engine.kv_cache_mib={budget}: must be at least {needed / 2**20:.1f} MiB to hold the"
+            f" KV cache of the longest sequence, {longest} tokens ({longest_sequence_keys(config)})"
         )
 
 
@@ -89,23 +87,24 @@ def _drawing_problems(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if config.engine.kind == "embedded":
         if config.engine.speculation.tokens and config.algorithm.replay_routes:
-            guessed = config.engine.speculation.tokens
+            draft_tokens = config.engine.speculation.tokens
             yield (
-                f"engine.speculation.tokens={guessed}: algorithm.replay_routes=true tells the"
-                " experts of every token that is run, one at a time; give 0, or"
-                " algorithm.replay_routes=false"
+                f"engine.speculation.tokens={draft_tokens}: is not supported with"
+                " algorithm.replay_routes=true, which records the expert routing of one token at a"
+                " time; set engine.speculation.tokens=0 or algorithm.replay_routes=false"
             )
         return
     if rollout.min_p and config.engine.kind == "tensorrt_llm":
         yield (
-            f"rollout.min_p={rollout.min_p:g}: not every sampler of TensorRT-LLM's reads it;"
-            f" allowed: 0; or {_ELSE}"
+            f"rollout.min_p={rollout.min_p:g}: must be 0 with engine.kind=tensorrt_llm, because"
+            f" not every sampler of TensorRT-LLM supports it; set rollout.min_p=0, or {_ELSE}"
         )
     elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1 or rollout.min_p):
         yield (
-            f"rollout.renormalize=true: engine.kind={config.engine.kind} does not tell among which"
-            f" tokens it drew with rollout.top_k={rollout.top_k}, top_p={rollout.top_p:g} and"
-            f" min_p={rollout.min_p:g}; give rollout.renormalize=false, or {_ELSE}"
+            f"rollout.renormalize=true: is not supported with engine.kind={config.engine.kind},"
+            f" which does not return the token ids kept by rollout.top_k={rollout.top_k},"
+            f" rollout.top_p={rollout.top_p:g} and rollout.min_p={rollout.min_p:g}; set"
+            f" rollout.renormalize=false, or {_ELSE}"
         )
 
 
@@ -118,59 +117,60 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
         config.cluster.threads_per_rank,
     )
     if uses_gpus(config):
-        yield f"{key}: it was made for CPUs, and this run's roles have GPUs; give false"
+        yield f"{key}: is supported on CPUs only, but this run uses GPUs; set engine.exact=false"
     for name, section in (("engine", engine), ("actor", actor)):
         if section.parallel.tensor > 1:
             yield (
-                f"{name}.parallel.tensor={section.parallel.tensor}: {key} needs layers whole on a"
-                " rank, whose sums have one order; give 1, with data or pipeline parallelism"
-                " instead"
+                f"{name}.parallel.tensor={section.parallel.tensor}: must be 1 with {key}, because"
+                " tensor parallelism changes the order of summation; use data or pipeline"
+                " parallelism instead"
             )
         if section.precision in ("bf16", "fp8"):
             yield (
-                f"{name}.precision={section.precision}: {key} needs float32 in engine and trainer;"
-                " allowed: auto, fp32"
+                f"{name}.precision={section.precision}: must be auto or fp32 with {key}, which"
+                " requires float32 in engine and trainer"
             )
     if actor.lora.rank:
         yield (
-            f"actor.lora.rank={actor.lora.rank}: {key} needs one weight, where the trainer adds up"
-            " two products; give 0"
+            f"actor.lora.rank={actor.lora.rank}: must be 0 with {key}, because the trainer"
+            " computes base weight and adapter in separate matmuls, the engine in one"
         )
     if threads is not None and threads > 1:
         yield (
-            f"cluster.threads_per_rank={threads}: {key} computes with one thread a rank; give 1 or"
-            " null"
+            f"cluster.threads_per_rank={threads}: must be 1 or null with {key}, which uses one"
+            " thread per rank"
         )
     if model is not None and model.num_experts:
         yield (
-            f"{key}: the model is a mixture of experts, of which one may get too few tokens at a"
-            " time; give false"
+            f"{key}: is not supported for mixture-of-experts models, whose experts may get too"
+            " few tokens for batch-invariant matmuls; set engine.exact=false"
         )
     elif model is not None and model.ffn_hidden_size % _VECTOR:
         yield (
-            f"{key}: the model's feed-forward size, {model.ffn_hidden_size}, is no multiple of"
-            f" {_VECTOR}, so that what is left of a vector has other bits; give false"
+            f"{key}: requires a feed-forward size that is a multiple of {_VECTOR}, but the model"
+            f" has {model.ffn_hidden_size}: the rest of a vector would be rounded differently; set"
+            " engine.exact=false"
         )
 
 
-def _update_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+def _update_problems(config: Config) -> Iterator[str]:
     """How weights reach the engine, against where it runs."""
     if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
-            "engine.in_flight=interrupt: nothing is under way when weights come with"
-            " rollout.max_staleness=0; give engine.in_flight=finish, or rollout.max_staleness of at"
-            " least 1"
+            "engine.in_flight=interrupt: has no effect with rollout.max_staleness=0, where no"
+            " request is in flight during a weight sync; set engine.in_flight=finish, or"
+            " rollout.max_staleness to 1 or more"
         )
     if config.engine.placement == "server":
         yield from _generator_problems(config)
-    yield from _publish_problems(config, model)
+    yield from _publish_problems(config)
     if config.engine.update != "shared":
         return
     if config.actor.lora.rank:
         yield (
-            "engine.update=shared: the engine would serve the trainer's own tensors, without the"
-            f" adapters of actor.lora.rank={config.actor.lora.rank}; allowed with adapters: atomic,"
-            " in_place"
+            "engine.update=shared: is not supported with"
+            f" actor.lora.rank={config.actor.lora.rank}, because the engine would use the"
+            " trainer's base weights without the adapters; set engine.update to atomic or in_place"
         )
     engine, actor = (
         device_of(config, precision).itemsize
@@ -178,55 +178,25 @@ def _update_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     )
     if engine != actor:
         yield (
-            f"engine.update=shared: engine.precision={config.engine.precision} and"
-            f" actor.precision={config.actor.precision} are {engine} and {actor} bytes a number"
-            " here; shared tensors need one precision"
+            "engine.update=shared: requires one precision, but"
+            f" engine.precision={config.engine.precision} uses {engine} bytes per value and"
+            f" actor.precision={config.actor.precision} uses {actor}; set the same precision"
         )
 
 
-def _publish_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+def _publish_problems(config: Config) -> Iterator[str]:
     """What weights travel as, against where they go."""
     engine, key = config.engine, f"engine.publish={config.engine.publish}"
     if engine.publish == "changes":
         if engine.placement != "server":
             yield (
-                f"{key}: an engine on the trainer's ranks copies what it is given as fast as"
-                " numbers are compared; give engine.placement=server, or engine.publish=whole"
+                f"{key}: is not supported for a colocated engine, where copying weights is as"
+                " fast as comparing them; set engine.placement=server, or engine.publish=whole"
             )
         if engine.kind == "tensorrt_llm":
             yield (
-                f"{key}: every GPU would keep all tensors a second time; allowed with"
-                " engine.kind=tensorrt_llm: whole"
-            )
-    elif engine.publish in BLOCK_FORMATS:
-        if engine.update == "shared":
-            yield (
-                f"{key}: engine.update=shared takes the trainer's own tensors; allowed: atomic,"
-                " in_place"
-            )
-        if engine.exact:
-            yield (
-                f"{key}: engine.exact=true needs the trainer's own numbers in the engine; give"
-                " engine.publish=whole"
-            )
-        if model is not None:
-            trainer, table = (
-                config.actor.parallel,
-                [spec for spec in weight_table(model) if spec.layer == 0],
-            )
-            slices = {
-                tensor_slice(spec, at, size)
-                for spec in table
-                for size in (
-                    trainer.tensor if spec.expert is None else trainer.expert_tensor_size,
-                    engine.parallel.tensor,
-                )
-                for at in range(size)
-            }
-            found = sorted(block_problems(table, slices))
-            yield from (
-                f"{key}: {problem}; give other parallel sizes, or engine.publish=whole"
-                for problem in found
+                f"{key}: is not supported with engine.kind=tensorrt_llm, where every GPU would"
+                " keep a second copy of all tensors; set engine.publish=whole"
             )
 
 
@@ -235,13 +205,13 @@ def _generator_problems(config: Config) -> Iterator[str]:
     engine, key = config.engine, "engine.placement=server"
     if engine.update == "shared":
         yield (
-            f"{key}: engine.update=shared takes the trainer's own tensors, which are elsewhere;"
-            " allowed: atomic, in_place"
+            f"{key}: is not supported with engine.update=shared, which uses the trainer's own"
+            " tensors; set engine.update to atomic or in_place"
         )
     if engine.sleep:
         yield (
-            f"{key}: engine.sleep=true gives memory to the trainer, which is elsewhere; give"
-            " engine.sleep=false"
+            f"{key}: is not supported with engine.sleep=true, which frees GPU memory for a"
+            " colocated trainer; set engine.sleep=false"
         )
     if engine.kind in _PROGRAMS:
         # It serves once it is built; one on the trainer's ranks starts with these, which nobody
@@ -249,9 +219,9 @@ def _generator_problems(config: Config) -> Iterator[str]:
         starts, may_take = config.server.start_timeout_s, _may_start(engine)
         if starts < may_take:
             yield (
-                f"server.start_timeout_s={starts:g}: the generator is healthy once its engine has"
-                f" started, which may take engine.{engine.kind}.timeout_s={may_take:g} s; give"
-                f" {may_take:g} or more"
+                f"server.start_timeout_s={starts:g}: must be at least {may_take:g}, because the"
+                " generator becomes healthy only after its engine has started, which may take"
+                f" engine.{engine.kind}.timeout_s={may_take:g} s"
             )
 
 
@@ -266,9 +236,9 @@ def _start_problems(config: Config) -> Iterator[str]:
     engine, waits = config.engine, config.cluster.collective_timeout_s
     if engine.kind in _PROGRAMS and engine.parallel.tensor > 1 and waits <= _may_start(engine):
         yield (
-            f"cluster.collective_timeout_s={waits:g}: a replica's other ranks wait so long for its"
-            " engine to start, which may take"
-            f" engine.{engine.kind}.timeout_s={_may_start(engine):g} s; give more than that"
+            f"cluster.collective_timeout_s={waits:g}: must be above {_may_start(engine):g},"
+            " because the other ranks of a replica wait for its engine to start, which may take"
+            f" engine.{engine.kind}.timeout_s={_may_start(engine):g} s"
         )
 
 
@@ -278,27 +248,28 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
         if shape.family not in VLLM_FAMILIES:
             families = ", ".join(VLLM_FAMILIES)
             yield (
-                f"engine.kind=vllm: weights of the {shape.family} kind are not known to reach it,"
-                f" of {families} are; {_ELSE}"
+                "engine.kind=vllm: weight sync is not supported for the model family"
+                f" {shape.family}; supported: {families}; {_ELSE}"
             )
         if engine.update != "in_place":
-            yield f"engine.update={engine.update}: vLLM overwrites its weights; allowed: in_place"
+            yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"
     if shape.family not in TENSORRT_LLM_FAMILIES:
         yield (
-            f"{prefix}: it does not run models of the {shape.family} kind, it does:"
+            f"{prefix}: does not support the model family {shape.family}; supported:"
             f" {', '.join(TENSORRT_LLM_FAMILIES)} (Llama, Mistral, Qwen2, Qwen3, Mixtral,"
             f" Qwen3-MoE); {_ELSE}"
         )
     if engine.precision == "fp32":
-        yield f"engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16; {_ELSE}"
-    if engine.update != "in_place":
         yield (
-            f"engine.update={engine.update}: TensorRT-LLM overwrites its weights; allowed: in_place"
+            "engine.precision=fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which"
+            f" computes in bf16; otherwise {_ELSE}"
         )
+    if engine.update != "in_place":
+        yield (f"engine.update={engine.update}: must be in_place with engine.kind=tensorrt_llm")
 
 
 def engine_machine_problems(engine: EngineConfig, architecture: str | None = None) -> Iterator[str]:
@@ -312,13 +283,13 @@ def engine_machine_problems(engine: EngineConfig, architecture: str | None = Non
             known = vllm_architectures(engine.vllm)
             if architecture is not None and known and architecture not in known:
                 yield (
-                    f"engine.kind=vllm: the vLLM that is installed has no model {architecture};"
-                    f" {_ELSE}"
+                    "engine.kind=vllm: the installed vLLM does not support the architecture"
+                    f" {architecture}; {_ELSE}"
                 )
         except ConfigError as error:
             yield str(error)
         if engine.sleep and not has_gpu():
-            yield "engine.sleep=true: vLLM gives memory back on GPUs alone; give engine.sleep=false"
+            yield "engine.sleep=true: vLLM supports sleep on GPUs only; set engine.sleep=false"
         return
     if engine.kind != "tensorrt_llm":
         return
@@ -328,8 +299,9 @@ def engine_machine_problems(engine: EngineConfig, architecture: str | None = Non
     ]
     if missing:
         yield (
-            f"{prefix}: {' and '.join(missing)} cannot be imported; run in a TensorRT-LLM release"
-            f" image with ray installed (docs/tensorrt_llm.md), or {_ELSE}"
+            f"{prefix}: requires the Python packages {' and '.join(missing)}, not installed here;"
+            " run in a TensorRT-LLM release image with ray installed (docs/tensorrt_llm.md), or"
+            f" {_ELSE}"
         )
     if not has_gpu():
-        yield f"{prefix}: this machine has no GPU; {_ELSE}"
+        yield f"{prefix}: requires a GPU, but this machine has none; {_ELSE}"

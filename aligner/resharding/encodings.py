@@ -1,27 +1,23 @@
-"""What weights travel as: only what has changed, or eight bits a number (`engine.publish`)."""
+"""The encoding of weights that sends only changed elements (`engine.publish=changes`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from aligner.models.weight_blocks import is_in_blocks
-from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.link import Link
-from aligner.resharding.microscaling import Format, dequantize, quantize, quantized_width
-from aligner.resharding.transfer_plan import TransferPlan
-from aligner.resharding.transport import Piece, Plain, Step
+from aligner.resharding.transport import Encoding, Piece, Step
 
 _INDEX = torch.int32
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-class Changes(Plain):
-    """An `Encoding`: of a piece, which numbers are others than at the publish before, and these;
-    all of it where that is less.
+class Changes(Encoding):
+    """Send the index and value of each element that differs from the previous publish, or the whole
+    piece if that takes fewer bytes.
 
-    What is compared are bits: what has come is what the source has, to the sign of a zero. The
-    places that pieces are written to have to hold what the publish before wrote there.
+    Elements are compared bit by bit, so the engine gets exactly the source's bits, including the
+    sign of a zero. The engine's tensors must still hold the elements of the previous publish.
     """
 
     def __init__(
@@ -114,54 +110,3 @@ def _changed(rows: Tensor, before: Tensor) -> Tensor:
     """bool, of the rows' shape: which bits differ."""
     bits = _BITS[rows.dtype.itemsize]
     return rows.view(bits) != before.view(bits)
-
-
-class Quantized(Plain):
-    """An `Encoding`: matrices of layers in eight bits a number; numbers that they stand for
-    arrive."""
-
-    def __init__(self, plan: TransferPlan, kind: Format, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._plan, self._kind = plan, kind
-
-    def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
-        """What the engine gets for a part of a tensor, which no cut through a block has made."""
-        if not is_in_blocks(spec):
-            return rows
-        return dequantize(
-            quantize(rows.to(self._dtype), self._kind), rows.shape[1], self._kind, self._dtype
-        )
-
-    def nbytes(self, piece: Piece) -> int:
-        """Of elements and scales."""
-        if self.is_plain(piece):
-            return super().nbytes(piece)
-        count = self._rows(piece) * quantized_width(self._width(piece))
-        return -(-count // self._dtype.itemsize) * self._dtype.itemsize
-
-    def is_plain(self, piece: Piece) -> bool:
-        """Whether it is none of the matrices."""
-        return not is_in_blocks(self._plan.specs[piece.transfer.name])
-
-    def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
-        """Write it quantized."""
-        if self.is_plain(piece):
-            super().pack(piece, rows, packed)
-            return
-        encoded = quantize(rows.to(self._dtype), self._kind).flatten()
-        packed[: len(encoded)].copy_(encoded)
-
-    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
-        """Write what it stands for."""
-        if self.is_plain(piece):
-            super().unpack(piece, packed, place)
-            return
-        width, rows = self._width(piece), self._rows(piece)
-        encoded = packed[: rows * quantized_width(width)].view(rows, -1)
-        place.copy_(dequantize(encoded, width, self._kind, self._dtype))
-
-    def _rows(self, piece: Piece) -> int:
-        return piece.stop - piece.start
-
-    def _width(self, piece: Piece) -> int:
-        return piece.numel // self._rows(piece)

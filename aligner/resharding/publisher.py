@@ -1,25 +1,20 @@
 """The policy's weights into the engine after every update."""
 
-import itertools
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from aligner.errors import AlignerError
-from aligner.models.weight_blocks import BLOCK_FORMATS, block_problems
-from aligner.resharding.encodings import Changes, Quantized
+from aligner.resharding.encodings import Changes
 from aligner.resharding.link import Link
-from aligner.resharding.microscaling import Format
 from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import (
     Encoding,
     Exchange,
-    Plain,
     Read,
     ReadOnce,
     Step,
@@ -79,11 +74,6 @@ class Publisher:
             problems.append(
                 f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}"
             )
-        if travels in BLOCK_FORMATS:
-            slices = (
-                held.values() for side in (plan.source, plan.target) for held in side.values()
-            )
-            problems += block_problems(plan.table, set(itertools.chain.from_iterable(slices)))
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
         self._travels, self._before = travels, before or _no_source
@@ -157,7 +147,7 @@ class Publisher:
                     self._check(group, views)
                 with self._link.agreement(failure):
                     encoding = self._encoding(group, order, read, compares=compares)
-                    copy_local(group, self._link.rank, read, views, encoding.arrives)
+                    copy_local(group, self._link.rank, read, views)
                     exchange = Exchange(
                         group, self._link, self._dtype, read, views, self._copied, encoding
                     )
@@ -165,7 +155,7 @@ class Publisher:
                     moved, changed = moved + exchange.sent_bytes, changed + (encoding.changed or 0)
                     if verifies:
                         start = time.perf_counter()
-                        verify(group, self._link, self._dtype, read, views, encoding.arrives)
+                        verify(group, self._link, self._dtype, read, views)
                         verify_seconds += time.perf_counter() - start
                     if self._group_bytes is None and update is not None:
                         update.load(names)
@@ -205,10 +195,11 @@ class Publisher:
     def _encoding(
         self, plan: TransferPlan, order: Sequence[Step], read: Read, *, compares: bool
     ) -> Encoding:
-        """What this publish's pieces travel as; `compares` tells that the other ends have what
-        `before` gives. Collective."""
-        if self._travels in BLOCK_FORMATS:
-            return Quantized(plan, cast(Format, self._travels), self._dtype)
+        """Return the encoding of this publish's pieces. Collective.
+
+        Args:
+            compares: Whether the engines still hold the weights that `before` gives.
+        """
         if compares:
             before = ReadOnce(self._before)
             return Changes.agreed(
@@ -218,7 +209,7 @@ class Publisher:
                 lambda piece: rows_of(plan, piece, read),
                 lambda piece: rows_of(plan, piece, before),
             )
-        return Plain(self._dtype)
+        return Encoding(self._dtype)
 
     def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
         """Raise an error that names every tensor whose view is missing or is not as the plan

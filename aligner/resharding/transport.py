@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
 Read = Callable[[str], Tensor]
 """This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
-
-Arrives = Callable[[TensorSpec, Tensor], Tensor]
-"""The numbers that the engine gets for a part of a tensor."""
 
 _IN_FLIGHT = 2
 """Batches under way each way: one moves while another is packed or unpacked."""
@@ -55,54 +51,34 @@ class Step:
     receiving: Batch
 
 
-class Encoding(Protocol):
-    """What pieces travel as, and how many bytes that takes, which both ends know."""
+class Encoding:
+    """How pieces are represented in messages: all elements, in the transfer's dtype.
 
-    changed: int | None
-    """Numbers that are others than at the publish before, of those that this rank sends; None: they
-    were not compared."""
+    `aligner.resharding.encodings.Changes` sends only changed elements. Both ends of a message know
+    its size in bytes before it is sent.
+    """
 
-    def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
-        """The numbers that the engine gets for a part of a tensor."""
-
-    def nbytes(self, piece: Piece) -> int:
-        """Bytes of a piece on its way; a multiple of those of a number."""
-
-    def is_plain(self, piece: Piece) -> bool:
-        """Whether it travels as it is, and may leave from and arrive in its own place."""
-
-    def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
-        """Write a piece of the source into uint8 [nbytes]."""
-
-    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
-        """Write what has come into its place."""
-
-
-class Plain:
-    """An `Encoding`: numbers as they are."""
+    changed: int | None = None
+    """Number of elements that this rank sends and that differ from the previous publish; None if
+    they were not compared."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self.changed: int | None = None
-
-    def arrives(self, spec: TensorSpec, rows: Tensor) -> Tensor:
-        """The same."""
-        return rows
 
     def nbytes(self, piece: Piece) -> int:
-        """Of all of its numbers."""
+        """Return the size of an encoded piece in bytes, a multiple of the element size."""
         return piece.numel * self._dtype.itemsize
 
     def is_plain(self, piece: Piece) -> bool:
-        """Always."""
+        """Return whether a piece is sent as all of its elements, which needs no staging memory."""
         return True
 
     def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
-        """Copy it."""
+        """Encode the source's `rows` of a piece into `packed`, uint8 [nbytes]."""
         packed.view(self._dtype).view(rows.shape).copy_(rows)
 
     def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
-        """Copy it."""
+        """Decode `packed`, uint8 [nbytes], into `place`, the rows of the engine's tensor."""
         place.copy_(packed.view(self._dtype).view(place.shape))
 
 
@@ -234,19 +210,10 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
     return found
 
 
-def copy_local(
-    plan: TransferPlan,
-    rank: int,
-    read: Read,
-    views: Mapping[str, Tensor],
-    arrives: Arrives = lambda spec, rows: rows,
-) -> None:
-    """Copy what this rank already holds into its views; nothing where a view is the source itself.
-
-    `arrives` gives what becomes of such a part by its encoding.
-    """
+def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
+    """Copy the slices that this rank already holds into its views, except shared tensors."""
     for transfer in plan.between(rank, rank):
-        source = arrives(plan.specs[transfer.name], given(plan, transfer, read))
+        source = given(plan, transfer, read)
         view = wanted(plan, transfer, views)
         places = {
             (tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device)
@@ -316,7 +283,7 @@ class Exchange:
             read,
             views,
         )
-        self._copied, self._encoding = copied, encoding or Plain(dtype)
+        self._copied, self._encoding = copied, encoding or Encoding(dtype)
         self.sent_bytes = 0
         self._staging: dict[tuple[str, int], Tensor] = {}
         self._posted: deque[tuple[list[_Carried], list[_Carried]]] = deque()

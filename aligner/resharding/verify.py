@@ -18,7 +18,7 @@ from aligner.resharding.transfer_plan import (
     numel_of,
     slices_of,
 )
-from aligner.resharding.transport import Arrives, Read, part
+from aligner.resharding.transport import Read, part
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 17
@@ -85,12 +85,7 @@ def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
 
 
 def _source_sums(
-    plan: TransferPlan,
-    plan_atoms: list[_Atom],
-    link: Link,
-    dtype: torch.dtype,
-    read: Read,
-    arrives: Arrives,
+    plan: TransferPlan, plan_atoms: list[_Atom], link: Link, dtype: torch.dtype, read: Read
 ) -> Tensor:
     """int64 [atoms]: checksums of those that this rank answers for, zero elsewhere."""
     sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=link.device)
@@ -98,9 +93,7 @@ def _source_sums(
         if atom.holder == link.rank:
             held = plan.source[link.rank][atom.spec.name]
             whole = read(atom.spec.name)
-            given = arrives(
-                atom.spec, part(whole, atom.spec, held, atom.axis, atom.start, atom.stop)
-            )
+            given = part(whole, atom.spec, held, atom.axis, atom.start, atom.stop)
             sums[index] = checksum(
                 given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start
             )
@@ -115,16 +108,15 @@ def verify(
     dtype: torch.dtype,
     read: Read,
     views: Mapping[str, Tensor],
-    arrives: Arrives = lambda spec, rows: rows,
 ) -> None:
-    """Compare every rank's views with what `arrives` of the source slices as `dtype`, bit by bit by
-    checksums; collective.
+    """Compare every rank's views with the source slices as `dtype`, bit by bit by checksums;
+    collective.
 
     Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and
     the ranks where it does.
     """
     plan_atoms = _plan_atoms(plan)
-    sums = _source_sums(plan, plan_atoms, link, dtype, read, arrives)
+    sums = _source_sums(plan, plan_atoms, link, dtype, read)
     link.all_reduce(sums)
     expected: dict[str, Tensor] = {}
     mine = plan.target.get(link.rank, {})

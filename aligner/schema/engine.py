@@ -166,9 +166,8 @@ class EngineConfig:
         "whole",
         "what new weights travel as; whole: all numbers; changes: those whose bits are others than"
         " at the publish before, of a piece of a tensor where that is less (nothing is lost; in"
-        " bf16 most stay as they are); mxfp8, mxint8: layers' matrices in eight bits a number, as"
-        " which they serve",
-        choices=("whole", "changes", "mxfp8", "mxint8"),
+        " bf16 most stay as they are)",
+        choices=("whole", "changes"),
     )
     in_flight: str = option(
         "finish",

@@ -1,9 +1,6 @@
-"""What a rank does in the tests of weights that travel as something else than all of their
-numbers."""
+"""Jobs of one rank in the tests of weight sync with changed elements only."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
@@ -11,27 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.models.weight_blocks import is_in_blocks
 from aligner.resharding.link import Link
-from aligner.resharding.microscaling import dequantize, quantize
-from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.schema import EngineParallelConfig, ParallelConfig
-from tests.resharding.jobs import TIMEOUT, Rank
-from tests.resharding.layouts import cut, tiny_shape, whole_weights
+from tests.resharding.jobs import TIMEOUT, Rank, make_plan
+from tests.resharding.layouts import cut, whole_weights
 
 PUBLISHES = 8
 BITS = {2: torch.int16, 4: torch.int32}
-
-
-def _plan(
-    trainer: ParallelConfig, engine: EngineParallelConfig, dtype: torch.dtype
-) -> TransferPlan:
-    """Of two worlds, with rows and cuts that hold whole blocks at two tensor-parallel ranks."""
-    shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
-    shape = dataclasses.replace(shape, hidden_size=64, head_dim=16, ffn_hidden_size=128)
-    return plan_resharding(
-        shape, trainer, engine, first_engine_rank=trainer.ranks, itemsize=dtype.itemsize
-    )
 
 
 class Changing(Rank):
@@ -78,7 +61,7 @@ def publish_changes(
 ) -> list[tuple[int, float | None]]:
     """Publishes of random changes, of which some versions are not published; half-way both ends
     start anew."""
-    plan = _plan(trainer, engine, dtype)
+    plan = make_plan(trainer, engine, separate=True, itemsize=dtype.itemsize)
     generator = torch.Generator().manual_seed(seed)
     told: list[tuple[int, float | None]] = []
     rank: Changing | None = None
@@ -87,7 +70,14 @@ def publish_changes(
             link = Link.of_world(plan.labels, timeout=TIMEOUT, generation=version)
             before, rank = (
                 rank,
-                Changing(plan, link, dtype=dtype, group_bytes=group_bytes, travels="changes"),
+                Changing(
+                    plan,
+                    link,
+                    bucket_bytes=1 << 12,
+                    dtype=dtype,
+                    group_bytes=group_bytes,
+                    travels="changes",
+                ),
             )
             rank.whole = before.whole if before else whole_weights(plan.table, seed)
         assert rank is not None
@@ -101,7 +91,9 @@ def publish_changes(
 def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
     """From one rank to one: everything, nothing, three numbers of a tensor and one of another,
     everything."""
-    plan = _plan(ParallelConfig(), EngineParallelConfig(), dtype)
+    plan = make_plan(
+        ParallelConfig(), EngineParallelConfig(), separate=True, itemsize=dtype.itemsize
+    )
     rank = Changing(
         plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes"
     )
@@ -120,7 +112,9 @@ def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
 def fail_and_go_on() -> list[float | None]:
     """A publish that fails in its last step, on the engine's side, and the next one over a new link
     to the same engine."""
-    plan = _plan(ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), torch.bfloat16)
+    plan = make_plan(
+        ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), separate=True, itemsize=2
+    )
     link = Link.of_world(plan.labels, timeout=TIMEOUT)
     rank = Changing(plan, link, dtype=torch.bfloat16, travels="changes")
     generator = torch.Generator().manual_seed(0)
@@ -144,22 +138,3 @@ def fail_and_go_on() -> list[float | None]:
     shares.append(other.publish_these(4)[1])
     dist.barrier()
     return shares
-
-
-def publish_quantized(
-    trainer: ParallelConfig, engine: EngineParallelConfig, kind: str, dtype: torch.dtype
-) -> tuple[int, int]:
-    """The engine holds the slices of what the whole tensors become in blocks, whatever the layouts;
-    bytes moved, and whole."""
-    plan = _plan(trainer, engine, dtype)
-    link = Link.of_world(plan.labels, timeout=TIMEOUT)
-    rank = Rank(plan, link, dtype=dtype, travels=kind, bucket_bytes=1 << 13)
-    for version in (0, 1):
-        stats = rank.publish(version)
-        for name, piece in plan.target.get(link.rank, {}).items():
-            whole = rank.whole[name].to(dtype)
-            if is_in_blocks(plan.specs[name]):
-                whole = dequantize(quantize(whole, kind), whole.shape[1], kind, dtype)
-            assert torch.equal(rank.sink.front[name], cut(whole, piece)), name
-    dist.barrier()
-    return stats.moved_bytes, stats.whole_bytes

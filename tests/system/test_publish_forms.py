@@ -1,5 +1,4 @@
-"""Whole runs whose weights travel as what has changed, or in eight bits a number
-(`engine.publish`)."""
+"""Whole runs with `engine.publish=changes`."""
 
 from __future__ import annotations
 
@@ -52,16 +51,3 @@ def test_a_run_by_changes_is_the_run_by_whole_weights_also_when_its_generator_is
     assert any(changed is None and share == 1 for share, changed in shares), (
         "to a generator that has started"
     )
-
-
-def test_eight_bits_a_number_serve_and_their_mismatch_is_told(tmp_path: Path) -> None:
-    run = run_to_end(
-        tmp_path,
-        "engine.publish=mxint8",
-        "engine.parallel.data=1",
-        "engine.verify_every=1",
-        "run.steps=3",
-    )
-    assert run.code == 0, run.report()
-    assert all(1e-5 < step["mismatch/logprob_abs"] < 0.1 for step in run.metrics)
-    assert all("publish/mib" in step for step in run.metrics)
