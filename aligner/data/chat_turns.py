@@ -78,8 +78,8 @@ class ChatTurns:
         if not drawn.numel() or not bool(self._tokenizer.ends(drawn[-1:])):
             last = self._text(drawn[-1:])
             raise AlignerError(
-                f"an assistant's turn of {drawn.numel()} tokens ends with {last!r}, which is no"
-                " end-of-turn token: a turn that was cut by its length ends its episode"
+                f"the assistant turn of {drawn.numel()} tokens ends with {last!r}, which is not an"
+                " end-of-turn token: a turn truncated by a length limit ends its episode"
             )
         return self._parsed(
             text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation
@@ -138,32 +138,30 @@ class ChatTurns:
         before = conversation.text
         if not text.startswith(before):
             return (
-                "the chat template words earlier turns differently once the conversation goes on:"
+                "the chat template renders earlier turns differently when messages follow:"
                 f" {_apart(before, text)}"
             )
         after, ending = text[len(before) :], self._text(torch.tensor([end]))
         if self._tokenizer.decode([end]) or not ending:
             return (
-                f"the model ended its turn with {ending!r}, which is no special token: what follows"
-                " could merge with it"
+                f"the model ended its turn with {ending!r}, which is not a special token: the"
+                " tokenizer could merge it with the text that follows"
             )
         start = self._end_of(turn, after, ending, conversation)
         if start is None:
             if not after.startswith(turn.text):
                 return (
-                    "the chat template words the turn differently from what the model drew:"
+                    "the chat template renders the turn differently from the model's output:"
                     f" {_apart(turn.text, after)}"
                 )
             follows = _begin(after[len(turn.text) :])
             return (
-                f"the model ended its turn with {ending!r}, and the chat template goes on behind it"
-                f" with {follows}"
+                f"the model ended its turn with {ending!r}, but the chat template continues after"
+                f" the turn with {follows}"
             )
         tail, whole = self._tokenizer.encode(after[start:]), self._tokenizer.encode(after)
         if int(tail[0]) != end or not torch.equal(whole[-len(tail) :], tail):
-            return (
-                f"the tokens behind the end-of-turn token {ending!r} depend on the turn before it"
-            )
+            return f"the tokens after the end-of-turn token {ending!r} depend on the turn before it"
         return tail[1:]
 
     def _end_of(

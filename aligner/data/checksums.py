@@ -53,8 +53,8 @@ def damage(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
             continue
         if found != wanted:
             problems.append(
-                f"{name} is damaged: {found.size} bytes of {wanted.size}, checksum {found[1]}, was"
-                f" {wanted[1]}"
+                f"{name} is damaged: expected {wanted.size} bytes with checksum {wanted.checksum},"
+                f" found {found.size} bytes with checksum {found.checksum}"
             )
     return problems
 
@@ -68,7 +68,7 @@ def unsealed(text: str) -> dict[str, Any]:
     """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not
     as it was sealed."""
     if text != sealed("{" + text[_SEALED_FROM:]):
-        raise DamagedError("damaged: its content is not what its checksum was made of")
+        raise DamagedError("damaged: the content does not match the checksum")
     content = json.loads(text)
     del content["checksum"]
     return content
@@ -97,5 +97,5 @@ def read_sealed_record(file: Path) -> bytes:
     are not those."""
     content = file.read_bytes()
     if sealed_record(content[_RECORD_BYTES:]) != content:
-        raise DamagedError(f"{file}: damaged: its content is not what its checksum was made of")
+        raise DamagedError(f"{file}: damaged: the content does not match the checksum")
     return content[_RECORD_BYTES:]

@@ -41,7 +41,8 @@ def take_run(config: Config) -> dict[str, Any]:
             attempt = read_sealed(file)["attempt"] + 1 if os.fstat(stream.fileno()).st_size else 0
         except DamagedError as error:
             raise AlignerError(
-                f"{error}; it says whose the run is: once nothing works on that, remove it"
+                f"{error}. The file records which trainer may write to the run (fencing). Make sure"
+                " that no process of the run is alive, then delete the file"
             ) from error
         record = {"attempt": attempt, "holder": str(Holder.here())}
         os.pwrite(
@@ -74,10 +75,9 @@ def writing() -> Iterator[None]:
         _lock(config, stream.fileno(), fcntl.LOCK_SH)
         found = read_sealed(file)
         if found != {**found, **record}:
-            ends = f"what works for attempt {record['attempt']} writes nothing more"
             raise AlignerError(
-                f"{file}: attempt {found['attempt']}, {found['holder']}, has taken the run since:"
-                f" {ends}"
+                f"{file}: attempt {found['attempt']} ({found['holder']}) has taken over the run;"
+                f" attempt {record['attempt']} may no longer write to it"
             )
         yield
 
@@ -100,14 +100,15 @@ def _lock(config: Config, descriptor: int, kind: int) -> None:
                 raise
         if (waited := time.monotonic() - begun) > tell_at:
             found = read_sealed(run_paths(config).claim)
-            told = (
-                f"run.dir={config.run.dir}: attempt {found['attempt']}, {found['holder']}, is in"
-                " the middle of writing"
+            problem = (
+                f"run.dir={config.run.dir}: attempt {found['attempt']} ({found['holder']}) is"
+                " writing to the run"
             )
             if waited > patience_s:
                 raise ConfigError(
-                    f"{told}, for {waited:.0f} s now, as one that is stopped may be; end it"
+                    f"{problem} and has not finished within {waited:.0f} s; it may be suspended:"
+                    " kill it, then launch again"
                 )
-            _log.warning("%s; waiting %g s for it at most", told, patience_s)
+            _log.warning("%s; waiting up to %g s for it to finish", problem, patience_s)
             tell_at = patience_s
         time.sleep(_POLL_S)

@@ -68,8 +68,8 @@ def with_tools(record: Record, tools: Tools | None) -> Record:
         return record
     if _asked(record)[1] is None:
         raise BadRecord(
-            f"{record.origin}: a model is told of tools in a prompt of messages, such as"
-            ' [{"role": "user", "content": …}], not in a plain text'
+            f"{record.origin}: tools require a prompt of chat messages, such as"
+            ' [{"role": "user", "content": …}], got plain text'
         )
     return (
         record
@@ -147,10 +147,10 @@ def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer
                 parts[-1], before = parts[-1][: len(shorter[0]) - len(before)], shorter[0]
         if not asked.startswith(before):
             raise BadRecord(
-                f"{record.origin}: {name}: the model's chat template words earlier turns"
-                " differently once the conversation goes on, as those do that leave out earlier"
-                " reasoning, so that its answers cannot be told apart; give"
-                " data.learned_turns=last, or a template that marks them with {% generation %}"
+                f"{record.origin}: {name}: the model's chat template renders earlier turns"
+                " differently when messages follow (for example, it removes earlier reasoning), so"
+                " the assistant's turns cannot be located; set data.learned_turns=last, or use a"
+                " template that marks them with {% generation %}"
             )
         parts += [asked[len(before) :], answered[len(asked) :]]
         before = answered
@@ -177,11 +177,11 @@ def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]
     said = [*asked_first, *last]
     if said[-1]["role"] != _ASSISTANT:
         raise BadRecord(
-            f"{record.origin}: {name}: the last message is of the {said[-1]['role']}, must be of"
-            f" the {_ASSISTANT}"
+            f"{record.origin}: {name}: the last message has role {said[-1]['role']!r}, must have"
+            f" role {_ASSISTANT!r}"
         )
     if not (said[-1].get("content") or "").strip() and not said[-1].get("tool_calls"):
-        raise BadRecord(f"{record.origin}: the {answer} is empty")
+        raise BadRecord(f"{record.origin}: {name}: the last message is empty")
     return name, said
 
 
@@ -191,14 +191,14 @@ def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tu
     answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
     if not answered.startswith(asked):
         raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template words the prompt differently once"
-            " it is answered, so that no response can be told from it; give plain text"
+            f"{record.origin}: {name}: the model's chat template renders the prompt differently"
+            " when a response follows, so the response cannot be located; use plain-text records"
         )
     names = [call.get("function", {}).get("name") for call in said[-1].get("tool_calls") or []]
     if lost := [tool for tool in names if str(tool) not in answered[len(asked) :]]:
         raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template does not word tool calls, such as"
-            f" {lost[0]!r}"
+            f"{record.origin}: {name}: the model's chat template does not render tool calls, such"
+            f" as that of {lost[0]!r}"
         )
     return asked, answered
 
@@ -212,8 +212,8 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             and _has_content(message)
         ):
             raise BadRecord(
-                f"{record.origin}: {name}[{index}]: a message needs a `role` and a `content`, both"
-                " texts, or a `role` and `tool_calls`, a list"
+                f"{record.origin}: {name}[{index}]: a message must have `role` and `content`, both"
+                " strings, or `role` and `tool_calls`, a non-empty list"
             )
     return messages
 
@@ -226,7 +226,8 @@ def _has_content(message: dict[str, Any]) -> bool:
 def _prompt(record: Record, name: str, messages: Messages, tokenizer: Tokenizer) -> str:
     if not messages or messages[-1]["role"] == _ASSISTANT:
         raise BadRecord(
-            f"{record.origin}: {name}: the {_ASSISTANT}'s last message answers none of another role"
+            f"{record.origin}: {name}: the {_ASSISTANT}'s last message must follow a message with"
+            " another role"
         )
     return _rendered(record, name, messages, tokenizer, add_generation_prompt=True)
 
@@ -257,8 +258,7 @@ def _worded(
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise BadRecord(
-            f"{record.origin}: `tools` must be a list of JSON objects, as the chat template takes"
-            " them"
+            f"{record.origin}: field `tools` must be a list of JSON objects (tool schemas)"
         )
     try:
         return render(tokenizer.chat_template, tools)

@@ -81,7 +81,8 @@ class LabeledSteps:
     def __post_init__(self) -> None:
         if self.positions.shape != self.labels.shape or self.labels.dtype != torch.float32:
             raise ValueError(
-                f"labels {tuple(self.labels.shape)} must be float32 {tuple(self.positions.shape)}"
+                f"labels: got {self.labels.dtype} {tuple(self.labels.shape)}, must be float32"
+                f" {tuple(self.positions.shape)}"
             )
 
 
@@ -123,18 +124,23 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         examples = open_preferences(data, tokenizer, config.seed, margin_for=wanted_by)
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(
-            f"data.normalization={data.normalization}: a step's reward is a logit, which is not"
-            " normalized"
+            f"data.normalization={data.normalization}: is not supported for records with `steps`: a"
+            " process reward model returns logits, which are not normalized; remove"
+            " data.normalization"
         )
     notices = examples.notices
     examples, held_out = examples.hold_out(data.held_out if config.algorithm.learns else 0)
     if held_out:
-        drawn = (
-            f"drawn by seed={config.seed}"
+        selection = (
+            f"selected at random with seed={config.seed}"
             if data.shuffle
-            else "the last ones, as data.shuffle=false"
+            else "the last ones, because data.shuffle=false"
         )
-        notices = (*notices, f"data.held_out={data.held_out}: of each source's rows, {drawn}")
+        notices = (
+            *notices,
+            f"data.held_out={data.held_out}: records of each source held out for evaluation,"
+            f" {selection}",
+        )
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
     # Samples have the prompts that the policy was given, cut by then.
@@ -158,8 +164,9 @@ def open_scores(config: Config) -> TeacherScores | None:
     known = directory_shape(policy, "model.path").vocab_size
     if scores.vocabulary > known:
         raise ConfigError(
-            f"teacher.scores={scores.directory}: it has ids up to {scores.vocabulary - 1}, and the"
-            f" policy knows {known} tokens; give a teacher that knows no others"
+            f"teacher.scores={scores.directory}: contains token ids up to {scores.vocabulary - 1},"
+            f" but the policy's vocab_size is {known}; use scores of a teacher with the policy's"
+            " vocabulary"
         )
     return scores
 
@@ -199,9 +206,12 @@ def open_preferences(
     def parse(record: Record) -> Preference:
         pair = _preference(record, tokenizer, data)
         if margin_for is not None and pair.margin is None:
-            raise BadRecord(
-                f"{record.origin}: it has no margin that is looked at, by which {margin_for} goes"
+            problem = (
+                "record lacks field `margin`"
+                if data.margin
+                else "field `margin` is ignored because data.margin=false"
             )
+            raise BadRecord(f"{record.origin}: {problem}; {margin_for} requires it")
         return pair
 
     return _open(data, seed, parse)
@@ -265,9 +275,8 @@ def _taught(demonstration: Demonstration, scores: TeacherScores, origin: str) ->
     found = scores.find(demonstration.tokens, demonstration.is_learned)
     if found is None:
         raise BadRecord(
-            f"{origin}: teacher.scores={scores.directory} has nothing about it: it is of other"
-            " data, or of data that another tokenizer, chat template or limit (data.…) has made"
-            " other tokens of"
+            f"{origin}: teacher.scores={scores.directory} has no scores for this record; compute"
+            " them from the same data with the same tokenizer, chat template and limits (data.…)"
         )
     return replace(demonstration, taught=found)
 
@@ -283,8 +292,8 @@ def _drawn(record: Record, tokens: Tensor) -> Tensor:
         or not any(drawn)
     ):
         raise BadRecord(
-            f"{record.origin}: `drawn` must be a list of 0 and 1, one for each of the {len(tokens)}"
-            " `tokens`"
+            f"{record.origin}: field `drawn` must be a list of 0 and 1, one for each of the"
+            f" {len(tokens)} `tokens`, with at least one 1"
         )
     return torch.tensor(drawn, dtype=torch.bool)
 
@@ -334,7 +343,7 @@ def _conversation(
         mask = torch.cat([mask, mask.new_ones(1)])[: tokens.numel()]
         mask[-1] = True
     limit = data.max_response_tokens
-    allowed = f"data.max_response_tokens={limit}, which all that follows the first prompt shares"
+    allowed = f"data.max_response_tokens={limit}, shared by all turns after the first prompt"
     within(tokens, segments[0].text, answer, record.origin, limit, allowed)
     mask = torch.cat([torch.zeros(asked.numel(), dtype=torch.bool), mask])
     return Demonstration(torch.cat([asked, tokens]), asked.numel(), mask)
@@ -346,9 +355,12 @@ def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Prefe
     if not torch.equal(
         chosen.tokens[: chosen.prompt_length], rejected.tokens[: rejected.prompt_length]
     ):
-        raise BadRecord(f"{record.origin}: chosen and rejected answer different prompts")
+        raise BadRecord(f"{record.origin}: `chosen` and `rejected` must have the same prompt")
     if torch.equal(chosen.tokens, rejected.tokens):
-        raise BadRecord(f"{record.origin}: chosen and rejected are equal, so neither is better")
+        raise BadRecord(
+            f"{record.origin}: `chosen` and `rejected` are identical; a pair needs two different"
+            " responses"
+        )
     return Preference(chosen, rejected, _margin(record) if data.margin else None)
 
 
@@ -362,7 +374,7 @@ def _margin(record: Record) -> float | None:
         or not 0 <= margin < math.inf
     ):
         raise BadRecord(
-            f"{record.origin}: margin is {margin!r}, must be a finite number of at least 0"
+            f"{record.origin}: field `margin` is {margin!r}, must be a finite number >= 0"
         )
     return float(margin)
 
@@ -370,27 +382,30 @@ def _margin(record: Record) -> float | None:
 def _labeled_answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledAnswer:
     label = record.values.get("label")
     if label not in (0, 1):
-        raise BadRecord(f"{record.origin}: label is {label!r}, must be true or false")
+        raise BadRecord(f"{record.origin}: field `label` is {label!r}, must be true or false")
     return LabeledAnswer(_demonstration(record, "response", tokenizer, data), bool(label))
 
 
 def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
     steps, labels = record.items("steps"), record.items("labels")
     if len(steps) != len(labels):
-        raise BadRecord(f"{record.origin}: {len(steps)} steps, but {len(labels)} labels")
+        raise BadRecord(
+            f"{record.origin}: got {len(steps)} `steps` but {len(labels)} `labels`; every step"
+            " needs one label"
+        )
     for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
         if not isinstance(step, str) or not step.strip():
             raise BadRecord(
-                f"{record.origin}: steps[{index}] is {step!r}, must be a text, not an empty one"
+                f"{record.origin}: steps[{index}] is {step!r}, must be a non-empty string"
             )
         if label not in (0, 1):
             raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
     tokens = [prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]]
     limit = data.max_response_tokens
-    allowed = f"data.max_response_tokens={limit}, which all steps share"
+    allowed = f"data.max_response_tokens={limit}, shared by all steps"
     for index, step in enumerate(steps):
         tokens.append(
-            tokenize_text(step, f"steps[{index}]", record.origin, tokenizer, limit, allowed)
+            tokenize_text(step, f"text of steps[{index}]", record.origin, tokenizer, limit, allowed)
         )
         limit -= tokens[-1].numel()
     lengths = torch.tensor([part.numel() for part in tokens])

@@ -93,8 +93,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or (match[2] and match[2].upper() not in _UNITS) or float(match[1]) <= 0:
         raise ConfigError(
-            f"--max-shard-size {text}: expected a number and one of {', '.join(_UNITS)}, such"
-            " as 5GB"
+            f"--max-shard-size {text}: expected a size > 0 such as 5GB; units:"
+            f" {', '.join(_UNITS)}, bytes by default"
         )
     return int(float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1))
 
@@ -119,8 +119,7 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
         if parts:
             if not (path / MANIFEST).is_file():
                 raise ConfigError(
-                    f"{path}: an incomplete checkpoint: {MANIFEST} is missing, which is written"
-                    " last"
+                    f"{path}: incomplete checkpoint: {MANIFEST}, which is written last, is missing"
                 )
             files = read_manifest_file(path / MANIFEST)["files"]
             _check_files(
@@ -141,8 +140,8 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
         raise ConfigError(str(error)) from error
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path}: neither a run directory (with checkpoints/), a checkpoint (with {MANIFEST}),"
-            " nor a Hugging Face model directory (with config.json)"
+            f"{path}: expected a run directory (with checkpoints/), a checkpoint (with {MANIFEST})"
+            " or a Hugging Face model directory (with config.json)"
         )
     return _directory_source(path, given_as)
 
@@ -163,7 +162,7 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
     table = weight_table(manifest.shape, manifest.head)
     by_name = stored_tensors(table)
     if missing := [spec.name for spec in table if spec.name not in manifest.index]:
-        raise AlignerError(f"{directory}: the checkpoint lacks {', '.join(missing)}")
+        raise AlignerError(f"{directory}: the checkpoint lacks the tensors {', '.join(missing)}")
     lora = LoraConfig(**manifest.lora) if manifest.lora else LoraConfig()
     adapters = adapter_map(table, lora)
 
@@ -208,7 +207,7 @@ def _directory_source(directory: Path, given_as: str) -> Source:
         else "vocabulary"
     )
     if problems := weight_problems(directory, weight_table(shape, head)):
-        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+        raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
 
     def entry(name: str) -> TensorEntry:
@@ -226,7 +225,7 @@ def _directory_source(directory: Path, given_as: str) -> Source:
             config, tuple(entry(name) for name in files), read, directory, head, directory, given_as
         )
     except (OSError, SafetensorError, KeyError) as error:
-        raise ConfigError(f"{directory}: its tensors cannot be read: {error}") from error
+        raise ConfigError(f"{directory}: the tensors cannot be read: {error}") from error
 
 
 def export(
@@ -245,7 +244,7 @@ def export(
     cannot be written.
     """
     if output.exists():
-        raise ConfigError(f"{output}: exists already; give a directory that does not")
+        raise ConfigError(f"{output}: already exists; give a directory that does not exist yet")
     entries = list(source.entries)
     if dtype is not None:
         kind = EXPORT_DTYPES[dtype]
@@ -316,14 +315,12 @@ def _write_weights(
 
 def _copy_companions(source: Path, directory: Path) -> list[str]:
     if not source.is_dir():
-        return [
-            f"no tokenizer was copied: the directory that training started from is gone: {source}"
-        ]
+        return [f"no tokenizer was copied: the initial model's directory {source} does not exist"]
     found = [name for name in _COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, directory / name)
     return (
         []
         if any(name.startswith("tokenizer") for name in found)
-        else [f"no tokenizer was copied: {source} has none"]
+        else [f"no tokenizer was copied: {source} has no tokenizer files"]
     )

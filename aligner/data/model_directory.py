@@ -43,9 +43,7 @@ def prepare_model(config: Config) -> Path:
         _create(directory, _write_random, config, config.model.config)
     elif config.model.source == "gguf" and not directory.exists():
         file = gguf_file(config.model)
-        _log.info(
-            "converting %s to safetensors, about half a minute, once: %s", file.name, directory
-        )
+        _log.info("converting %s to safetensors in %s (once, about 30 s)", file.name, directory)
         _create(directory, _write_converted, file)
     check_model_directory(directory)
     for name, entries in config.dry_run.models.items():
@@ -72,18 +70,18 @@ def check_model_directory(directory: Path) -> ModelShape:
     absent += [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
     if absent:
         raise ConfigError(
-            f"{directory} is not a complete Hugging Face model directory; it lacks"
-            f" {', '.join(absent)}"
+            f"{directory}: incomplete Hugging Face model directory; missing: {', '.join(absent)}"
         )
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
     tokens = read_tokenizer(directory).get_vocab_size()
     if tokens > shape.vocab_size:
         problems.append(
-            f"tokenizer.json has {tokens} tokens, the model's vocabulary {shape.vocab_size}"
+            f"tokenizer.json has {tokens} tokens, more than the model's vocab_size"
+            f" {shape.vocab_size}"
         )
     if problems:
-        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+        raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     return shape
 
 
@@ -151,9 +149,7 @@ def _write_converted(directory: Path, file: Path) -> None:
         default=None,
     )
     if pad is None:
-        raise ConfigError(
-            f"{file}: its tokenizer has no special token to pad with besides the end of sequence"
-        )
+        raise ConfigError(f"{file}: the tokenizer has no special token for padding other than EOS")
     # The weights are float32 now: what is left of the GGUF's description must not be applied to
     # them again.
     config = model.config.to_dict()

@@ -173,9 +173,9 @@ class DrawRule:
         outside = (known < low) | (known > high)
         if rest == 0 and (left := int((~outside).sum())) < count:
             raise AlignerError(
-                f"data.curriculum.between=[{low:g}, {high:g}]: of {len(known)} prompts {left} have"
-                f" a pass rate there, or none yet, and {count} are to be drawn; with"
-                " data.curriculum.rest_passes above 0 the others come again"
+                f"data.curriculum.between=[{low:g}, {high:g}]: {count} prompts are required, but"
+                f" only {left} of {len(known)} have a pass rate in this range or no pass rate yet;"
+                " widen the range, or set data.curriculum.rest_passes > 0 to retry the others"
             )
         found: list[int] = []
         while len(found) < count:

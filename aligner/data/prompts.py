@@ -195,7 +195,7 @@ def _with_pass_rate(
         if text not in told:
             raise BadRecord(
                 f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
-                " its prompt"
+                " this record's prompt"
             )
         record = replace(record, values={**record.values, "pass_rate": told[text]})
     if data.sort_by is not None:
@@ -203,10 +203,10 @@ def _with_pass_rate(
     if data.pass_rate:
         (low, high), rate = data.pass_rate, record.number("pass_rate")
         if not 0 <= rate <= 1:
-            raise BadRecord(f"{record.origin}: `pass_rate` is {rate:g}; it is a share, 0 to 1")
+            raise BadRecord(f"{record.origin}: field `pass_rate` is {rate:g}, must be in [0, 1]")
         if not low <= rate <= high:
             raise LeftOut(
-                f"{record.origin}: the pass_rate {rate:g} is outside data.pass_rate=[{low:g},"
+                f"{record.origin}: `pass_rate` {rate:g} is outside data.pass_rate=[{low:g},"
                 f" {high:g}]"
             )
     return record
@@ -255,8 +255,8 @@ def prompt_tokens(
             raise LeftOut(str(error)) from error
         if data.long_prompts != "error" and prompt.is_worded:
             raise BadRecord(
-                f"{error}; data.long_prompts={data.long_prompts} would break the chat template's"
-                " words"
+                f"{error}; data.long_prompts={data.long_prompts} is not supported with chat"
+                " messages; use data.long_prompts=drop to skip such records"
             ) from error
         raise
 
@@ -285,17 +285,18 @@ def _asked_part(text: str, data: DataConfig, origin: str) -> str:
     if after is not None:
         _, found, text = text.partition(after)
         if not found:
-            raise BadRecord(f"{origin}: the prompt lacks data.prompt_after={after!r}")
+            raise BadRecord(f"{origin}: the prompt does not contain data.prompt_after={after!r}")
     if before is not None:
         text, found, _ = text.rpartition(before)
         if not found:
+            where = "" if after is None else f" after data.prompt_after={after!r}"
             raise BadRecord(
-                f"{origin}: the prompt lacks data.prompt_before={before!r} behind where it begins"
+                f"{origin}: the prompt does not contain data.prompt_before={before!r}{where}"
             )
     if not text.strip():
         raise BadRecord(
             f"{origin}: the prompt is empty between data.prompt_after={after!r} and"
-            f" prompt_before={before!r}"
+            f" data.prompt_before={before!r}"
         )
     return text
 
@@ -359,7 +360,7 @@ def _metadata(record: Record) -> dict[str, Any]:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
             raise BadRecord(
-                f"{record.origin}: `{name}` cannot go to a scorer with the prompt: {error}"
+                f"{record.origin}: field `{name}` cannot be sent to the reward as JSON: {error}"
             ) from error
     return metadata
 
@@ -421,7 +422,7 @@ def drawn_tokens(
         type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens
     ):
         raise BadRecord(
-            f"{origin}: `{field}` must be a list of the model's tokens, 0 to"
+            f"{origin}: field `{field}` must be a non-empty list of token ids from 0 to"
             f" {tokenizer.vocab_size - 1}"
         )
     text = values.get(name)
@@ -429,8 +430,8 @@ def drawn_tokens(
         text = tokenizer.decode(encoded(text, origin, tokenizer))
     if (said := tokenizer.decode(tokens)) != text:
         raise BadRecord(
-            f"{origin}: `{field}` and `{name}` are not the same with this model's tokenizer, by"
-            f" which the tokens say {said!r}; where another model drew them, give"
-            " data.drawn_tokens=false, or leave them out"
+            f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
+            f" {said!r}; if another model generated them, set data.drawn_tokens=false, or remove"
+            f" field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)

@@ -71,8 +71,8 @@ def questions(
         }
     if not found:
         raise ConfigError(
-            f"{name}: it has so few questions that none is"
-            f" {'held out' if held_out else 'left to learn from'}"
+            f"{name}: the task has too few different questions: none is available for"
+            f" {'evaluation' if held_out else 'training'}"
         )
 
 
@@ -87,8 +87,8 @@ def score(response: str, question: Mapping[str, Any]) -> float:
     dataset, entry = _question(question["made_of"])
     if zlib.crc32(entry["question"].encode()) != question["checksum"]:
         raise AlignerError(
-            f"reasoning_gym makes another question of {question['made_of']} here than for the data;"
-            " the same versions of it and of Python are needed"
+            f"reasoning_gym generates a different question for {question['made_of']} here than for"
+            " the data; use the same versions of reasoning_gym and Python for both"
         )
     tagged = _ANSWER.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
@@ -98,7 +98,8 @@ def score(response: str, question: Mapping[str, Any]) -> float:
         dataset.score_answer(entry["answer"], entry)
         shown = answer if len(answer) <= 80 else answer[:77] + "..."
         print(
-            f"{question['made_of']}: {shown!r} is worth 0: {type(error).__name__}: {error}",
+            f"reasoning_gym: scored 0 for the answer {shown!r} to {question['made_of']}:"
+            f" {type(error).__name__}: {error}",
             file=sys.stderr,
         )
         return 0.0

@@ -49,32 +49,32 @@ class Record:
 
     def text(self, name: str) -> str:
         """A field that must be a text, and not an empty one."""
-        value = self._value(name, str, "a text")
+        value = self._value(name, str, "a string")
         if not value.strip():
-            raise BadRecord(f"{self.origin}: the {name} is empty")
+            raise BadRecord(f"{self.origin}: field `{name}` is empty")
         return value
 
     def items(self, name: str) -> list[Any]:
         """A field that must be a list, and not an empty one."""
         value = self._value(name, list, "a list")
         if not value:
-            raise BadRecord(f"{self.origin}: `{name}` is an empty list")
+            raise BadRecord(f"{self.origin}: field `{name}` is an empty list")
         return value
 
     def number(self, name: str) -> float:
         """A field that must be a finite number."""
         value = self._value(name, (int, float), "a number")
         if not is_finite_number(value):
-            raise BadRecord(f"{self.origin}: `{name}` is {value}, not a finite number")
+            raise BadRecord(f"{self.origin}: field `{name}` is {value}, must be a finite number")
         return float(value)
 
     def _value(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
         if name not in self.values:
-            raise missing(self.origin, name, f" with {wanted}", self.values)
+            raise missing(self.origin, name, f" ({wanted})", self.values)
         value = self.values[name]
         if not isinstance(value, kind):
             raise BadRecord(
-                f"{self.origin}: needs a `{name}` key with {wanted}, not {type(value).__name__}"
+                f"{self.origin}: field `{name}` must be {wanted}, got {type(value).__name__}"
             )
         return value
 
@@ -82,7 +82,7 @@ class Record:
 def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> BadRecord:
     """That a record has no field of a name."""
     return BadRecord(
-        f"{origin}: needs a `{name}` key{wanted}; it has {', '.join(values) or 'no keys'}"
+        f"{origin}: record lacks field `{name}`{wanted}; it has: {', '.join(values) or 'no fields'}"
     )
 
 
@@ -137,7 +137,9 @@ def has_steps(data: DataConfig) -> bool:
         except BadRecord:
             if not data.skip_bad_records:
                 raise
-    raise ConfigError(f"{source.given_as}: no record can be read")
+    raise ConfigError(
+        f"{source.given_as}: no record can be parsed; all were skipped (data.skip_bad_records=true)"
+    )
 
 
 def convert(
@@ -165,10 +167,12 @@ def convert(
             bad.append(error)
     if not bad:
         return kept, []
-    notice = f"{what}: skipped {len(bad)} of {len(bad) + len(kept)} records; the first: {bad[0]}"
     if not kept:
-        raise ConfigError(notice)
-    return kept, [notice]
+        raise ConfigError(
+            f"{what}: none of the {len(bad)} records can be used; first problem: {bad[0]}"
+        )
+    total = len(bad) + len(kept)
+    return kept, [f"{what}: skipped {len(bad)} of {total} records; first problem: {bad[0]}"]
 
 
 def read_lines(
@@ -193,7 +197,7 @@ def read_lines(
     kind = kind or ("txt" if standard_input else path.suffix.removeprefix("."))
     if kind not in _SUFFIXES:
         allowed = ", ".join(f".{suffix}" for suffix in _SUFFIXES)
-        raise ConfigError(f"{key}{path}: unknown kind of file {path.suffix!r}; allowed: {allowed}")
+        raise ConfigError(f"{key}{path}: unsupported file type {path.suffix!r}; allowed: {allowed}")
     try:
         content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
         lines = (
@@ -221,19 +225,19 @@ def _function_lines(
     try:
         records = function(dict(arguments))
     except ChildRaised as error:
-        raise ConfigError(f"{key}{path}: it failed with {error}") from error
+        raise ConfigError(f"{key}{path}: the function raised {error}") from error
     except ChildLost as error:
-        raise ConfigError(f"{key}{path}: it {error}") from error
+        raise ConfigError(f"{key}{path}: the function {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"{key}{path}: {error}; give {FUNCTION}MODULE:CALLABLE") from error
+        raise ConfigError(f"{key}{path}: {error}; expected {FUNCTION}MODULE:CALLABLE") from error
     finally:
         function.close()
     if not records:
-        raise ConfigError(f"{key}{path}: it gives no record")
+        raise ConfigError(f"{key}{path}: the function yielded no records")
     for index, (values, kind) in enumerate(records):
         if values is None:
             raise ConfigError(
-                f"{key}{path}[{index}]: expected a mapping of a record's fields, got {kind}"
+                f"{key}{path}[{index}]: expected a mapping of field names to values, got {kind}"
             )
         yield Line(values, f"{path}[{index}]")
 
@@ -252,22 +256,22 @@ def yielded(
 def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
     if not is_dataset(path):
         raise ConfigError(
-            f"{key}{path}: a directory, but not one data set, or split, that Hugging Face datasets"
-            " saved"
+            f"{key}{path}: the directory is not a Hugging Face dataset; expected a single split"
+            " saved with Dataset.save_to_disk"
         )
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{key}{path}: reading it needs the datasets package; install the datasets extra, pip"
-            f" install 'aligner[datasets]': {error}"
+            f"{key}{path}: a Hugging Face dataset requires the datasets package; install it with"
+            f" pip install 'aligner[datasets]': {error}"
         ) from error
     try:
         dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}{path} cannot be read: {error}") from error
     if not len(dataset):
-        raise ConfigError(f"{key}{path}: the data set is empty")
+        raise ConfigError(f"{key}{path}: the dataset is empty")
     for index, values in enumerate(dataset):
         # Every record of a data set has every field; those that one lacks are null.
         yield Line(
@@ -286,7 +290,7 @@ def _record(line: Line, names: Mapping[str, str]) -> Record:
         placed = template_fields(name)
         for field in placed or (name,):
             if field not in theirs:
-                raise missing(line.origin, field, f" for `{ours}` (fields)", theirs)
+                raise missing(line.origin, field, f", which `fields` uses for `{ours}`", theirs)
         values[ours] = (
             filled(name, {field: _text(theirs[field]) for field in placed})
             if placed
@@ -310,13 +314,13 @@ def _fields(line: Line) -> Mapping[str, Any]:
     try:
         text = line.content.decode()
     except UnicodeDecodeError as error:
-        raise BadRecord(f"{line.origin}: not UTF-8 text: {error}") from error
+        raise BadRecord(f"{line.origin}: not valid UTF-8: {error}") from error
     if not line.is_json:
         return {"prompt": text}
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"{line.origin}: not a JSON object: {error}") from error
+        raise BadRecord(f"{line.origin}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadRecord(f"{line.origin}: not a JSON object but {type(values).__name__}")
+        raise BadRecord(f"{line.origin}: expected a JSON object, got {type(values).__name__}")
     return values

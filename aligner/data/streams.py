@@ -40,7 +40,7 @@ class ExampleStream(Generic[Example]):
         without an example.
         """
         if not sources or not all(sources):
-            raise ConfigError("there are no examples")
+            raise ConfigError("every data source must have at least one record")
         self._sources = sources
         self._weights = [Fraction(str(weight)) for weight in weights or [1] * len(sources)]
         self._seed, self._shuffle = seed, shuffle
@@ -69,11 +69,11 @@ class ExampleStream(Generic[Example]):
                 which = (
                     f"source {number} of {len(self._sources)} has"
                     if len(self._sources) > 1
-                    else "there are"
+                    else "the data has"
                 )
                 raise ConfigError(
-                    f"data.held_out={count}: {which} {len(source)} rows; hold out fewer, so that"
-                    " some are left"
+                    f"data.held_out={count}: {which} only {len(source)} records; hold out fewer, so"
+                    " that some remain for training"
                 )
         kept, held_out = [], []
         for number, source in enumerate(self._sources):

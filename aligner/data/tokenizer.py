@@ -52,7 +52,7 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(f"{file}: not a tokenizer: {error}") from error
+        raise ConfigError(f"{file}: not a valid tokenizer file: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -100,7 +100,8 @@ class Tokenizer:
         """
         if not self.eos_token_ids:
             raise AlignerError(
-                f"{self.directory}: config.json has no eos_token_id for a response to end with"
+                f"{self.directory}: config.json lacks eos_token_id, which is required to end a"
+                " response"
             )
         named = _special_tokens(_settings(self.directory)).get("eos_token")
         token = self._tokenizer.token_to_id(named) if isinstance(named, str) else None
@@ -119,7 +120,7 @@ class Tokenizer:
             tokens = with_beginning(encoding) if begins else encoding.ids
         except UnicodeEncodeError as error:  # JSON can escape half of a character
             raise AlignerError(
-                f"{text!r} cannot be tokenized: it is not text that UTF-8 has: {error}"
+                f"{text!r} cannot be tokenized: it is not valid UTF-8: {error}"
             ) from error
         except Exception as error:  # tokenizers raises nothing more specific
             unknown = sorted(
@@ -128,7 +129,8 @@ class Tokenizer:
                 if self._tokenizer.token_to_id(character) is None
             )
             raise AlignerError(
-                f"{text!r} cannot be tokenized: the vocabulary lacks {unknown} ({error})"
+                f"{text!r} cannot be tokenized: the vocabulary lacks the characters {unknown}"
+                f" ({error})"
             ) from error
         return torch.tensor(tokens, dtype=torch.int64)
 
@@ -142,7 +144,7 @@ class Tokenizer:
         except AlignerError as error:
             raise ConfigError(f"{key}={text!r}: {error}") from error
         if len(tokens) != 1:
-            raise ConfigError(f"{key}={text!r}: must be one token, and is {len(tokens)}")
+            raise ConfigError(f"{key}={text!r}: must be a single token, got {len(tokens)} tokens")
         return int(tokens[0])
 
     def ended(self, tokens: Tensor) -> Tensor:
@@ -208,7 +210,9 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in texts.items()}
         except jinja2.TemplateError as error:
-            raise ConfigError(f"{directory}: its chat template cannot be read: {error}") from error
+            raise ConfigError(
+                f"{directory}: the chat template is not valid Jinja: {error}"
+            ) from error
 
     def render(
         self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool
@@ -247,7 +251,7 @@ class ChatTemplate:
         # the template is a program of the model's, and fails in its own ways
         except Exception as error:
             raise AlignerError(
-                f"the model's chat template refuses the messages: {error}"
+                f"the model's chat template cannot render the messages: {error}"
             ) from error
 
 
@@ -272,7 +276,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: not a JSON object but {type(settings).__name__}")
+        raise ConfigError(f"{file}: expected a JSON object, got {type(settings).__name__}")
     return settings
 
 
@@ -289,9 +293,9 @@ def _template_texts(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
     texts = {name: text for name, text in entries if isinstance(text, str)}
     if "default" not in texts:
         raise ConfigError(
-            f"{directory}: the data has chat messages, but the model has no chat template, neither"
-            " chat_template.jinja nor a `chat_template` in tokenizer_config.json; add one, or give"
-            " plain text"
+            f"{directory}: chat messages require a chat template, but the model has neither"
+            " chat_template.jinja nor `chat_template` in tokenizer_config.json; add one, or use"
+            " plain-text prompts"
         )
     return texts
 
@@ -338,15 +342,15 @@ def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:
     """
     if len(shape.eos_token_ids) != 1 or shape.pad_token_id in shape.eos_token_ids:
         raise ConfigError(
-            "model.config must give one eos_token_id and another pad_token_id, got"
+            "model.config: must have exactly one eos_token_id and a different pad_token_id, got"
             f" eos_token_id={list(shape.eos_token_ids)} and pad_token_id={shape.pad_token_id}"
         )
     special = {shape.pad_token_id: "<pad>", shape.eos_token_ids[0]: "<eos>"}
     largest = len(CHARACTERS) + len(special)
     if not max(special) < shape.vocab_size <= largest:
         raise ConfigError(
-            f"model.config.vocab_size={shape.vocab_size}: a character tokenizer allows at most"
-            f" {largest} tokens, and more than the largest special id, {max(special)}"
+            f"model.config.vocab_size={shape.vocab_size}: must be greater than the largest special"
+            f" token id ({max(special)}) and at most {largest}, the character tokenizer's limit"
         )
     remaining = iter(CHARACTERS)
     vocabulary = {special.get(token) or next(remaining): token for token in range(shape.vocab_size)}

@@ -163,13 +163,15 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         from transformers.utils.chat_template_utils import get_json_schema
     except ImportError as error:
         raise ConfigError(
-            f"{name} as a tool needs the transformers package; install the tools extra, pip install"
-            f" 'aligner[tools]': {error}"
+            f"{name}: a function as a tool requires the transformers package; install it with pip"
+            f" install 'aligner[tools]': {error}"
         ) from error
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # of several types, and annotations are the user's own code
-        raise ConfigError(f"{name} cannot be a tool: {error}") from error
+        raise ConfigError(
+            f"{name}: cannot derive a tool schema from the function: {error}"
+        ) from error
     return schema
 
 

@@ -134,29 +134,29 @@ class Sample:
     def __post_init__(self) -> None:
         response = self.tokens.numel() - self.prompt_length
         if response < (self.finish_reason != "unfinished"):
-            raise ValueError(f"sample {self.prompt_id}/{self.sample_index} has no response token")
+            raise ValueError(f"sample {self.prompt_id}/{self.sample_index} has no response tokens")
         parts = {
             "log-probs": self.engine_logprobs,
-            "versions": self.weight_versions,
-            "sets of kept tokens": None if self.kept is None else self.kept.counts,
-            "marks of drawn tokens": self.drawn,
+            "weight versions": self.weight_versions,
+            "kept-token counts": None if self.kept is None else self.kept.counts,
+            "marks of generated tokens": self.drawn,
             "rewards": self.rewards,
         }
         if wrong := [
-            f"{tuple(part.shape)} {name}"
+            f"{name} of shape {tuple(part.shape)}"
             for name, part in parts.items()
             if part is not None and part.shape != (response,)
         ]:
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: {response} response tokens, but"
-                f" {' and '.join(wrong)}"
+                f"sample {self.prompt_id}/{self.sample_index}: expected shape {(response,)}, one"
+                f" entry per response token, got {' and '.join(wrong)}"
             )
         if self.routes is not None and (
             self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1
         ):
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: routes are"
-                f" {tuple(self.routes.shape)}, must be of {self.tokens.numel() - 1} tokens"
+                f"sample {self.prompt_id}/{self.sample_index}: expert routing has"
+                f" shape {tuple(self.routes.shape)}, must cover {self.tokens.numel() - 1} tokens"
             )
 
 
@@ -212,13 +212,14 @@ class Rows:
         batch, length = self.tokens.shape
         if self.lengths.shape != (batch,):
             raise ValueError(
-                f"lengths {tuple(self.lengths.shape)} do not fit tokens {tuple(self.tokens.shape)}"
+                f"lengths: got shape {tuple(self.lengths.shape)}, must be {(batch,)} for tokens of"
+                f" shape {tuple(self.tokens.shape)}"
             )
         for name, member in self._members().items():
             shape = member.shape if isinstance(member, Tensor) else member.counts.shape
             allowed = (batch,) if len(shape) == 1 else (batch, length - 1)
             if name != "tokens" and shape[:2] != allowed:
-                raise ValueError(f"{name} is {tuple(shape)}, must be {allowed}")
+                raise ValueError(f"{name}: got shape {tuple(shape)}, must be {allowed}")
 
     def select(self, rows: Tensor, width: int | None = None) -> Self:
         """Some rows (int64 [N]), in that order, cut to `width` tokens."""
@@ -295,7 +296,7 @@ class SampleBatch(Rows):
         counts = groups.unique_consecutive(return_counts=True)[1].unique().tolist()
         if len(counts) > 1:
             raise ValueError(
-                f"prompts have {' or '.join(map(str, counts))} samples each, must have the same"
+                f"prompts have {' or '.join(map(str, counts))} samples, must all have the same"
                 " number"
             )
         return counts[0] if counts else 1

@@ -54,7 +54,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         }
     if not single.is_file():
         raise ConfigError(
-            f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"
+            f"{directory}: found neither model.safetensors nor model.safetensors.index.json;"
+            " expected a Hugging Face model directory with safetensors weights"
         )
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
@@ -109,17 +110,17 @@ def weight_problems(
     wanted = {spec.stored.name: spec.stored.shape for spec in table}
     named = {file_name(name, files): shape for name, shape in wanted.items()}
     missing = [
-        f"{name} {wanted[name]} is missing"
+        f"tensor {name} {wanted[name]} is missing"
         for name in wanted
         if file_name(name, files) not in files and name not in optional
     ]
     misshapen = [
-        f"{name} is {shapes[name]}, must be {shape}"
+        f"tensor {name} has shape {shapes[name]}, expected {shape}"
         for name, shape in named.items()
         if shapes.get(name, shape) != shape
     ]
     unknown = [
-        f"{name} {shapes[name]} is unknown"
+        f"tensor {name} {shapes[name]} is not part of the model"
         for name in files
         if name not in named and not name.endswith(_UNUSED)
     ]
@@ -141,7 +142,7 @@ def read_slices(
     given, for what `weight_problems` finds.
     """
     if problems := weight_problems(directory, table, optional=optional, partial=partial):
-        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+        raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
     by_file: dict[Path, list[TensorSpec]] = {}
     for spec in table:
@@ -219,7 +220,7 @@ def write_safetensors(
             tensor = read(entry.name).detach()
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise ValueError(
-                    f"{file}: {entry.name} was announced as {entry.dtype} {entry.shape}, but is"
+                    f"{file}: tensor {entry.name}: expected {entry.dtype} {entry.shape}, got"
                     f" {tensor.dtype} {tuple(tensor.shape)}"
                 )
             content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -124,7 +124,7 @@ def test_what_a_function_sees_is_there():
     ]
     assert batch.weight_versions[batch.mask].unique().tolist() == [7]
     assert batch.select(torch.tensor([2, 3])).groups.tolist() == [1, 1]
-    with pytest.raises(ValueError, match="prompts have 1 or 2 samples each"):
+    with pytest.raises(ValueError, match="prompts have 1 or 2 samples, must all have"):
         batch.select(torch.tensor([0, 1, 3])).samples_per_prompt  # noqa: B018
     _, experience, _, _ = step(composed("ppo"))
     seen = (

@@ -81,10 +81,10 @@ def test_a_config_error_exits_2_at_once_and_leaves_nothing(
     ("arguments", "message"),
     [
         slow(["absent", "model"], "absent: no such directory"),
-        ([".", "model"], "neither a run directory (with checkpoints/), a checkpoint"),
+        ([".", "model"], "expected a run directory (with checkpoints/), a checkpoint"),
         (
             [".", "model", "--max-shard-size", "much"],
-            "--max-shard-size much: expected a number and one of KB, MB",
+            "--max-shard-size much: expected a size > 0 such as 5GB; units: KB, MB",
         ),
         slow([".", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
         slow([".", "model", "more"], "unexpected argument more"),
@@ -132,7 +132,7 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
         ),
         slow(
             ["rollout.truncate_token=ab", "rollout.truncate_after=0"],
-            "rollout.truncate_token='ab': must be one token",
+            "rollout.truncate_token='ab': must be a single token",
         ),
     ],
 )
@@ -175,9 +175,11 @@ def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_
 ) -> None:
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_405b_ppo")
     assert done.returncode == 0, done.stderr
-    assert "note: models/llama3_405b is not there yet" in done.stderr
-    assert "models/llama3_70b_reward is not there yet" in done.stderr
-    assert "note: data/prompts.jsonl is not there yet: its records are not checked" in done.stderr
+    assert "note: models/llama3_405b does not exist yet;" in done.stderr
+    assert "models/llama3_70b_reward does not exist yet;" in done.stderr
+    assert (
+        "note: data/prompts.jsonl does not exist yet; its records cannot be checked" in done.stderr
+    )
     table = [
         line.split()
         for line in done.stdout.partition("memory of a device, GiB of 136")[2].splitlines()
@@ -237,7 +239,7 @@ def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
 def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "serve", "role=generator", "experiment=tiny_ppo")
     assert done.returncode == 2
-    assert "role=generator: give one role; allowed: critic, reward" in done.stderr
+    assert "role=generator: expected exactly one role; allowed: critic, reward" in done.stderr
 
 
 def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:

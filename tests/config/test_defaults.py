@@ -26,7 +26,7 @@ from aligner.schema.keys import value_at
 
 ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
 OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "kto", "reward_model", "teacher_scores")
-DATA = DataStatistics(7473, "512 of 7473 records, the longest among them", False, 230, 160, 320)
+DATA = DataStatistics(7473, "512 of 7473 records, including the longest", False, 230, 160, 320)
 
 
 def entries(

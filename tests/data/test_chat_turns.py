@@ -261,14 +261,14 @@ def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_a
     )
     third = grown(tokenizer, second, "<think>\nstill\n</think>\n\nno", [ASKED])
     assert isinstance(third, Unsafe)
-    assert "words earlier turns differently" in third.reason and "<think>" not in third.anew.text
+    assert "renders earlier turns differently" in third.reason and "<think>" not in third.anew.text
     plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
     assert isinstance(plain, Unsafe)
     called = grown(tokenizer, first, thought, [ASKED])
     # as calls, with the text as it is
     assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]
     assert (
-        "words the turn differently from what the model drew: " in plain.reason
+        "renders the turn differently from the model's output: " in plain.reason
         and "became 'no<|end|>" in plain.reason
     )
 
@@ -293,7 +293,7 @@ def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim
     first = turns_of(tokenizer).begin([ASKED])
     assert isinstance(grown(tokenizer, first, "yes", [ASKED]), Conversation)
     trimmed = grown(tokenizer, first, "yes \n", [ASKED])
-    assert isinstance(trimmed, Unsafe) and "words the turn differently" in trimmed.reason
+    assert isinstance(trimmed, Unsafe) and "renders the turn differently" in trimmed.reason
     assert trimmed.anew.messages[1] == {"role": "assistant", "content": "yes \n"}
 
 
@@ -369,7 +369,7 @@ def test_a_turn_without_its_end_is_refused() -> None:
     for tokens in (tokenizer.encode("yes"), torch.tensor([], dtype=torch.int64)):
         with pytest.raises(
             AlignerError,
-            match="no end-of-turn token: a turn that was cut by its length ends its episode",
+            match="not an end-of-turn token: a turn truncated by a length limit ends its episode",
         ):
             turns.go_on(first, tokens, [ASKED])
 
@@ -380,12 +380,12 @@ def test_an_end_that_the_template_does_not_write_or_that_merges_is_told() -> Non
     other = turns_of(tokenizer).go_on(first, apart(tokenizer, "yes", "</s>"), [ASKED])
     assert isinstance(other, Unsafe)
     assert (
-        "the model ended its turn with '</s>', and the chat template goes on behind it with"
+        "the model ended its turn with '</s>', but the chat template continues after the turn with"
         " '<|end|>" in other.reason
     )
     plain = chat_model("bytes", "{% for m in messages %}{{ m.content }}!{% endfor %}", ends=("!",))
     found = turns_of(plain).go_on(turns_of(plain).begin([ASKED]), plain.encode("yes!"), [ASKED])
-    assert isinstance(found, Unsafe) and "'!', which is no special token" in found.reason
+    assert isinstance(found, Unsafe) and "'!', which is not a special token" in found.reason
 
 
 def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(tmp_path) -> None:
@@ -400,7 +400,7 @@ def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(
     assert (
         isinstance(found, Unsafe)
         and found.reason
-        == "the tokens behind the end-of-turn token '<|end|>' depend on the turn before it"
+        == "the tokens after the end-of-turn token '<|end|>' depend on the turn before it"
     )
 
 
@@ -415,7 +415,7 @@ def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors
     (tmp_path / "tokenizer.json").write_text(tokenizer_file("bytes"))
     write_model(tmp_path, "", SPECIAL[1:3])
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match="the model has no chat template"):
+    with pytest.raises(ConfigError, match="chat messages require a chat template"):
         ChatTurns(Tokenizer(tmp_path), None)
 
 

@@ -60,6 +60,6 @@ def test_what_is_wrong_with_files_is_told_by_name(tmp_path):
     (tmp_path / "short").write_bytes(b"sho")
     (tmp_path / "missing").unlink()
     found = damage(tmp_path, records)
-    assert found[0].startswith("flipped is damaged: 2100000 bytes of 2100000, checksum ")
-    assert found[1].startswith("short is damaged: 3 bytes of 1500000, checksum ")
+    assert found[0].startswith("flipped is damaged: expected 2100000 bytes with checksum ")
+    assert found[1].startswith("short is damaged: expected 1500000 bytes with checksum ")
     assert found[2:] == ["missing cannot be read: No such file or directory"]

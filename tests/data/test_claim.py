@@ -51,8 +51,8 @@ def test_who_was_stopped_while_another_took_the_run_writes_nothing_more(tmp_path
         old.send_signal(signal.SIGCONT)
         told = old.communicate(timeout=20)[0].splitlines()
     why = (
-        r"claim: attempt 1, process \d+ on .*, has taken the run since: what works for attempt 0"
-        r" writes nothing more"
+        r"claim: attempt 1 \(process \d+ on .*\) has taken over the run; attempt 0 may no longer"
+        r" write to it"
     )
     assert len(told) == 7 and all(re.search(why, line) for line in told), told
     assert contents(tmp_path) == written
@@ -64,15 +64,14 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
     monkeypatch.setattr(claim, "_TELL_AFTER_S", 0.1)
     config = configured(tmp_path)
     with stopped_writer(tmp_path, "writing") as old:
-        busy = (
-            rf"run\.dir={tmp_path}: attempt 0, process {old.pid} on .*, is in the middle of writing"
-        )
+        busy = rf"run\.dir={tmp_path}: attempt 0 \(process {old.pid} on .*\) is writing to the run"
         with pytest.raises(
-            ConfigError, match=rf"{busy}, for 1 s now, as one that is stopped may be; end it"
+            ConfigError,
+            match=rf"{busy} and has not finished within 1 s; it may be suspended: kill it",
         ):
             claim.take_run(config)
         assert (
-            re.search(rf"{busy}; waiting 0\.6 s for it at most", caplog.messages[0])
+            re.search(rf"{busy}; waiting up to 0\.6 s for it to finish", caplog.messages[0])
             and len(caplog.messages) == 1
         )
         threading.Timer(0.3, old.kill).start()
@@ -100,7 +99,7 @@ def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
     ):
         claim.write_as(config, own)
         refused = (
-            pytest.raises(AlignerError, match="writes nothing more")
+            pytest.raises(AlignerError, match="may no longer write to it")
             if is_refused
             else contextlib.nullcontext()
         )
@@ -130,7 +129,7 @@ def test_every_flipped_bit_of_a_claim_is_refused_by_name(tmp_path: Path) -> None
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(
             AlignerError,
-            match=r"claim: (damaged|cannot be read).*once nothing works on that, remove it",
+            match=r"claim: (damaged|cannot be read).*no process of the run is alive, then delete the file",
         ):
             claim.take_run(config)
     file.write_bytes(content)

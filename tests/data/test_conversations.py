@@ -229,7 +229,7 @@ def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
     wrong = pairs[0] | {"prompt_tokens": tokenizer.encode("four").tolist()}
     with pytest.raises(
         ConfigError,
-        match="`prompt_tokens` and `prompt` are not the same with this model's tokenizer",
+        match="`prompt_tokens` and `prompt` differ: this model's tokenizer",
     ):
         open_preferences(records(tmp_path, wrong), tokenizer, 1)
 
@@ -272,8 +272,8 @@ def test_records_of_long_prompts_are_left_out_and_counted_and_bad_ones_are_still
     stream = open_demonstrations(
         records(tmp_path, *rows, long_prompts="drop", max_prompt_tokens=3), tokenizer, 1
     )
-    assert len(stream) == 1 and "skipped 1 of 2 records; the first:" in stream.notices[0]
-    with pytest.raises(ConfigError, match="needs a `response`"):
+    assert len(stream) == 1 and "skipped 1 of 2 records; first problem:" in stream.notices[0]
+    with pytest.raises(ConfigError, match="record lacks field `response`"):
         open_demonstrations(
             records(tmp_path, *rows, {"prompt": "two"}, long_prompts="drop"), tokenizer, 1
         )
@@ -284,7 +284,7 @@ def test_a_chat_prompt_is_never_cut(tmp_path: Path, how: str) -> None:
     tokenizer = model(tmp_path, template=CHATML)
     with pytest.raises(
         ConfigError,
-        match=rf"data.max_prompt_tokens=9.*; data.long_prompts={how} would break the chat template",
+        match=rf"data.max_prompt_tokens=9.*; data.long_prompts={how} is not supported with chat",
     ):
         open_prompts(
             records(tmp_path, {"prompt": TURNS[:2]}, long_prompts=how, max_prompt_tokens=9),
@@ -373,7 +373,7 @@ def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(
     with pytest.raises(
         ConfigError,
         match=(
-            r"allowed: 1 to data\.max_response_tokens=.*, which all that follows the first prompt"
+            r"allowed: 1 to data\.max_response_tokens=.*, shared by all turns after the first prompt"
         ),
     ):
         open_demonstrations(data, tokenizer, 1)
@@ -491,7 +491,8 @@ def test_every_turn_of_an_episode_is_learned_with_its_calls_and_its_end_as_the_m
 def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path) -> None:
     data = records(tmp_path, {"messages": EPISODE}, learned_turns="all")
     with pytest.raises(
-        ConfigError, match="the model's chat template does not word tool calls, such as 'look'"
+        ConfigError,
+        match="the model's chat template does not render tool calls, such as that of 'look'",
     ):
         open_demonstrations(data, chat_model("bytes", "chatml"), 1)
 
@@ -501,9 +502,12 @@ def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path
     [
         (
             {"messages": [TURNS[1], CALL | {"tool_calls": []}]},
-            r"messages\[1\]: a message needs .* or a `role` and `tool_calls`",
+            r"messages\[1\]: a message must have .* or `role` and `tool_calls`",
         ),
-        ({"messages": [TURNS[1] | {"content": None}, TURNS[2]]}, r"messages\[0\]: a message needs"),
+        (
+            {"messages": [TURNS[1] | {"content": None}, TURNS[2]]},
+            r"messages\[0\]: a message must have",
+        ),
         ({"messages": TURNS[1:3], "tools": "[]"}, "`tools` must be a list of JSON objects"),
         ({"messages": TURNS[1:3], "tools": ["add"]}, "`tools` must be a list of JSON objects"),
     ],

@@ -169,14 +169,18 @@ def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
     assert preference.margin is None
 
 
-@pytest.mark.parametrize("written", [{}, {"margin": 0.5}])
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ({}, "record lacks field `margin`"),
+        ({"margin": 0.5}, "field `margin` is ignored because data.margin=false"),
+    ],
+)
 def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place(
-    plain, data, written
+    plain, data, written, problem
 ):
     settings = data({"prompt": "a", "chosen": "b", "rejected": "c", **written}, margin=not written)
-    with pytest.raises(
-        ConfigError, match=r":1: it has no margin that is looked at, by which kind=rpo_sq goes"
-    ):
+    with pytest.raises(ConfigError, match=rf":1: {problem}; kind=rpo_sq requires it"):
         open_preferences(settings, plain, 1, margin_for="kind=rpo_sq")
 
 
@@ -191,7 +195,7 @@ def test_a_labeled_answer_is_desirable_or_not(plain, data, label, wanted):
 @pytest.mark.parametrize("written", [{}, {"label": "yes"}, {"label": 2}, {"label": None}])
 def test_a_label_that_is_none_is_refused_with_its_place(plain, data, written):
     with pytest.raises(
-        ConfigError, match=rf":1: label is {written.get('label')!r}, must be true or false"
+        ConfigError, match=rf":1: field `label` is {written.get('label')!r}, must be true or false"
     ):
         open_labeled_answers(data({"prompt": "a", "response": "b", **written}), plain, 1)
 
@@ -223,10 +227,10 @@ def test_prompts_may_be_messages_whose_last_answer_is_left_out(chat, data):
 
 
 BAD_DEMONSTRATIONS = [
-    ({"prompt": "a"}, "needs a `response` key with a text; it has prompt"),
-    ({"response": "a"}, "needs a `prompt` key with a text; it has response"),
-    ({"prompt": "a", "response": 3}, "needs a `response` key with a text, not int"),
-    ({"prompt": "a", "response": " "}, "the response is empty"),
+    ({"prompt": "a"}, "record lacks field `response` \\(a string\\); it has: prompt"),
+    ({"response": "a"}, "record lacks field `prompt` \\(a string\\); it has: response"),
+    ({"prompt": "a", "response": 3}, "field `response` must be a string, got int"),
+    ({"prompt": "a", "response": " "}, "field `response` is empty"),
     (
         {"prompt": "a", "response": "abcd"},
         r"the response has 5 tokens, allowed: 1 to data\.max_response_tokens=4: 'abcd'",
@@ -238,22 +242,31 @@ BAD_DEMONSTRATIONS = [
     ({"prompt": "a", "response": "É"}, "lacks"),
     (
         {"prompt": "a", "response": "b \ud83d"},
-        r"'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
+        r"'b \\ud83d' cannot be tokenized: it is not valid UTF-8",
     ),
     (
         {"messages": [USER, {"role": "assistant", "content": "\ud83d"}]},
-        "it is not text that UTF-8 has",
+        "it is not valid UTF-8",
     ),
-    ({"messages": []}, "`messages` is an empty list"),
-    ({"messages": [USER]}, "messages: the last message is of the user, must be of the assistant"),
-    ({"messages": [SHORT]}, "messages: the assistant's last message answers none"),
-    ({"messages": [USER, SHORT, SHORT]}, "messages: the assistant's last message answers none"),
-    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the response is empty"),
+    ({"messages": []}, "field `messages` is an empty list"),
+    (
+        {"messages": [USER]},
+        "messages: the last message has role 'user', must have role 'assistant'",
+    ),
+    (
+        {"messages": [SHORT]},
+        "messages: the assistant's last message must follow a message with another role",
+    ),
+    (
+        {"messages": [USER, SHORT, SHORT]},
+        "messages: the assistant's last message must follow a message with another role",
+    ),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the last message is empty"),
     (
         {"messages": [USER, {"role": "assistant"}]},
-        r"messages\[1\]: a message needs a `role` and a `content`, both texts",
+        r"messages\[1\]: a message must have `role` and `content`, both strings",
     ),
-    ("{", "not a JSON object"),
+    ("{", "not valid JSON"),
 ]
 
 
@@ -268,17 +281,17 @@ def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, me
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, "needs a `rejected` key with a text"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected is empty"),
+        ({"prompt": "a", "chosen": "b"}, "record lacks field `rejected` \\(a string\\)"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are identical"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "field `rejected` is empty"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1},
-            "margin is -1, must be a finite number of at least 0",
+            "field `margin` is -1, must be a finite number >= 0",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is 'x'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "field `margin` is 'x'"),
         (
             {"chosen": [USER, SHORT], "rejected": [{"role": "user", "content": "hi"}, LONG]},
-            "chosen and rejected answer different prompts",
+            "`chosen` and `rejected` must have the same prompt",
         ),
     ],
 )
@@ -290,17 +303,17 @@ def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, messa
 @pytest.mark.parametrize(
     ("steps", "labels", "message"),
     [
-        (["a", "b"], [1], "2 steps, but 1 labels"),
-        (["a", " "], [1, 0], r"steps\[1\] is ' ', must be a text, not an empty one"),
+        (["a", "b"], [1], "got 2 `steps` but 1 `labels`"),
+        (["a", " "], [1, 0], r"steps\[1\] is ' ', must be a non-empty string"),
         (["a", "b"], [1, 2], r"labels\[1\] is 2, must be 0 or 1"),
         (["a"], [None], r"labels\[0\] is None"),
-        ([], [], "`steps` is an empty list"),
+        ([], [], "field `steps` is an empty list"),
         (
             ["abc", "de"],
             [1, 1],
             (
-                r"steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, which all"
-                r" steps share"
+                r"text of steps\[1\] has 2 tokens, allowed: 1 to data\.max_response_tokens=4, shared"
+                r" by all steps"
             ),
         ),
     ],
@@ -316,7 +329,7 @@ def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_reco
     plain, data
 ):
     records = ({"prompt": "a", "response": "b"}, {"messages": [USER, SHORT]})
-    with pytest.raises(ConfigError, match="the model has no chat template"):
+    with pytest.raises(ConfigError, match="chat messages require a chat template"):
         open_demonstrations(data(*records, skip_bad_records=True), plain, 1)
 
 
@@ -325,7 +338,7 @@ def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, 
     (directory / "chat_template.jinja").write_text(
         "{{ messages | length }}{{ messages[-1].content }}"
     )
-    with pytest.raises(ConfigError, match="words the prompt differently once it is answered"):
+    with pytest.raises(ConfigError, match="renders the prompt differently when a response follows"):
         open_demonstrations(data({"messages": [USER, SHORT]}), Tokenizer(directory), 1)
 
 
@@ -338,10 +351,10 @@ def test_bad_records_are_skipped_and_counted_only_if_asked(chat, data):
     assert len(stream) == 2
     (notice,) = stream.notices
     assert (
-        f"skipped {len(records)} of {len(records) + 2} records; the first: {settings.path}:2: needs"
-        " a `response`" in notice
+        f"skipped {len(records)} of {len(records) + 2} records; first problem: {settings.path}:2:"
+        " record lacks field `response`" in notice
     )
-    with pytest.raises(ConfigError, match="skipped 1 of 1 records"):
+    with pytest.raises(ConfigError, match="none of the 1 records can be used"):
         open_demonstrations(data(records[0], skip_bad_records=True), chat, 1)
 
 
@@ -397,15 +410,21 @@ def test_rows_that_are_held_out_are_drawn_told_and_never_taken(
     kept = answers(data.held_out)
     assert kept == answers(again.held_out) and len(kept) == 2 and (kept == ["f", "g"]) != shuffle
     assert set(answers(data.examples.take(0, 9))) == set("cdefg") - set(kept)
-    how = "drawn by seed=1" if shuffle else "the last ones, as data.shuffle=false"
-    assert data.notices == (f"data.held_out=2: of each source's rows, {how}",)
+    how = (
+        "selected at random with seed=1" if shuffle else "the last ones, because data.shuffle=false"
+    )
+    assert data.notices == (
+        f"data.held_out=2: records of each source held out for evaluation, {how}",
+    )
 
 
 def test_a_file_with_too_few_rows_to_hold_out_is_refused(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "pairs.jsonl", PAIRS)
-    with pytest.raises(ConfigError, match=r"data\.held_out=5: there are 5 rows; hold out fewer"):
+    with pytest.raises(
+        ConfigError, match=r"data\.held_out=5: the data has only 5 records; hold out fewer"
+    ):
         opened("dpo", tokenizer, path, held_out=5)
 
 
@@ -420,7 +439,7 @@ def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(
     steps = opened("reward_model", tokenizer, path)
     assert isinstance(steps.examples.take(0, 1)[0], LabeledSteps)
     samples = written(tmp_path / "samples.jsonl", [{"prompt": "ab", "response": "c"}])
-    with pytest.raises(ConfigError, match="a step's reward is a logit, which is not normalized"):
+    with pytest.raises(ConfigError, match="is not supported for records with `steps`"):
         opened("reward_model", tokenizer, path, normalization=samples)
 
 
@@ -477,7 +496,8 @@ def test_of_an_episode_that_was_drawn_what_the_policy_said_is_learned_alone(plai
         ]
     for wrong in (drawn[1:], [0] * 7, [1, 1, 1, 2, 0, 1, 1], "1110011"):
         with pytest.raises(
-            ConfigError, match="`drawn` must be a list of 0 and 1, one for each of the 7 `tokens`"
+            ConfigError,
+            match="field `drawn` must be a list of 0 and 1, one for each of the 7 `tokens`",
         ):
             open_demonstrations(data({**record, "drawn": wrong}), plain, 1)
 
@@ -488,13 +508,13 @@ def test_of_an_episode_that_was_drawn_what_the_policy_said_is_learned_alone(plai
         (
             [4, 5],
             (
-                "`chosen_tokens` and `chosen` are not the same with this model's tokenizer, .* give"
+                "`chosen_tokens` and `chosen` differ: this model's tokenizer .* set"
                 " data.drawn_tokens=false"
             ),
         ),
-        ([10**6], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
-        ([], "`chosen_tokens` must be a list of the model's tokens, 0 to"),
-        ("2", "`chosen_tokens` must be a list of the model's tokens, 0 to"),
+        ([10**6], "field `chosen_tokens` must be a non-empty list of token ids from 0 to"),
+        ([], "field `chosen_tokens` must be a non-empty list of token ids from 0 to"),
+        ("2", "field `chosen_tokens` must be a non-empty list of token ids from 0 to"),
     ],
 )
 def test_tokens_that_are_not_those_of_the_text_are_refused(plain, data, tokens, message):
@@ -544,11 +564,12 @@ def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
     (prompt,) = open_evaluation_prompts(settings, DataConfig(**cut), plain)
     assert prompt.text == "b" and plain.decode(prompt.tokens) == "b"
     with pytest.raises(
-        ConfigError, match=r"evaluation.prompts\[0\]: the prompt lacks data.prompt_before='\?'"
+        ConfigError,
+        match=r"evaluation.prompts\[0\]: the prompt does not contain data.prompt_before='\?'",
     ):
         open_evaluation_prompts(settings, DataConfig(prompt_before="?"), plain)
     with pytest.raises(
-        ConfigError, match=r"records\.jsonl:1: the prompt lacks data.prompt_after='\?'"
+        ConfigError, match=r"records\.jsonl:1: the prompt does not contain data.prompt_after='\?'"
     ):
         open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, prompt_after="?"), plain, 1)
 

@@ -80,7 +80,7 @@ def test_the_dtype_is_that_of_every_weight_and_of_the_configuration(model, tmp_p
 def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_path):
     source = find_source(model)
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="out: exists already"):
+    with pytest.raises(ConfigError, match="out: already exists"):
         export(source, tmp_path / "out")
 
     def fail(done, total):
@@ -107,11 +107,11 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
     ("make", "told"),
     [
         (lambda path: path.rmdir(), "no such directory"),
-        (lambda path: None, "neither a run directory"),
+        (lambda path: None, "expected a run directory"),
         (lambda path: (path / "checkpoints").mkdir(), "the run has no complete checkpoint yet"),
         (
             lambda path: (path / "policy").mkdir(),
-            "an incomplete checkpoint: manifest.json is missing",
+            "incomplete checkpoint: manifest.json, which is written last, is missing",
         ),
         (
             lambda path: (path / "rank_0.safetensors").touch(),
@@ -119,7 +119,7 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         ),
         (
             lambda path: (path / "manifest.json").write_text("{"),
-            "manifest.json: damaged: its content",
+            "manifest.json: damaged: the content",
         ),
         (
             lambda path: (path / "config.json").write_text("[]"),
@@ -188,7 +188,7 @@ def test_files_are_read_by_safetensors_itself_whatever_their_types(tmp_path):
         assert ours.metadata() == theirs.metadata()
     with pytest.raises(
         ValueError,
-        match=r"half was announced as torch.float32 \(3, 5\), but is torch.bfloat16 \(3, 5\)",
+        match=r"half: expected torch.float32 \(3, 5\), got torch.bfloat16 \(3, 5\)",
     ):
         write_safetensors(
             tmp_path / "bad", [TensorEntry("half", torch.float32, (3, 5))], written.__getitem__

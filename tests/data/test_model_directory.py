@@ -91,14 +91,14 @@ def test_the_character_tokenizer_is_exactly_the_vocabulary_and_goes_round(prepar
 
 
 def test_a_character_outside_the_vocabulary_is_named(prepared):
-    with pytest.raises(AlignerError, match=r"lacks \['A', 'ß'\]"):
+    with pytest.raises(AlignerError, match=r"lacks the characters \['A', 'ß'\]"):
         Tokenizer(prepared).encode("a Aß")
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.config.eos_token_id=0", "one eos_token_id and another pad_token_id"),
+        ("model.config.eos_token_id=0", "exactly one eos_token_id and a different pad_token_id"),
         ("model.config.eos_token_id=64", "vocab_size=64"),
         ("model.config.vocab_size=5000", "at most"),
     ],
@@ -200,7 +200,7 @@ def test_a_missing_directory_and_missing_files_are_named(tmp_path, copy):
         prepare_model(from_directory(tmp_path / "absent"))
     (copy / "tokenizer.json").unlink()
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json, \*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"missing: tokenizer\.json, \*\.safetensors"):
         prepare_model(from_directory(copy))
 
 
@@ -215,8 +215,8 @@ def test_all_missing_misshapen_and_unknown_weights_are_named_at_once(copy):
     for problem in (
         "lm_head.weight (64, 64) is missing",
         "layers.2.mlp.up_proj.weight (128, 64) is missing",
-        "norm.weight is (32,), must be (64,)",
-        "layers.4.input_layernorm.weight (64,) is unknown",
+        "norm.weight has shape (32,), expected (64,)",
+        "layers.4.input_layernorm.weight (64,) is not part of the model",
     ):
         assert problem in str(caught.value)
 
@@ -245,7 +245,7 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
             {"architectures": ["BertForMaskedLM"]},
             "BertForMaskedLM is not supported; supported: LlamaForCausalLM",
         ),
-        ({"vocab_size": 60}, "tokenizer.json has 64 tokens, the model's vocabulary 60"),
+        ({"vocab_size": 60}, "tokenizer.json has 64 tokens, more than the model's vocab_size 60"),
     ]:
         (copy / "config.json").write_text(json.dumps(json.loads(original) | change))
         with pytest.raises(ConfigError, match=message):
@@ -263,7 +263,7 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
 def test_a_file_that_is_no_tokenizer_is_named(copy, content):
     (copy / "tokenizer.json").write_bytes(content)
     for read in (lambda: prepare_model(from_directory(copy)), lambda: Tokenizer(copy)):
-        with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer: "):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: not a valid tokenizer file: "):
             read()
 
 

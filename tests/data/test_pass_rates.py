@@ -122,7 +122,7 @@ def test_a_prompt_is_left_out_for_good_and_too_few_are_told():
     with pytest.raises(
         AlignerError,
         match=(
-            r"between=\[0.1, 0.9\]: of 5 prompts 2 have a pass rate there, or none yet, and 3 are"
+            r"between=\[0.1, 0.9\]: 3 prompts are required, but only 2 of 5 have a pass rate in"
         ),
     ):
         prompts.draw(500, 3, rates)
@@ -227,7 +227,7 @@ def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer,
     kept, (notice,) = texts(data, tokenizer)
     assert kept == ["a", "d"]
     assert notice.endswith(
-        f"skipped 2 of 4 records; the first: {path}:2: the pass_rate 0 is outside"
+        f"skipped 2 of 4 records; first problem: {path}:2: `pass_rate` 0 is outside"
         " data.pass_rate=[0.1, 0.9]"
     )
     easy_first = DataConfig(path=path, sort_by="-solved", shuffle=False)
@@ -261,20 +261,23 @@ def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(to
     assert prompt.metadata == {"answer": "1", "pass_rate": 0.25}
     written(tmp_path / "plain.jsonl", [{"prompt": "a"}, {"prompt": "new"}])
     with pytest.raises(
-        ConfigError, match=r"plain.jsonl:2: data.pass_rate_samples=.* has no sample of its prompt"
+        ConfigError,
+        match=r"plain.jsonl:2: data.pass_rate_samples=.* has no sample of this record's prompt",
     ):
         texts(data, tokenizer)
     written(tmp_path / "samples.jsonl", [{"prompt": "a", "response": "1"}])
-    with pytest.raises(ConfigError, match=r"samples.jsonl:1: needs a `score` key with a number"):
+    with pytest.raises(
+        ConfigError, match=r"samples.jsonl:1: record lacks field `score` \(a number\)"
+    ):
         texts(data, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a"}, "needs a `pass_rate` key with a number"),
-        ({"prompt": "a", "pass_rate": 1.5}, "`pass_rate` is 1.5; it is a share, 0 to 1"),
-        ({"prompt": "a", "pass_rate": True}, "`pass_rate` is True, not a finite number"),
+        ({"prompt": "a"}, "record lacks field `pass_rate` (a number)"),
+        ({"prompt": "a", "pass_rate": 1.5}, "field `pass_rate` is 1.5, must be in \\[0, 1\\]"),
+        ({"prompt": "a", "pass_rate": True}, "field `pass_rate` is True, must be a finite number"),
     ],
 )
 def test_a_record_without_a_pass_rate_is_bad(tokenizer, tmp_path, record, message):

@@ -89,7 +89,9 @@ def test_a_prompt_over_the_limit_is_named_with_the_limit(tokenizer):
 
 
 def test_a_prompt_outside_the_vocabulary_is_named_with_its_characters(tokenizer):
-    with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: 'Hi é'.*lacks \['H', 'é'\]"):
+    with pytest.raises(
+        ConfigError, match=r"data\.prompts\[1\]: 'Hi é'.*lacks the characters \['H', 'é'\]"
+    ):
         stream(tokenizer, texts=["hi", "Hi é"])
 
 
@@ -123,23 +125,27 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
     [
         ("p.txt", "", "the file is empty"),
         ("p.jsonl", "", "the file is empty"),
-        ("p.txt", "a\n\nb\n", r"p\.txt:2: the prompt is empty"),
-        ("p.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', r"p\.jsonl:2: the prompt is empty"),
-        ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl:2: not a JSON object"),
-        ("p.jsonl", "[1]\n", r"p\.jsonl:1: not a JSON object but list"),
+        ("p.txt", "a\n\nb\n", r"p\.txt:2: field `prompt` is empty"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', r"p\.jsonl:2: field `prompt` is empty"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl:2: not valid JSON"),
+        ("p.jsonl", "[1]\n", r"p\.jsonl:1: expected a JSON object, got list"),
         (
             "p.jsonl",
             '{"question": "a"}\n',
-            r"p\.jsonl:1: needs a `prompt` key with a text; it has question",
+            r"p\.jsonl:1: record lacks field `prompt` \(a string\); it has: question",
         ),
-        ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: needs a `prompt` key with a text"),
+        ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: field `prompt` must be a string, got int"),
         (
             "p.jsonl",
             '{"prompt": "a"}\n{"prompt": "b", "answer": ["\\ud83d"]}\n',
-            r"p\.jsonl:2: `answer` cannot go to a scorer",
+            r"p\.jsonl:2: field `answer` cannot be sent to the reward",
         ),
-        ("p.jsonl", '{"prompt": "a", "\\ud83d": 1}\n', r"p\.jsonl:1: `.*` cannot go to a scorer"),
-        ("p.csv", "a\n", r"unknown kind of file '\.csv'; allowed: \.jsonl, \.txt"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "\\ud83d": 1}\n',
+            r"p\.jsonl:1: field `.*` cannot be sent to the reward",
+        ),
+        ("p.csv", "a\n", r"unsupported file type '\.csv'; allowed: \.jsonl, \.txt"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
@@ -159,15 +165,15 @@ def test_a_function_gives_records(tokenizer):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("missing", r"has no attribute 'missing'; give function:MODULE:CALLABLE"),
-        ("nothing", r":nothing: it gives no record"),
-        ("failing", r":failing: it failed with KeyError: 'answers\.csv'"),
-        ("leaving", r":leaving: it failed with SystemExit: 3"),
-        ("bare", r":bare\[0\]: expected a mapping of a record's fields, got str"),
+        ("missing", r"has no attribute 'missing'; expected function:MODULE:CALLABLE"),
+        ("nothing", r":nothing: the function yielded no records"),
+        ("failing", r":failing: the function raised KeyError: 'answers\.csv'"),
+        ("leaving", r":leaving: the function raised SystemExit: 3"),
+        ("bare", r":bare\[0\]: expected a mapping of field names to values, got str"),
         (
             "binary",
             (
-                r":binary\[1\]: `answer` cannot go to a scorer with the prompt: .*bytes is not JSON"
+                r":binary\[1\]: field `answer` cannot be sent to the reward as JSON: .*bytes is not JSON"
                 r" serializable"
             ),
         ),
@@ -185,7 +191,7 @@ def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; give",
+        match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; expected",
     ):
         open_prompts(DataConfig(path="function:broken_data:f"), tokenizer, seed=1)
 
@@ -195,14 +201,14 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
         read_prompts(tmp_path / "absent.txt", "data.path=")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.txt:1: not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"binary\.txt:1: not valid UTF-8"):
         read_prompts(binary, "data.path=")
 
 
 def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="no prompts"):
         open_prompts(DataConfig(), tokenizer, seed=1)
-    with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: the prompt is empty"):
+    with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: field `prompt` is empty"):
         open_prompts(DataConfig(prompts=["a", ""]), tokenizer, seed=1)
 
 
@@ -215,10 +221,12 @@ def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
     assert cut(text, prompt_before=".") == "one. two three"
     assert cut(text, prompt_after=".", prompt_before=".") == " two three"
     with pytest.raises(
-        ConfigError, match=r"data.prompts\[0\]: the prompt lacks data.prompt_after='!'"
+        ConfigError, match=r"data.prompts\[0\]: the prompt does not contain data.prompt_after='!'"
     ):
         cut(text, prompt_after="!")
-    with pytest.raises(ConfigError, match=r"lacks data.prompt_before='.' behind where it begins"):
+    with pytest.raises(
+        ConfigError, match=r"does not contain data.prompt_before='.' after data.prompt_after="
+    ):
         cut("one. two", prompt_after=".", prompt_before=".")
     with pytest.raises(ConfigError, match="the prompt is empty between"):
         cut("one..", prompt_after=".", prompt_before=".")
@@ -239,8 +247,8 @@ def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("hangs", "it gave no answer within 0.5 s, and was ended"),
-        ("is_killed", "it was killed by SIGKILL: its process"),
+        ("hangs", "the function returned no result within 0.5 s and was killed"),
+        ("is_killed", "the function was killed by SIGKILL: exit code"),
     ],
 )
 def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(

@@ -138,7 +138,8 @@ def test_an_answer_that_its_task_cannot_read_is_worth_nothing_and_said() -> None
         check=True,
     )
     assert done.stdout == "[0.0]\n"
-    assert "'two and two' is worth 0: ValueError" in done.stderr
+    assert "scored 0 for the answer 'two and two' to " in done.stderr
+    assert ": ValueError: " in done.stderr
 
 
 def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_errors(
@@ -148,7 +149,7 @@ def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_e
     question = prompt.metadata["question"]
     scorer = resolve_scorer("reasoning_gym")
     for metadata, message in (
-        ({"question": question | {"checksum": 1}}, "makes another question of .*gcd"),
+        ({"question": question | {"checksum": 1}}, "generates a different question for .*gcd"),
         ({"answer": "4"}, "must say `question` beside the prompt"),
     ):
         with pytest.raises(ScoringError, match=message):

@@ -139,7 +139,7 @@ def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
 
 
 def test_what_does_not_fit_the_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="sets of kept tokens"):
+    with pytest.raises(ValueError, match="kept-token counts"):
         a_sample(2, 0, 3, [[5]], routed=False)
 
 

@@ -69,7 +69,7 @@ def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
     data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
     with pytest.raises(
         ConfigError,
-        match=r"one\[0\]: needs a `hint` key for `response` \(fields\); it has question, answer",
+        match=r"one\[0\]: record lacks field `hint`, which `fields` uses for `response`; it has: question, answer",
     ):
         open_demonstrations(data, tokenizer, 1)
     data.skip_bad_records = True
@@ -89,7 +89,7 @@ def test_several_splits_and_other_directories_are_refused_before_and_when_read(
     assert problems(DataConfig(path=str(train))) == ""
     assert "not one that Hugging Face datasets saved" in problems(DataConfig(path=str(tmp_path)))
     for path in (splits.path, str(tmp_path)):
-        with pytest.raises(ConfigError, match="not one data set, or split"):
+        with pytest.raises(ConfigError, match="the directory is not a Hugging Face dataset"):
             open_prompts(DataConfig(path=path), tokenizer, 1)
 
 
@@ -120,7 +120,7 @@ def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_pa
 def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{\n{"prompt": "a", "stages": []}\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:1: not a JSON object"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: not valid JSON"):
         has_steps(DataConfig(path=str(file)))
     assert has_steps(DataConfig(path=str(file), skip_bad_records=True, fields={"steps": "stages"}))
 

@@ -106,5 +106,5 @@ def test_what_is_held_out_is_drawn_from_everywhere_in_each_source_by_the_seed_al
 def test_examples_are_counted_over_all_sources_and_none_are_refused():
     assert len(stream(3, 4)) == 7
     for sources in ([], [[]], [[1], []]):
-        with pytest.raises(ConfigError, match="no examples"):
+        with pytest.raises(ConfigError, match="every data source must have at least one record"):
             ExampleStream(sources, seed=1, shuffle=True)

@@ -361,6 +361,7 @@ def test_a_function_that_cannot_be_described_is_named_with_what_it_lacks() -> No
         (short, "no description for the argument 'value'"),
     ]:
         with pytest.raises(
-            ConfigError, match=rf"{function.__name__} cannot be a tool: (?s:.)*{lacking}"
+            ConfigError,
+            match=rf"{function.__name__}: cannot derive a tool schema from the function: (?s:.)*{lacking}",
         ):
             tool_schema(function)

@@ -183,7 +183,7 @@ def flip(file, place):
         (
             "llama2",
             lambda path: flip(path / "manifest.json", -50),
-            "manifest.json: damaged: its content is not what",
+            "manifest.json: damaged: the content does not match",
         ),
         (
             "llama2",
@@ -210,7 +210,7 @@ def flip(file, place):
         (
             "llama2",
             lambda path: edit(path, head="scalar"),
-            "of another model: its head is scalar, the model's vocabulary",
+            "of another model: its head is scalar, the model's head is vocabulary",
         ),
         ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),
         ("qwen2", lambda path: None, "qkv_bias is False, the model's True"),
@@ -237,13 +237,13 @@ def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, c
         jobs.refusal, 2, model("llama2"), at(pipeline=2), str(tmp_path / "policy")
     ):
         assert "model.norm.weight (64,) is missing" in message
-        assert "model.other.weight (64,) is unknown" in message
+        assert "model.other.weight (64,) is not in the model" in message
         assert "model.layers.0.mlp.up_proj.weight was frozen and has no optimizer state" in message
 
 
 def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp_path):
     for message in pool.run(jobs.refusal, 2, model("llama2"), at(tensor=2, **LORA), str(complete)):
-        assert "its adapters are None, the model's {'rank': 4, 'alpha': 6.0," in message
+        assert "its LoRA adapters are None, the model's are {'rank': 4, 'alpha': 6.0," in message
 
 
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, model, complete):
@@ -252,8 +252,8 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, mode
     ):
         assert message.startswith("AlignerError: ")
         assert (
-            f"{complete}: a checkpoint of optimizer.kind=adam, whose state is not that of"
-            " optimizer.kind=muon" in message
+            f"{complete}: the checkpoint has the optimizer state of optimizer.kind=adam,"
+            " which cannot be loaded with optimizer.kind=muon" in message
         )
 
 

@@ -400,7 +400,7 @@ def test_a_critic_finishes_no_checkpoint_of_a_trainer_that_has_lost_the_run(tmp_
     rank.begin_checkpoint(step=2, run_id=run[0])
     run.append(f"run@{claim.take_run(config)['attempt']}")
     with pytest.raises(
-        AlignerError, match=r"attempt 1, .*, has taken the run since: what works for attempt 0"
+        AlignerError, match=r"attempt 1 \(.*\) has taken over the run; attempt 0 may no longer"
     ):
         rank.finish_checkpoint()
     # as it is where the new trainer finds the critic that the old one has left

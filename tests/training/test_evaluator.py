@@ -143,15 +143,15 @@ def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_sco
 ) -> None:
     for ranks in ("one", "two"):
         assert (
-            "references.jsonl: no such file, so that there is nothing to compare"
+            "references.jsonl: no such file, so responses have no references to compare with"
             in found[ranks]["lost"]
         )
         assert (
-            "references.jsonl: it has the references of other prompts"
+            "references.jsonl: contains references of other prompts"
             in found[ranks]["other prompts"]
         )
         assert (
-            "references.jsonl: it has scores by evaluation.function="
+            "references.jsonl: contains scores of evaluation.function="
             in found[ranks]["other scorer"]
         )
 
@@ -293,7 +293,7 @@ def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ('{"prompt": "a", "reference": 3}', "needs a `reference` key with a text, not int"),
+        ('{"prompt": "a", "reference": 3}', "field `reference` must be a string, got int"),
         ('{"prompt": "abcdef"}', "has 6 tokens, allowed: 1 to data.max_prompt_tokens=4"),
     ],
 )

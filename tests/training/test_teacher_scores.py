@@ -161,7 +161,7 @@ def test_other_data_is_refused_by_its_place_and_left_out_where_bad_records_are(
 ) -> None:
     tokenizer = Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model)
     with pytest.raises(
-        ConfigError, match=r"sums\.jsonl:2: teacher\.scores=.* has nothing about it"
+        ConfigError, match=r"sums\.jsonl:2: teacher\.scores=.* has no scores for this record"
     ):
         open_run_data(student, tokenizer)
     data = open_run_data(
@@ -191,7 +191,7 @@ def test_tokens_that_the_policy_does_not_know_are_refused(student: Config, tmp_p
     offline_jobs.with_scores(examples("taught"), scores, vocabulary=65)
     config = replace(student, teacher=replace(student.teacher, scores=str(scores)))
     with pytest.raises(
-        ConfigError, match=r"larger: it has ids up to 64, and the policy knows 64 tokens"
+        ConfigError, match=r"larger: contains token ids up to 64, but the policy's vocab_size is 64"
     ):
         open_run_data(config, Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model))
 
