@@ -41,9 +41,13 @@ from aligner.schema.trained_model import (
 
 @dataclass
 class Config:
-    """The whole configuration of a run."""
+    """All configuration keys of a run."""
 
-    seed: int = option(1, "the run's one seed", minimum=0)
+    seed: int = option(
+        1,
+        "Random seed of the run, for the order of the data, sampling and random initial weights.",
+        minimum=0,
+    )
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)

@@ -8,31 +8,35 @@ from aligner.schema.trained_model import TrainedModelConfig
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021) instead of training the weights themselves."""
+    """Low-rank adapters (LoRA, Hu et al. 2021) that are trained instead of the weights."""
 
     rank: int = option(
-        0, "rank of the adapters; 0: none, the weights themselves are trained", minimum=0
+        0,
+        "Rank of the adapters; 0 means no adapters: the weights themselves are trained.",
+        minimum=0,
     )
-    alpha: float = option(32.0, "an adapter's product is scaled by alpha / rank", minimum=0)
+    alpha: float = option(
+        32.0, "Scale of the adapters: their output is multiplied by `alpha` / `rank`.", minimum=0
+    )
     targets: list[str] = option(
-        ["attention", "mlp"], "which linear layers have adapters: attention, mlp"
+        ["attention", "mlp"], "Linear layers with adapters: `attention`, `mlp` or both."
     )
 
 
 @dataclass
 class ActorConfig(TrainedModelConfig):
-    """The policy, and the reference beside it, in Megatron."""
+    """Policy and reference in Megatron."""
 
     logprob_chunk_tokens: int = option(
         1024,
-        "logits exist for so many tokens at a time; more than a micro-batch's tokens costs no"
-        " recomputation",
+        "Number of tokens whose logits are in memory at the same time; a number above the tokens"
+        " of a micro-batch avoids recomputation.",
         minimum=1,
     )
     reference_on_device: bool = option(
         False,
-        "the initial weights stay on the GPUs beside the policy's, instead of coming from host"
-        " memory when they are asked",
+        "Whether the reference weights stay in GPU memory; false copies them from host memory"
+        " each time the reference is used.",
         read=".lora.rank=0",
     )
     lora: LoraConfig = section(LoraConfig, read=".rank>0")

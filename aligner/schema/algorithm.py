@@ -7,63 +7,61 @@ from aligner.schema.options import CALLABLE, callable_place, option, section
 
 @dataclass
 class PreferenceConfig:
-    """The preference loss, of pairs from a file (trainer=dpo) or of the policy's own samples
-    (loss=dpo)."""
+    """Preference loss on pairs from a file (`algorithm.trainer=dpo`) or on the policy's own
+    samples (`algorithm.loss=dpo`)."""
 
     kind: str = option(
         "sigmoid",
-        "sigmoid: DPO (Rafailov et al. 2023); ipo: squared (Azar et al. 2023); simpo: no reference,"
-        " a target margin (Meng et al. 2024); orpo: no reference, odds beside imitation of the"
-        " chosen answer (Hong et al. 2024); rpo_…: to a margin of the rewards, by KL divergence"
-        " either way or squared (Adler et al. 2024, Nemotron-4); kto: of single answers with labels"
-        " (Ethayarajh et al. 2024)",
+        "`sigmoid`: DPO (Rafailov et al. 2023); `ipo`: IPO (Azar et al. 2023); `simpo`: SimPO,"
+        " no reference (Meng et al. 2024); `orpo`: ORPO, no reference (Hong et al. 2024);"
+        " `rpo_fwd_kl`, `rpo_bwd_kl`, `rpo_sq`: reward-aware, with margins (Adler et al. 2024);"
+        " `kto`: KTO, labeled responses (Ethayarajh et al. 2024).",
         choices=("sigmoid", "ipo", "simpo", "orpo", "rpo_fwd_kl", "rpo_bwd_kl", "rpo_sq", "kto"),
     )
     beta: float = option(
         0.1,
-        "weight of staying near the reference; scale of the log-probs for simpo, weight of the odds"
-        " for orpo",
+        "Strength of the regularization towards the reference; for `simpo` the scale of the"
+        " log-probs, for `orpo` the weight of the odds-ratio loss.",
         minimum=1e-6,
     )
     label_smoothing: float = option(
         0.0,
-        "probability that a pair's label is wrong: conservative DPO (kind=sigmoid); above 0.5"
-        " labels would be turned round",
+        "Assumed probability that the label of a pair is wrong (conservative DPO).",
         minimum=0,
         maximum=0.5,
         read=".kind=sigmoid",
     )
     per_token: bool = option(
         False,
-        "an answer counts by the mean of its tokens' log-probs instead of their sum; simpo and orpo"
-        " always do that",
+        "Whether the log-prob of a response is the mean over its tokens instead of the sum;"
+        " always the mean for `simpo` and `orpo`.",
         read=".kind=sigmoid|ipo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     target_margin: float = option(
         0.5,
-        "by how much the chosen answer is to be ahead, in the loss's logits (SimPO's gamma)",
+        "Target margin of the chosen response in the logits of the loss (SimPO's gamma).",
         minimum=0,
         read=".kind=simpo",
     )
     reward_scale: float = option(
         1.0,
-        "of the rewards' difference, which is the record's `margin`, or that of the scores"
-        " (loss=dpo)",
+        "Factor of the reward difference, which is the `margin` of a record, or the difference"
+        " of the scores with `algorithm.loss=dpo`.",
         minimum=1e-6,
         read=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     imitation_weight: float = option(
         0.0,
-        "weight of the chosen answer's cross entropy a token, added to the loss (Pang et al. 2024);"
-        " orpo has it with weight 1",
+        "Weight of the cross-entropy per token of the chosen response, added to the loss (Pang"
+        " et al. 2024); 0 means none. For `orpo` it is always 1.",
         minimum=0,
         read=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     desirable_weight: float = option(
-        1.0, "of answers whose label is true", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses whose label is true.", minimum=0, read=".kind=kto"
     )
     undesirable_weight: float = option(
-        1.0, "of answers whose label is false", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses whose label is false.", minimum=0, read=".kind=kto"
     )
 
     @property
@@ -84,58 +82,60 @@ class PreferenceConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """What is learned from: an online algorithm is an advantage estimator, a loss and where the KL
-    penalty goes."""
+    """Trainer, advantage estimator, loss and KL penalty."""
 
-    name: str = option("ppo", "what this composition is called", read="always")
+    name: str = option("ppo", "Name of this combination of settings.", read="always")
     trainer: str = option(
         "online",
-        "online: the policy learns from its own samples; sft: from demonstrations; dpo: from"
-        " preferences; reward_model: a reward model from preferences or step labels; preferences:"
-        " nothing learns, samples are kept as preferences and as responses; teacher_scores: nothing"
-        " learns, the model's distributions at each token of demonstrations are kept",
+        "`online`: reinforcement learning on the policy's own samples; `sft`: supervised"
+        " fine-tuning on demonstrations; `dpo`: preference optimization; `reward_model`: reward"
+        " model training on preferences or step labels; `preferences`: no training, stores"
+        " samples as preferences and responses; `teacher_scores`: no training, stores the model's"
+        " top-k log-probs of demonstrations.",
         choices=("online", "sft", "dpo", "reward_model", "preferences", "teacher_scores"),
     )
     pairs: str = option(
         "best_and_worst",
-        "which two answers to a prompt become a preference: its best and its worst sample; all two"
-        " samples of which one scored higher; demonstration: the record's own `response` over each"
-        " sample (SPIN, Chen et al. 2024); none: responses alone",
+        "Preference pairs that are stored for each prompt. `best_and_worst`: its best and worst"
+        " sample; `all`: every two samples with different scores; `demonstration`: the record's"
+        " `response` preferred to each sample (SPIN, Chen et al. 2024); `none`: only responses"
+        " are stored.",
         choices=("best_and_worst", "all", "demonstration", "none"),
         read=".trainer=preferences",
     )
     responses: str = option(
         "all",
-        "which samples are kept as responses: all, or the best of each prompt",
+        "Samples that are stored as responses. `all`: all of them; `best`: the best one of each"
+        " prompt.",
         choices=("all", "best"),
         read=".trainer=preferences",
     )
     min_score: float | None = option(
         None,
-        "samples that score lower are not kept as responses; null: none is left out",
+        "Minimum score of a sample that is stored as a response; null means no minimum.",
         read=".trainer=preferences",
     )
     kept_fields: list[str] = option(
         [],
-        "fields of the prompts' records that their responses are kept with",
+        "Fields of a prompt's record that are stored with its responses.",
         read=".trainer=preferences",
     )
-    epochs: int = option(1, "passes over a step's samples", minimum=1)
-    minibatches: int = option(1, "optimizer steps a pass", minimum=1)
+    epochs: int = option(1, "Passes over the samples of a step (PPO epochs).", minimum=1)
+    minibatches: int = option(1, "Optimizer steps per pass.", minimum=1)
     train_on: str = option(
         "all",
-        "which of a prompt's samples are learned from: all, the one with the best score, or the"
-        " best and the worst; with the latter two a prompt whose scores are all equal is left out;"
-        " a function of one's own: docs/algorithms.md",
+        "Samples of a prompt that are trained on. `all`: all of them; `best`: the best one;"
+        " `best_and_worst`: these two; the latter two skip prompts whose samples all have the"
+        " same score. `module:callable`: your own function, see docs/algorithms.md.",
         choices=("all", "best", "best_and_worst", CALLABLE),
     )
     advantage: str = option(
         "gae",
-        "gae: generalized advantage estimation, with a critic; reinforce: the return;"
-        " reinforce_plus_plus: the return, whitened over the step; rloo, grpo, dr_grpo: the score"
-        " against those of the prompt's other samples; grpo_steps: what the response's steps to"
-        " come get, against all steps of these samples; none: for a loss that takes no advantages;"
-        " a function of one's own: docs/algorithms.md",
+        "`gae`: generalized advantage estimation with a critic; `reinforce`: return;"
+        " `reinforce_plus_plus`: return whitened over the step; `rloo`, `grpo`, `dr_grpo`: score"
+        " relative to the prompt's other samples; `grpo_steps`: GRPO with step rewards; `none`:"
+        " for losses without advantages; `module:callable`: your own function, see"
+        " docs/algorithms.md.",
         choices=(
             "gae",
             "reinforce",
@@ -150,183 +150,204 @@ class AlgorithmConfig:
     )
     loss: str = option(
         "clip",
-        "clip: PPO's clipped surrogate; cispo: clipped weights without a gradient; reinforce: the"
-        " policy gradient, samples taken as the policy's own; copg: contrastive policy gradient"
-        " over a prompt's samples; dpo: preference of the best over the worst; cross_entropy:"
-        " imitation; a function of one's own: docs/algorithms.md",
+        "`clip`: PPO's clipped surrogate; `cispo`: clipped importance weights without a"
+        " gradient; `reinforce`: policy gradient without a ratio; `copg`: contrastive policy"
+        " gradient over a prompt's samples; `dpo`: best sample preferred to the worst;"
+        " `cross_entropy`: imitation; `module:callable`: your own function, see"
+        " docs/algorithms.md.",
         choices=("clip", "cispo", "reinforce", "copg", "dpo", "cross_entropy", CALLABLE),
     )
     ratio_level: str = option(
         "token",
-        "the policy's ratio is each token's own (token), the geometric mean of the response's"
-        " (sequence), or their product (sequence_product)",
+        "Level of the policy ratio. `token`: each token's own; `sequence`: geometric mean over"
+        " the response (GSPO); `sequence_product`: product over the response.",
         choices=("token", "sequence", "sequence_product"),
         read=".loss=clip|*:*",
     )
     ratio_against: str = option(
         "trainer",
-        "the policy's ratio is against the trainer's log-probs before the step's updates, the"
-        " proximal policy (trainer), or those of the weights that drew the tokens, as the engine"
-        " saw them (sampler): then the clip limits their age too",
+        "Denominator of the policy ratio. `trainer`: the trainer's log-probs before the updates"
+        " of the step (proximal policy); `sampler`: the engine's log-probs from generation, so"
+        " that clipping also limits the effect of staleness.",
         choices=("trainer", "sampler"),
         read=".loss=clip|cispo|*:*",
     )
     aggregation: str = option(
         "token",
-        "the loss is the mean over all response tokens (token), the mean of the responses' means"
-        " (sequence), or the sum of each response's tokens, divided by the responses (sum) or by"
-        " these times rollout.max_response_tokens (constant)",
+        "Aggregation of token losses. `token`: mean over all response tokens; `sequence`: mean"
+        " over responses of their token means; `sum`: sum over tokens, mean over responses;"
+        " `constant`: as `sum`, divided by `rollout.max_response_tokens`.",
         choices=("token", "sequence", "sum", "constant"),
     )
     with_critic: bool = option(
         False,
-        "train a critic beside the policy for an estimator of one's own; gae has one anyway",
+        "Whether to train a critic for your own advantage estimator; `gae` always has a critic.",
         read=".advantage=*:*",
     )
     gamma: float = option(
         1.0,
-        "discount",
+        "Discount factor.",
         minimum=0,
         maximum=1,
         read=".advantage=gae|reinforce|reinforce_plus_plus|*:* or .loss=*:*",
     )
     lam: float = option(
-        0.95, "GAE's lambda", minimum=0, maximum=1, read=".advantage=gae|*:* or .loss=*:*"
+        0.95, "Lambda of GAE.", minimum=0, maximum=1, read=".advantage=gae|*:* or .loss=*:*"
     )
     clip_low: float = option(
         0.2,
-        "policy ratio's lower clip, 1 - clip_low",
+        "Lower clip range: the policy ratio is clipped at 1 - `clip_low`.",
         minimum=0,
         maximum=1,
         read=".loss=clip|cispo|*:* or .advantage=*:*",
     )
     clip_high: float = option(
         0.2,
-        "policy ratio's upper clip, 1 + clip_high",
+        "Upper clip range: the policy ratio is clipped at 1 + `clip_high`.",
         minimum=0,
         read=".loss=clip|cispo|*:* or .advantage=*:*",
     )
     dual_clip: float | None = option(
         None,
-        "where the advantage is negative the loss is at most this times it; no bound when null",
+        "Dual-clip bound: for negative advantages the loss of a token is at most this times the"
+        " absolute advantage; null means no bound.",
         minimum=1,
         read=".loss=clip|*:*",
     )
     truncated_importance: str = option(
         "none",
-        "correct for the engine's probabilities differing from the trainer's: weigh each token's"
-        " loss by the trainer's probability before the step's updates over the engine's, of the"
-        " token or of the whole response (loss=dpo: of both), truncated; none: take them as equal",
+        "Truncated importance sampling (TIS): losses are weighted by the trainer's probability"
+        " before the step's updates over the engine's probability. `none`: no correction;"
+        " `token`: of each token; `sequence`: of the whole response (of both responses for"
+        " `algorithm.loss=dpo`).",
         choices=("none", "token", "sequence"),
         read=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
     )
     truncated_importance_cap: float = option(
-        2.0, "largest weight", minimum=1, read=".truncated_importance!=none"
+        2.0, "Maximum importance weight.", minimum=1, read=".truncated_importance!=none"
     )
     above_importance_cap: str = option(
         "truncate",
-        "what has a larger weight keeps the largest, or is dropped from the loss",
+        "Handling of importance weights above the cap. `truncate`: the weight becomes the cap;"
+        " `drop`: the token or response is left out of the loss.",
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
     )
     replay_routes: bool = option(
         False,
-        "send each token through the experts that the engine chose for it, in the policy's and the"
-        " reference's log-probs and in the updates (routing replay); for mixtures of experts",
+        "Whether the policy and the reference use the engine's expert routing of each token, in"
+        " log-probs and updates (routing replay); only for mixture-of-experts models.",
         read=".trainer=online",
     )
     uncorrected_staleness: bool = option(
         False,
-        "train on samples of older weights without truncated_importance and ratio_against=sampler,"
-        " as if they were the policy's own; false: refuse to",
+        "Whether to allow training on stale samples without `algorithm.truncated_importance` or"
+        " `algorithm.ratio_against=sampler`, as if they were on-policy; false makes such a"
+        " configuration an error.",
         read="rollout.max_staleness>0",
     )
     value_clip: float = option(
         0.2,
-        "values are clipped to the old ones plus or minus this",
+        "Clip range of the value loss: values are clipped to the old values plus or minus this.",
         minimum=0,
         read=".with_critic=true or .advantage=gae",
     )
     critic_warmup_steps: int = option(
         0,
-        "first steps, in which the critic learns alone: the policy, its learning-rate schedule and"
-        " the KL coefficient wait",
+        "Steps at the start in which only the critic trains; the policy, its learning-rate"
+        " schedule and the KL coefficient do not change.",
         minimum=0,
         read=".with_critic=true or .advantage=gae",
     )
     whiten_rewards: bool = option(
         False,
-        "scale the step's rewards to variance 1, mean kept",
+        "Whether to scale the rewards of a step to variance 1, without changing their mean.",
         read=".advantage!=none or .loss=copg|*:*",
     )
     whiten_advantages: bool = option(
-        True, "scale the advantages to mean 0 and variance 1", read=".advantage!=none or .loss=*:*"
+        True,
+        "Whether to normalize advantages to mean 0 and variance 1.",
+        read=".advantage!=none or .loss=*:*",
     )
     whiten_over: str = option(
         "step",
-        "which tokens these are of: all of the step, or those of a prompt's samples",
+        "Tokens over which advantages are normalized. `step`: all tokens of the step; `prompt`:"
+        " the tokens of a prompt's samples.",
         choices=("step", "prompt"),
         read=".whiten_advantages=true",
     )
     kl_placement: str = option(
         "reward",
-        "where the KL penalty goes: into each token's reward, or into the loss",
+        "Place of the KL penalty. `reward`: subtracted from each token's reward; `loss`: added"
+        " to the loss.",
         choices=("reward", "loss"),
         read=".kl_coefficient>0",
     )
-    kl_coefficient: float = option(0.05, "weight of the per-token KL penalty", minimum=0)
+    kl_coefficient: float = option(
+        0.05, "Weight of the per-token KL penalty; 0 means no penalty.", minimum=0
+    )
     kl_estimator: str = option(
-        "k1", "estimator of the KL penalty", choices=("k1", "k2", "k3"), read=".kl_coefficient>0"
+        "k1",
+        "Estimator of the KL divergence, with log-ratio d = log π - log π_ref. `k1`: d; `k2`:"
+        " d²/2; `k3`: exp(-d) - 1 + d.",
+        choices=("k1", "k2", "k3"),
+        read=".kl_coefficient>0",
     )
     kl_target: float | None = option(
         None,
-        "adapt the coefficient towards this KL per sequence; fixed when null",
+        "Target KL per sequence of an adaptive KL coefficient; null means a fixed coefficient.",
         above=0,
         read=".kl_coefficient>0",
     )
     kl_horizon: int = option(
-        10000, "horizon of the adaptive coefficient, in samples", minimum=1, read=".kl_target!=null"
+        10000,
+        "Horizon of the adaptive KL coefficient in samples.",
+        minimum=1,
+        read=".kl_target!=null",
     )
     early_stop_kl: float | None = option(
         None,
-        "leave out the rest of a step's updates once policy/approx_kl of one is above this; never"
-        " when null",
+        "Value of `policy/approx_kl` in an update above which the remaining updates of the step"
+        " are skipped; null means that none are skipped.",
         minimum=0,
         read=".loss=clip|cispo|*:*",
     )
-    entropy_coefficient: float = option(0.0, "weight of the entropy bonus in the loss", minimum=0)
+    entropy_coefficient: float = option(
+        0.0, "Weight of the entropy bonus in the loss; 0 means no bonus.", minimum=0
+    )
     overlong_fraction: float = option(
         0.0,
-        "a response loses up to 1 over this last share of rollout.max_response_tokens (DAPO's"
-        " overlong penalty); 0: nothing",
+        "Share of `rollout.max_response_tokens` at the end over which the penalty of a response"
+        " rises from 0 to 1 (DAPO's soft overlong penalty); 0 means no penalty.",
         minimum=0,
         maximum=1,
         read=".trainer=online|preferences",
     )
     length_penalty: float = option(
         0.0,
-        "a response loses this for each drawn token that it is longer, or shorter, than"
-        " target_length",
+        "Score penalty for each generated token by which a response is longer or shorter than"
+        " `algorithm.target_length`; 0 means no penalty.",
         minimum=0,
         read=".trainer=online|preferences",
     )
     target_length: int = option(
         0,
-        "drawn tokens that a response is to have; 0: the fewer the better",
+        "Response length without a penalty, in generated tokens; 0 means that shorter is always"
+        " better.",
         minimum=0,
         read=".length_penalty>0",
     )
     overlong_filter: bool = option(
         False,
-        "leave responses that generation cut out of what is learned, by the policy and the critic,"
-        " once they have had their part in the advantages of the others",
+        "Whether to exclude truncated responses from the policy and critic losses; they still"
+        " count in the advantages of the other samples.",
         read=".loss=clip|cispo|reinforce|cross_entropy|*:*",
     )
     bootstrap_cut: bool = option(
         False,
-        "what follows a response that generation cut is worth what the critic says of it; false: 0,"
-        " as after an end. Its score stays on its last token: reward.missing_end_score=0 takes that"
-        " away",
+        "Whether the critic's value is the return after a truncated response; false means 0, as"
+        " after a complete response. The response keeps its score unless"
+        " `reward.missing_end_score=0`.",
         read=(
             ".advantage=gae and .overlong_filter=false or .with_critic=true and"
             " .overlong_filter=false"
@@ -334,8 +355,9 @@ class AlgorithmConfig:
     )
     dynamic_sampling_rounds: int = option(
         0,
-        "replace prompts whose samples all have the same score by further ones, so many times at"
-        " most before the run ends; 0: keep them",
+        "Maximum number of rounds in which prompts whose samples all have the same score are"
+        " replaced with new prompts (DAPO's dynamic sampling); the run fails after that. 0 keeps"
+        " such prompts.",
         minimum=0,
         read=".trainer=online|preferences",
     )

@@ -7,26 +7,30 @@ from aligner.schema.options import option
 
 @dataclass
 class CheckpointConfig:
-    """When the run can be resumed."""
+    """Checkpoints, from which a run resumes."""
 
-    every: int = option(0, "save every N steps; 0: never by steps, but at the end", minimum=0)
+    every: int = option(
+        0, "Steps between checkpoints; 0 means none by steps, except one at the end.", minimum=0
+    )
     every_minutes: float = option(
         30.0,
-        "also save after the first step that ends so many minutes after the last save, or the"
-        " start; 0: never by time. For resuming alone: it is neither evaluated for it nor compared"
-        " by best_metric",
+        "Minutes after the last checkpoint, or the start, after which the next step also saves"
+        " one; 0 means none by time. These checkpoints only serve resuming: they are not"
+        " evaluated, and `checkpoint.best_metric` ignores them.",
         minimum=0,
     )
     keep: int = option(
         2,
-        "newest checkpoints kept, those by steps before those by time; others are deleted",
+        "Number of newest checkpoints that are kept; older ones are deleted. Checkpoints by"
+        " steps take precedence over those by time.",
         minimum=1,
     )
     best_metric: str | None = option(
         None,
-        "also keep the best checkpoint by this metric, the highest value or the lowest of a loss:"
-        " such as reward/mean, or eval/score among the steps that are evaluated",
+        "Metric, such as `reward/mean` or `eval/score`, whose best checkpoint is also kept: the"
+        " highest value, or the lowest of a loss, perplexity or KL. Checkpoints without a value"
+        " of the metric do not count. Null means none.",
     )
     asynchronous: bool = option(
-        True, "write a checkpoint while training goes on, from a copy in host memory"
+        True, "Whether to write checkpoints while training continues, from a copy in host memory."
     )

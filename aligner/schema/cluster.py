@@ -11,37 +11,41 @@ from aligner.schema.teacher import HAS_TEACHER
 
 @dataclass
 class SlurmRoleConfig:
-    """Where one role runs in the Slurm job; what is null or empty here is as for all roles
-    (cluster.slurm)."""
+    """Placement of this role in the Slurm job; values that are null or empty are those of
+    `cluster.slurm`."""
 
     nodes: int | None = option(
         None,
-        "nodes of its own; as many as its ranks need at cluster.devices_per_node a node when null",
+        "Number of nodes of this role; null means as many as its ranks need with"
+        " `cluster.devices_per_node` per node.",
         minimum=1,
     )
     beside: str | None = option(
         None,
-        "role on whose nodes it runs, on devices of its own",
+        "Role whose nodes this role shares, on separate devices; null means nodes for this role"
+        " alone.",
         choices=("trainer", "generator", "critic", "reward", "teacher"),
     )
     devices: str | None = option(
         None,
-        "devices of a node that its ranks use, such as 0-3, or 0-1,6 in quotes: for roles that"
-        " share nodes; all if null",
+        "Devices of each node that the ranks use, such as `0-3`, or `0-1,6` in quotes; for roles"
+        " that share nodes. Null means all.",
     )
-    partition: str | None = option(None, "partition of its nodes")
-    constraint: str | None = option(
-        None, "features that its nodes must have, as sbatch --constraint"
+    partition: str | None = option(None, "Slurm partition of the role's nodes.")
+    constraint: str | None = option(None, "Required node features, as `sbatch --constraint`.")
+    image: str | None = option(None, "Container image.")
+    environment: dict[str, Any] = option(
+        {}, "Environment variables, in addition to those of all roles."
     )
-    image: str | None = option(None, "container image")
-    environment: dict[str, Any] = option({}, "environment variables, beside those of all roles")
-    sbatch: list[str] = option([], "further sbatch flags of its component, such as --exclusive")
-    srun: list[str] = option([], "further srun flags")
+    sbatch: list[str] = option(
+        [], "Additional sbatch flags of the role's job component, such as `--exclusive`."
+    )
+    srun: list[str] = option([], "Additional srun flags of the role.")
 
 
 @dataclass
 class SlurmRolesConfig:
-    """The roles' own places (`cluster.slurm.roles.critic.nodes=2`)."""
+    """Placement of each role, such as `cluster.slurm.roles.critic.nodes=2`."""
 
     trainer: SlurmRoleConfig = section(SlurmRoleConfig)
     generator: SlurmRoleConfig = section(
@@ -54,116 +58,133 @@ class SlurmRolesConfig:
 
 @dataclass
 class SlurmConfig:
-    """The Slurm job (cluster.kind=slurm)."""
+    """Slurm job."""
 
-    account: str | None = option(None, "account that is charged, as sbatch --account")
-    partition: str | None = option(None, "partition, as sbatch --partition")
-    qos: str | None = option(None, "quality of service, as sbatch --qos")
-    reservation: str | None = option(None, "reservation, as sbatch --reservation")
-    constraint: str | None = option(None, "features that nodes must have, as sbatch --constraint")
-    time: str | None = option(None, "time limit, as sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS")
+    account: str | None = option(None, "Account that is charged, as `sbatch --account`.")
+    partition: str | None = option(None, "Partition, as `sbatch --partition`.")
+    qos: str | None = option(None, "Quality of service, as `sbatch --qos`.")
+    reservation: str | None = option(None, "Reservation, as `sbatch --reservation`.")
+    constraint: str | None = option(None, "Required node features, as `sbatch --constraint`.")
+    time: str | None = option(
+        None, "Time limit, as `sbatch --time`: minutes, `HH:MM:SS` or `D-HH:MM:SS`."
+    )
     heterogeneous: bool = option(
         True,
-        "a component a role, each with nodes, partition and flags of its own; false: one component"
-        " for clusters without",
+        "Whether the job is heterogeneous: one component per role, each with separate nodes,"
+        " partition and flags. False means a single component, for clusters without heterogeneous"
+        " jobs.",
     )
     gpus: str = option(
         "gpus-per-node",
-        "how devices are asked for: --gpus-per-node=N, --gres=gpu:N, or not at all (none: CPUs, or"
-        " whole nodes alone)",
+        "Flag that requests devices. `gpus-per-node`: `--gpus-per-node=N`; `gres`:"
+        " `--gres=gpu:N`; `none`: no flag, for CPUs or whole nodes.",
         choices=("gpus-per-node", "gres", "none"),
     )
     image: str | None = option(
         None,
-        "container image, as Pyxis takes it: a registry's name or the path of a .sqsh file; no"
-        " container when null",
+        "Container image for Pyxis, a registry name or the path of a `.sqsh` file; null means no"
+        " container.",
     )
     mounts: list[str] = option(
         [],
-        "SOURCE:TARGET[:FLAGS] seen in the container; the run directory and the cache always are",
+        "Container mounts as `SOURCE:TARGET[:FLAGS]`; the run directory and the cache are always"
+        " mounted.",
     )
     workdir: str | None = option(
-        None, "working directory in the container; the run directory when null"
+        None, "Working directory in the container; null means the run directory."
     )
-    mount_home: bool = option(False, "see the user's home directory in the container")
-    setup: list[str] = option([], "shell lines that run first in the job, such as module load")
-    environment: dict[str, Any] = option({}, "environment variables of every role")
-    sbatch: list[str] = option([], "further sbatch flags, such as --exclusive or --comment=text")
-    srun: list[str] = option([], "further srun flags of every role, such as --mpi=none")
+    mount_home: bool = option(
+        False, "Whether the user's home directory is mounted in the container."
+    )
+    setup: list[str] = option([], "Shell lines that run first in the job, such as `module load`.")
+    environment: dict[str, Any] = option({}, "Environment variables of every role.")
+    sbatch: list[str] = option(
+        [], "Additional sbatch flags, such as `--exclusive` or `--comment=text`."
+    )
+    srun: list[str] = option([], "Additional srun flags of every role, such as `--mpi=none`.")
     grace_s: int = option(
         300,
-        "so long before the time limit, or the end that a preemption sets, the run takes a"
-        " checkpoint and stops",
+        "Seconds before the time limit, or before the end of a preemption's grace period, at"
+        " which the run saves a checkpoint and stops; must be longer than a step and a"
+        " checkpoint.",
         minimum=1,
     )
     requeue: bool = option(
-        True, "a run that stopped so is queued again, and resumes when it starts"
+        True, "Whether the job is requeued after such a stop; it resumes when it starts again."
     )
     roles: SlurmRolesConfig = section(SlurmRolesConfig)
 
 
 @dataclass
 class LocalDevicesConfig:
-    """GPUs of this machine for each role's ranks, where it has some: 0-3, or 0-1,6 in quotes. Roles
-    may name the same ones."""
+    """GPUs of this machine for the ranks of each role, such as `0-3`, or `0-1,6` in quotes;
+    roles may share GPUs."""
 
-    trainer: str | None = option(None, "the trainer's; the first free ones when null")
+    trainer: str | None = option(None, "GPUs of the trainer; null means the first free ones.")
     generator: str | None = option(
-        None, "the generator's; the next free ones when null", read="engine.placement=server"
+        None,
+        "GPUs of the generator; null means the next free ones.",
+        read="engine.placement=server",
     )
-    critic: str | None = option(None, "the critic's; the next free ones when null", read=TRAINED)
+    critic: str | None = option(
+        None, "GPUs of the critic; null means the next free ones.", read=TRAINED
+    )
     reward: str | None = option(
         None,
-        "of a reward model, for its replicas in turn; the next free ones when null",
+        "GPUs of a reward model, assigned to its replicas in order; null means the next free ones.",
         read=OWN_SERVER,
     )
     teacher: str | None = option(
         None,
-        "the teacher's, for its replicas in turn; the next free ones when null",
+        "GPUs of the teacher, assigned to its replicas in order; null means the next free ones.",
         read=HAS_TEACHER,
     )
 
 
 @dataclass
 class ClusterConfig:
-    """Where the roles run."""
+    """Machines, devices and process timeouts of the roles."""
 
     kind: str = option(
-        "local", "local: on this machine; slurm: as a Slurm job", choices=("local", "slurm")
+        "local", "`local`: on this machine; `slurm`: as a Slurm job.", choices=("local", "slurm")
     )
     devices_per_node: int = option(
         8,
-        "GPUs of a node, or ranks a node takes where there are none",
+        "GPUs per node, or ranks per node without GPUs.",
         minimum=1,
         read=".kind=slurm or .device_memory_gib!=null",
     )
     device_memory_gib: float | None = option(
-        None, "memory of a device: what does not fit is refused; only told when null", minimum=1
+        None,
+        "Memory of one device in GiB; a configuration whose estimate exceeds it is an error."
+        " Null means that the estimate is only shown.",
+        minimum=1,
     )
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(
         None,
-        "OpenMP threads a rank; null: one on GPUs, unless *.optimizer.offload_fraction is above 0;"
-        " else cores over ranks",
+        "OpenMP threads per rank; null means 1 on GPUs (unless `*.optimizer.offload_fraction` is"
+        " above 0), otherwise the number of cores divided by the number of ranks.",
         minimum=1,
     )
     deterministic: bool = option(
         False,
-        "GPUs sum in one order, more slowly: kernels, cuBLAS, NCCL; on CPUs nothing changes, sums"
-        " have one there",
+        "Whether GPUs use deterministic reductions (kernels, cuBLAS, NCCL), which is slower; has"
+        " no effect on CPUs, where they are always deterministic.",
     )
     stop_timeout_s: float = option(
-        10.0, "a role that has not ended by itself by then is killed", minimum=1
+        10.0, "Seconds after which a role that was asked to stop is killed.", minimum=1
     )
     heartbeat_timeout_s: float = option(
         300.0,
-        "a trainer rank that shows no life for so long, as one that is stopped, is killed: the run"
-        " fails",
+        "Seconds without a heartbeat after which a trainer rank is killed and handled like a"
+        " crashed one (see `run.max_restarts`).",
         minimum=1,
     )
     collective_timeout_s: float = option(
         600.0,
-        "a collective that takes longer fails, and the run with the missing rank's name",
+        "Timeout of a collective operation in seconds; the run then fails with an error naming"
+        " the missing rank.",
         minimum=1,
     )
     slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")

@@ -16,6 +16,9 @@ from aligner.schema.options import CALLABLE, Read
 
 _TERM = re.compile(r"(\.?\w+(?:\.\w+)*)(!=|=|>)(\S+)")
 _ALWAYS = "always"
+_UNSET = ("null", "{}", "[]")
+_PATTERNS = {"*:*": CALLABLE, "experiment:*": "experiment:NAME"}
+"""Patterns of values, and how they are shown."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,7 @@ class Term:
             return f"{self.key} above {values}"
         if self.sign == "=":
             return f"{self.key}={values}"
-        return (
-            f"{self.key} given"
-            if self.values[0] in ("null", "{}", "[]")
-            else f"{self.key} other than {values}"
-        )
+        return f"{self.key} set" if self.values[0] in _UNSET else f"{self.key} other than {values}"
 
 
 Alternatives = tuple[tuple[Term, ...], ...]
@@ -79,16 +78,28 @@ def _term(text: str, section: str) -> Term:
     parts = _TERM.fullmatch(text)
     if parts is None:
         raise ValueError(
-            f"{text!r} is no condition; such are KEY=VALUE|VALUE, KEY!=VALUE and KEY>NUMBER"
+            f"{text!r}: invalid condition; expected KEY=VALUE|VALUE, KEY!=VALUE or KEY>NUMBER"
         )
     key, sign, values = parts.groups()
     return Term(section + key if key.startswith(".") else key, sign, tuple(values.split("|")))
 
 
 def condition_text(condition: Condition) -> str:
-    """A condition in a few words; nothing for what is always read."""
+    """Return a condition as Markdown, empty for a key that is always read."""
     parts = [
-        " or ".join(" and ".join(map(str, clause)) for clause in alternatives)
+        " or ".join(" and ".join(map(_term_text, clause)) for clause in alternatives)
         for alternatives in condition
     ]
-    return "; ".join(parts)
+    return "; and ".join(parts)
+
+
+def _term_text(term: Term) -> str:
+    if term.sign == ">":
+        return f"`{term.key}` is above {term.values[0]}"
+
+    names = ["`" + _PATTERNS.get(value, value) + "`" for value in term.values]
+    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    if term.sign == "=":
+        is_single = len(names) == 1 and names[0] != f"`{CALLABLE}`"
+        return f"`{term.key}={term.values[0]}`" if is_single else f"`{term.key}` is {listed}"
+    return f"`{term.key}` is " + ("set" if term.values[0] in _UNSET else f"not {listed}")

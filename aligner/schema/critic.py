@@ -12,30 +12,30 @@ TRAINED = "algorithm.with_critic=true or algorithm.advantage=gae"
 
 @dataclass
 class CriticConfig(TrainedModelConfig):
-    """The value model, a server on its own devices."""
+    """Value model (critic), a server on separate devices."""
 
     path: str | None = option(
         None,
-        "Hugging Face model directory whose weights the critic begins with, and whose scalar head"
-        " where it has one and all layers are taken, scaled to the rewards' units: a reward"
-        " model's; the policy's and a head of zeros when null",
+        "Model of the critic's initial weights, such as a reward model (as `model.path`). Its"
+        " scalar head is used too, scaled to the units of the rewards, if all layers are used."
+        " Null means the policy's weights and a head of zeros.",
     )
     num_layers: int | None = option(
         None,
-        "build the critic, or the reward model that is trained, from the model's first layers; all"
-        " of them when null",
+        "Number of layers of the critic, or of the reward model that is trained, taken from the"
+        " start of the model; null means all layers.",
         minimum=1,
         read=f"{TRAINED} or algorithm.trainer=reward_model",
     )
     head_learning_rate: float | None = option(
         None,
-        "peak learning rate of the scalar head, on the schedule of critic.optimizer and with its"
-        " warm-up; that of the other weights when null",
+        "Peak learning rate of the scalar head, with the schedule and warm-up of"
+        " `critic.optimizer`; null means the learning rate of the other weights.",
         minimum=0,
     )
     with_reward: bool = option(
         False,
-        "serve the reward from the critic's processes too: no reward role, and where both are"
-        " models each waits in host memory while the other works",
+        "Whether the critic's processes also serve the reward, so that there is no reward role;"
+        " if both are models, each is offloaded to host memory while the other computes.",
     )
     ports: PortsConfig = section(PortsConfig)

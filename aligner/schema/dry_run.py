@@ -8,18 +8,20 @@ from aligner.schema.options import option
 
 @dataclass
 class DryRunConfig:
-    """A rehearsal of `launch` or `validate` on this machine's CPU: the run's roles and layouts with
-    a tiny random model."""
+    """Dry run of `aligner launch` or `aligner validate` on this machine's CPU: the roles and
+    layouts of the run with a tiny random model."""
 
     scale: str = option(
         "none",
-        "none: no dry run, the run itself; tiny: the smallest model that the layouts can cut",
+        "`none`: no dry run; `tiny`: a dry run with the smallest model that the layouts can split.",
         choices=("none", "tiny"),
     )
-    steps: int = option(2, "training steps", minimum=1)
+    steps: int = option(2, "Training steps of the dry run.", minimum=1)
     max_ranks: int = option(
-        16, "layouts whose ranks together are more are made smaller until they are not", minimum=1
+        16,
+        "Maximum number of ranks of all roles together; larger layouts are made smaller.",
+        minimum=1,
     )
     models: dict[str, Any] = option(
-        {}, "set at launch: the random reward models, each a Hugging Face config.json"
+        {}, "Hugging Face `config.json` of each random reward model; set at launch."
     )

@@ -8,11 +8,13 @@ from aligner.schema.server import PortsConfig
 
 @dataclass
 class EngineParallelConfig:
-    """The generation engine's own layout."""
+    """Parallel layout of the generation engine."""
 
-    tensor: int = option(1, "tensor-parallel size of the engine (TP')", minimum=1)
+    tensor: int = option(1, "Tensor-parallel size of the engine (TP').", minimum=1)
     data: int = option(
-        1, "engine replicas (DP'); 0: as many as fill the trainer's ranks", minimum=0
+        1,
+        "Number of engine replicas (DP'); 0 means as many as fit on the trainer's ranks.",
+        minimum=0,
     )
 
     @property
@@ -23,78 +25,80 @@ class EngineParallelConfig:
 
 @dataclass
 class TensorRTLLMConfig:
-    """What only TensorRT-LLM needs to know (engine.kind=tensorrt_llm)."""
+    """Settings of TensorRT-LLM."""
 
     free_memory_fraction: float = option(
         0.4,
-        "share of a GPU's free memory that is taken for keys and values when engine.kv_cache_mib is"
-        " null",
+        "Fraction of a GPU's free memory that TensorRT-LLM uses for the KV cache.",
         minimum=0.01,
         maximum=1,
         read="engine.kind=tensorrt_llm and engine.kv_cache_mib=null",
     )
     max_num_tokens: int = option(
-        8192, "tokens of one step over all sequences; longer prompts are cut into chunks", minimum=1
+        8192,
+        "Maximum number of tokens of all sequences in one engine step; longer prompts are"
+        " prefilled in chunks.",
+        minimum=1,
     )
     stream_interval: int = option(
         16,
-        "tokens of a response between two messages of TensorRT-LLM's; where responses are"
-        " interrupted, those since its last message are drawn again",
+        "Tokens of a response between two messages of TensorRT-LLM; when responses are"
+        " interrupted, the tokens since the last message are generated again.",
         minimum=1,
     )
     timeout_s: float = option(
         900.0,
-        "starting, giving memory back, or no response gaining a token may take so long before the"
-        " run fails",
+        "Maximum time in seconds to start, to release memory, or without a new token in any"
+        " response; the run fails after that.",
         minimum=1,
     )
 
 
 @dataclass
 class VLLMConfig:
-    """What only vLLM needs to know (engine.kind=vllm)."""
+    """Settings of vLLM."""
 
     python: str | None = option(
         None,
-        "the Python of an environment that has vLLM; null: the one that `aligner install-vllm`"
-        " makes in the cache",
+        "Path of the Python interpreter of an environment with vLLM; null means the environment"
+        " that `aligner install-vllm` creates in the cache.",
     )
     memory_fraction: float = option(
         0.4,
-        "share of a GPU's memory that vLLM takes in all, for the model and for keys and values",
+        "Fraction of a GPU's memory that vLLM uses in total, for weights and KV cache.",
         minimum=0.01,
         maximum=1,
     )
     stream_interval: int = option(
         16,
-        "tokens of a response between two messages of vLLM's; where responses are interrupted,"
-        " those since its last message are drawn again",
+        "Tokens of a response between two messages of vLLM; when responses are interrupted, the"
+        " tokens since the last message are generated again.",
         minimum=1,
     )
     timeout_s: float = option(
         180.0,
-        "starting, giving memory back, or no response gaining a token may take so long before the"
-        " run fails",
+        "Maximum time in seconds to start, to release memory, or without a new token in any"
+        " response; the run fails after that.",
         minimum=1,
     )
 
 
 @dataclass
 class SpeculationConfig:
-    """Guesses at the next tokens, checked in one pass; the samples are the same, to rounding."""
+    """Speculative decoding with prompt lookup; the samples do not change, except for rounding."""
 
     tokens: int = option(
         0,
-        "next tokens that are guessed by what followed the same ones in prompt or response; 0:"
-        " none",
+        "Maximum number of draft tokens per step, copied from what followed the same tokens"
+        " earlier in the prompt or response; 0 means no speculative decoding.",
         minimum=0,
     )
     ngram: int = option(
-        3, "tokens in a row that must have come before for a guess", minimum=1, read=".tokens>0"
+        3, "Number of consecutive tokens that must match earlier ones.", minimum=1, read=".tokens>0"
     )
     rows: int = option(
         4,
-        "nothing is guessed while a rank has more responses under way",
+        "Maximum number of responses in flight on a rank with which draft tokens are used.",
         minimum=1,
         read=".tokens>0",
     )
@@ -102,91 +106,99 @@ class SpeculationConfig:
 
 @dataclass
 class EngineConfig:
-    """Generation."""
+    """Generation engine and weight sync."""
 
     kind: str = option(
         "embedded",
-        "generation backend; embedded: a decoder in PyTorch, anywhere; tensorrt_llm: TensorRT-LLM,"
-        " on GPUs; vllm: vLLM, in an environment of its own, anywhere",
+        "Generation engine. `embedded`: aligner's PyTorch decoder, for CPUs and GPUs;"
+        " `tensorrt_llm`: TensorRT-LLM, for GPUs; `vllm`: vLLM, in a separate Python environment,"
+        " for CPUs and GPUs.",
         choices=("embedded", "tensorrt_llm", "vllm"),
     )
     placement: str = option(
         "colocated",
-        "where the engine runs; colocated: on the trainer's ranks; server: on devices of its own,"
-        " as the role generator",
+        "Devices of the engine. `colocated`: those of the trainer; `server`: separate ones, as"
+        " the role `generator`.",
         choices=("colocated", "server"),
     )
     parallel: EngineParallelConfig = section(EngineParallelConfig)
     ports: PortsConfig = section(PortsConfig, read="engine.placement=server")
     precision: str = option(
-        "auto", "arithmetic; auto: bf16 on GPUs, fp32 on CPUs", choices=("auto", "fp32", "bf16")
+        "auto",
+        "Precision of weights and computation; `auto` means bf16 on GPUs and fp32 on CPUs.",
+        choices=("auto", "fp32", "bf16"),
     )
     exact: bool = option(
         False,
-        "engine and trainer compute in ways that do not hang on what else is in a batch, one thread"
-        " a rank, so that their log-probs are the same bits (dense models in fp32 on CPUs, whole on"
-        " a rank or in pipeline stages)",
+        "Whether engine and trainer use batch-invariant kernels and one thread per rank, so that"
+        " their log-probs are bitwise equal. Requires a dense model in fp32 on CPUs without"
+        " tensor parallelism and LoRA.",
         read=".kind=embedded",
     )
     packed_weights: bool = option(
         True,
-        "on CPUs the engine keeps a copy of its matrices in the order in which a few rows are"
-        " multiplied fastest, made anew for every version of the weights: a sixth to a half less"
-        " time for products, as much memory again",
+        "Whether the engine on CPUs keeps a copy of its matrices that is packed for decode,"
+        " rebuilt for every weight version: matmuls take a sixth to a half less time, weights"
+        " twice the memory.",
         read=(".kind=embedded", ".exact=false"),
     )
     batch_size: int = option(
-        64, "sequences that one engine rank decodes at a time, at most", minimum=1
+        64, "Maximum number of sequences that one engine rank decodes at a time.", minimum=1
     )
     kv_cache_mib: int | None = option(
         None,
-        "memory of a rank for keys and values; fewer sequences fit when it is short; no limit when"
-        " null",
+        "Memory for the KV cache per rank in MiB; a smaller one holds fewer sequences at a time."
+        " Null means no limit for the embedded engine; TensorRT-LLM and vLLM then use their"
+        " memory fraction.",
         minimum=1,
     )
-    cuda_graphs: bool = option(True, "replay decoding steps as CUDA graphs (GPUs only)")
+    cuda_graphs: bool = option(True, "Whether decode steps run as CUDA graphs; only on GPUs.")
     steps_per_sync: int | None = option(
         None,
-        "decoding steps that a device computes between two looks of its processor at what was"
-        " drawn: a response that ends between them leaves its row, and one that waits begins, at"
-        " the next look; null: 8 on GPUs, 1 on CPUs",
+        "Decode steps per host synchronization; finished responses are detected, and waiting"
+        " ones start, only at a synchronization. Null means 8 on GPUs and 1 on CPUs.",
         minimum=1,
         read=".kind=embedded",
     )
     speculation: SpeculationConfig = section(SpeculationConfig, read="engine.kind=embedded")
-    sleep: bool = option(False, "free the engine's device memory while the policy trains")
+    sleep: bool = option(
+        False, "Whether the engine releases its device memory while the policy trains."
+    )
     update: str = option(
         "atomic",
-        "atomic: new weights arrive beside the old ones, which serve until all are there; in_place:"
-        " they overwrite the old ones, and an update that fails leaves none; shared: in place, and"
-        " where the layouts agree the engine uses the trainer's tensors themselves",
+        "How new weights replace the old ones. `atomic`: loaded next to the old ones, which"
+        " serve until all have arrived; `in_place`: overwrite the old ones, so a failed update"
+        " leaves no usable weights; `shared`: as `in_place`, but tensors with equal layout are"
+        " the trainer's own.",
         choices=("atomic", "in_place", "shared"),
     )
     publish: str = option(
         "whole",
-        "what new weights travel as; whole: all numbers; changes: those whose bits are others than"
-        " at the publish before, of a piece of a tensor where that is less (nothing is lost; in"
-        " bf16 most stay as they are)",
+        "Contents of a weight sync. `whole`: all weights; `changes`: elements whose bits changed"
+        " since the previous weight sync (lossless; in bf16 few change), or a whole piece of a"
+        " tensor if that is smaller.",
         choices=("whole", "changes"),
     )
     in_flight: str = option(
         "finish",
-        "what new weights do to responses under way; finish: wait for them; interrupt: have them go"
-        " on from the tokens that they have, under the new weights",
+        "Effect of a weight sync on responses in flight. `finish`: the weight sync waits until"
+        " they are complete; `interrupt`: they continue from their tokens under the new weights.",
         choices=("finish", "interrupt"),
         read=".placement=server",
     )
     update_timeout_s: float = option(
-        300.0, "an update that takes longer names the missing rank and fails", minimum=1
+        300.0,
+        "Timeout of a weight sync in seconds; it then fails with an error naming the missing rank.",
+        minimum=1,
     )
     verify_every: int = option(
         0,
-        "weights are checked by checksum at the first publish and at every N-th after it; 0: the"
-        " first only",
+        "Number of weight syncs between checksum verifications of the weights; the first weight"
+        " sync is always verified, and 0 means only the first.",
         minimum=0,
     )
     bucket_mib: int = option(
-        1024, "weights move between ranks in buckets of at most this size", minimum=1
+        1024, "Maximum size in MiB of the buckets in which weights move between ranks.", minimum=1
     )
     tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read="engine.kind=tensorrt_llm")
     vllm: VLLMConfig = section(VLLMConfig, read="engine.kind=vllm")

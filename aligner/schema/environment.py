@@ -18,106 +18,132 @@ _SET = f"{_TARGET} or {_AGENT}"
 
 @dataclass
 class PythonToolConfig:
-    """What a program of the tool `python` may use."""
+    """Resource limits of a program that the tool `python` runs."""
 
-    cpu_s: int = option(10, "seconds of a processor, each process", minimum=1)
-    memory_mib: int = option(1024, "address space of each process", minimum=128)
-    processes: int = option(16, "processes and threads at a time", minimum=2)
-    scratch_mib: int = option(64, "files in its directory, and what it prints", minimum=1)
+    cpu_s: int = option(10, "CPU time of each process in seconds.", minimum=1)
+    memory_mib: int = option(1024, "Address space of each process in MiB.", minimum=128)
+    processes: int = option(16, "Maximum number of processes and threads at a time.", minimum=2)
+    scratch_mib: int = option(
+        64, "Maximum size in MiB of the files in its directory, and of its output.", minimum=1
+    )
 
 
 @dataclass
 class EnvironmentConfig:
-    """What answers a policy between the turns of an episode; without one a response is all that
-    there is."""
+    """Environment or agent of multi-turn episodes; without one each response is a single turn."""
 
     target: str | None = option(
         None,
-        "tools, or module:Class of an environment of yours; null: none, every response is a single"
-        " turn",
+        "`tools`, or `module:Class` of your own environment; null means no environment.",
     )
-    arguments: dict[str, Any] = option({}, "keyword arguments of its class", read=_TARGET)
+    arguments: dict[str, Any] = option(
+        {}, "Keyword arguments of the environment class.", read=_TARGET
+    )
     agent: str | None = option(
         None,
-        "module:function of an agent with an OpenAI client, called with the task, the base_url and"
-        " the api_key of an episode, async or not; null: none",
+        "`module:function` of an agent that uses an OpenAI client, called with the task,"
+        " `base_url` and `api_key` for each episode; may be async. Null means no agent function.",
     )
     agent_command: list[str] | None = option(
         None,
-        "or its command, with the task as JSON on its standard input, and OPENAI_BASE_URL and"
-        " OPENAI_API_KEY; null: none",
+        "Command of an agent, which gets the task as JSON on its standard input, and"
+        " `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment; null means no agent command.",
     )
     matching: list[str] = option(
         ["arguments"],
-        "what an agent may change in the messages that it sends back, and still go on from what was"
-        " drawn: `arguments` of tool calls written otherwise, `reasoning` left out, `whitespace`",
+        "Changes that an agent may make to earlier messages without starting a new branch."
+        " `arguments`: JSON formatting of tool-call arguments; `reasoning`: omitted reasoning;"
+        " `whitespace`: spaces and line ends.",
         read=_AGENT,
     )
     endpoint_host: str = option(
-        "127.0.0.1", "address that agents reach their endpoint at", read=_AGENT
+        "127.0.0.1", "Address at which agents reach their endpoint.", read=_AGENT
     )
     max_turns: int = option(
-        8, "an episode is cut after so many turns of the policy's", minimum=1, read=_SET
+        8,
+        "Maximum number of policy turns per episode; a longer episode is truncated.",
+        minimum=1,
+        read=_SET,
     )
     max_turn_tokens: int = option(
         64,
-        "and where a turn of its has so many tokens; rollout.max_response_tokens bounds all turns"
-        " and answers together",
+        "Maximum length of a policy turn in tokens; a longer turn truncates the episode."
+        " `rollout.max_response_tokens` limits all turns and observations together.",
         minimum=1,
         read=_SET,
     )
     turn_end: str | None = option(
-        None, "text of one token that ends a turn, beside the end of sequence", read=_TARGET
+        None,
+        "Text of a single token that ends a turn, in addition to the end-of-sequence token; null"
+        " means none.",
+        read=_TARGET,
     )
     workers: int = option(
-        1, "processes that environments run in, of each replica of the engine", minimum=1, read=_SET
+        1, "Processes that run environments, per engine replica.", minimum=1, read=_SET
     )
     episodes_per_worker: int = option(
-        64, "episodes of a process at a time; others wait", minimum=1, read=_SET
+        64,
+        "Maximum number of concurrent episodes per process; further episodes wait.",
+        minimum=1,
+        read=_SET,
     )
     deadline_s: float = option(
-        60.0, "an answer takes so long at most; all that an agent does", above=0, read=_SET
+        60.0,
+        "Timeout in seconds of one environment call; for an agent, of the whole episode.",
+        above=0,
+        read=_SET,
     )
     memory_mib: int | None = option(
-        None, "address space of a process; null: as much as there is", minimum=64, read=_SET
+        None, "Address space of a process in MiB; null means no limit.", minimum=64, read=_SET
     )
     retries: int = option(
         1,
-        "an episode whose environment failed is taken up in a fresh one so often; then it is left"
-        " out with its prompt, and counted (rollout/skipped)",
+        "Number of times that a failed episode is repeated in a new environment; after that its"
+        " prompt is skipped and counted in `rollout/skipped`.",
         minimum=0,
         read=_SET,
     )
     most_characters: int = option(
-        100_000, "longest answer; of an agent what it sends at once", minimum=1, read=_SET
+        100_000,
+        "Maximum length in characters of an environment's answer, or of one request of an agent.",
+        minimum=1,
+        read=_SET,
     )
     tools: list[str] = option(
         [],
-        "what the policy may call: module:function of yours, and python, which runs programs in a"
-        " sandbox",
+        "Tools that the policy may call: your own functions as `module:function`, and `python`,"
+        " which runs programs in a sandbox.",
         read=_TARGET,
     )
     mcp: list[str] = option(
         [],
-        "and the tools of these servers of the Model Context Protocol: commands that start them, or"
-        " URLs",
+        "MCP servers (Model Context Protocol) whose tools the policy may call: commands that"
+        " start them, or URLs.",
         read=_TARGET,
     )
     tool_timeout_s: float = option(
-        20.0, "the model is told that a tool is late after so long", above=0, read=_TARGET
+        20.0,
+        "Timeout of a tool call in seconds; the policy then gets an error as the answer.",
+        above=0,
+        read=_TARGET,
     )
     tool_characters: int = option(
         8_000,
-        "longest answer of a tool; the ends of a longer one are told",
+        "Maximum length of a tool's answer in characters; the middle of a longer one is cut out.",
         minimum=100,
         read=_TARGET,
     )
     tool_calls: int = option(
-        8, "calls of a turn, side by side; further ones are refused", minimum=1, read=_TARGET
+        8,
+        "Maximum number of tool calls per turn, which run in parallel; further calls are rejected.",
+        minimum=1,
+        read=_TARGET,
     )
     sandbox: str = option(
         "required",
-        "whether the tool python is refused where the machine does not enforce all of its sandbox",
+        "Handling of a machine that cannot enforce the whole sandbox of the tool `python`."
+        " `required`: an error; `best_effort`: programs run with the protection that the machine"
+        " enforces.",
         choices=("required", "best_effort"),
         read=_TARGET,
     )

@@ -8,73 +8,80 @@ from aligner.schema.options import option
 
 @dataclass
 class EvaluationConfig:
-    """Measuring while training; all but `every` is for trainer=online, the others evaluate on
-    data.held_out."""
+    """Evaluation during training. All keys but `every` apply to `algorithm.trainer=online`;
+    offline trainers evaluate on `data.held_out`."""
 
     every: int = option(
         0,
-        "evaluate every N steps. trainer=online: before the first step and after the last too; 0:"
-        " never. The others: also where a checkpoint is taken; 0: only there",
+        "Steps between evaluations. `online`: also before the first and after the last step; 0"
+        " means none. Offline trainers: also at each checkpoint by steps; 0 means only there.",
         minimum=0,
     )
     beside: bool = option(
         False,
-        "evaluate beside the next step, which does not wait for responses and scores before its"
-        " end; with rollout.max_staleness, where the generator draws them",
+        "Whether the evaluation runs asynchronously, concurrent with the next training step;"
+        " requires generation ahead of training (`rollout.max_staleness`).",
         read=".every!=0",
     )
     path: str | None = option(
         None,
-        "held-out prompts, in a file or directory as data.path; `reference` is a good response",
+        "Held-out prompts, a file or directory as for `data.path`; the record field `reference`"
+        " is a good response to compare with.",
     )
     fields: dict[str, Any] = option(
-        {}, "our name of a record's field to the file's own, as data.fields", read=".path!=null"
+        {},
+        "Mapping from aligner's field names to those of the file, as `data.fields`.",
+        read=".path!=null",
     )
-    prompts: list[str] = option([], "held-out prompts given in place, instead of a file")
+    prompts: list[str] = option([], "List of held-out prompts, as an alternative to a file.")
     questions: int = option(
         0,
-        "so many held-out questions of each of data.tasks, instead of a file",
+        "Number of held-out questions of each task in `data.tasks`, as an alternative to a file.",
         minimum=0,
         read="data.tasks!=[]",
     )
     group_by: str | None = option(
         None,
-        "a field of the records, such as task: scores and passes are told of each of its values too"
-        " (eval/score/VALUE)",
+        "Record field, such as `task`, by whose values scores and pass rates are also reported"
+        " (`eval/score/VALUE`); null means none.",
     )
-    count: int | None = option(None, "the first so many prompts; all when null", minimum=1)
-    samples: int = option(1, "responses a prompt", minimum=1)
+    count: int | None = option(
+        None, "Number of prompts, from the first one; null means all.", minimum=1
+    )
+    samples: int = option(1, "Responses sampled per prompt.", minimum=1)
     greedy: bool | None = option(
         None,
-        "take the most probable token instead of drawing; with one response a prompt when null",
+        "Whether to decode greedily; null means greedily if there is one response per prompt.",
     )
     temperature: float = option(
         1.0,
-        "sampling temperature",
+        "Sampling temperature.",
         minimum=1e-3,
         # which take it from here
         read=".greedy=false or .greedy=null and .samples>1 or .suites!={}",
     )
     function: str | None = option(
         None,
-        "scorer of the responses, as reward.function: a gold scorer; the run's own reward when"
-        " null",
+        "Function that scores the responses, as `reward.function`, such as a gold scorer; null"
+        " means the run's reward.",
     )
     function_timeout_s: float = option(
         3600.0,
-        "deadline of a function of the user's own for all responses",
+        "Timeout in seconds of your own scoring function for all responses.",
         minimum=0.1,
         read=".function!=null or .suites!={}",
     )
-    pass_threshold: float = option(1.0, "a response passes with this score or above (eval/pass@k)")
+    pass_threshold: float = option(
+        1.0, "Score at or above which a response passes (`eval/pass@k`)."
+    )
     judge: dict[str, Any] = option(
         {},
-        "a judge that compares each response with its prompt's reference, in both orders, for"
-        " eval/judge_win_rate: judge_url, judge_model and the other judge_… keys of reward; none"
-        " when empty",
+        "LLM judge that compares each response with its prompt's reference in both orders"
+        " (`eval/judge_win_rate`): `judge_url`, `judge_model` and other `judge_…` keys of"
+        " `reward`. `{}` means no judge.",
     )
     suites: dict[str, Any] = option(
         {},
-        "further evaluations by their names: path or prompts, and what else of this section, but"
-        " every and beside, they have otherwise; measured as eval/NAME/…",
+        "Additional evaluations, reported as `eval/NAME/…`: a mapping from each name to `path`"
+        " or `prompts` and to other keys of this section, except `every` and `beside`.",
     )

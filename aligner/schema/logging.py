@@ -8,63 +8,73 @@ from aligner.schema.options import option, section
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases, which needs the wandb extra."""
+    """Weights & Biases; requires the extra `wandb`."""
 
-    enabled: bool = option(False, "record the metrics there too")
+    enabled: bool = option(False, "Whether metrics are also logged to Weights & Biases.")
     mode: str = option(
         "offline",
-        "offline: in the run directory, to be uploaded with `wandb sync`; online: on the server"
-        " while the run goes on",
+        "`offline`: in the run directory, to upload with `wandb sync`; `online`: on the server"
+        " during the run.",
         choices=("offline", "online"),
     )
-    project: str = option("aligner", "project that the run belongs to")
-    entity: str | None = option(None, "team or user whose project it is; the key's own when null")
-    group: str | None = option(None, "group of runs that belong together")
-    tags: list[str] = option([], "the run's tags")
+    project: str = option("aligner", "Project of the run.")
+    entity: str | None = option(
+        None, "Team or user that owns the project; null means the owner of the API key."
+    )
+    group: str | None = option(None, "Group of related runs.")
+    tags: list[str] = option([], "Tags of the run.")
 
 
 @dataclass
 class MlflowConfig:
-    """MLflow, which needs the mlflow extra."""
+    """MLflow; requires the extra `mlflow`."""
 
-    enabled: bool = option(False, "record the metrics there too")
+    enabled: bool = option(False, "Whether metrics are also logged to MLflow.")
     tracking_uri: str | None = option(
-        None, "the store, such as http://HOST:5000; files in the run directory, mlruns/, when null"
+        None,
+        "Tracking URI, such as `http://HOST:5000`; null means files in `mlruns/` in the run"
+        " directory.",
     )
-    experiment: str = option("aligner", "experiment that the run belongs to")
-    tags: dict[str, Any] = option({}, "the run's tags")
+    experiment: str = option("aligner", "MLflow experiment of the run.")
+    tags: dict[str, Any] = option({}, "Tags of the run.")
 
 
 @dataclass
 class LoggingConfig:
-    """What is written and shown."""
+    """Logs, metrics and stored samples."""
 
     format: str = option(
         "text",
-        "of logs/<role>-<rank>.log: lines of text, or one JSON object a line",
+        "Format of `logs/<role>-<rank>.log`. `text`: lines of text; `json`: one JSON object per"
+        " line.",
         choices=("text", "json"),
     )
-    tensorboard: bool = option(True, "write TensorBoard event files")
-    timeline: bool = option(True, "write what every process does when, to be seen in trace.json")
+    tensorboard: bool = option(True, "Whether to write TensorBoard event files.")
+    timeline: bool = option(
+        True, "Whether to record what every process does when, for `trace.json`."
+    )
     file_mib: int = option(
         64,
-        "of logs/<role>-<rank>.log and of a process's timeline: the older half of one that is"
-        " longer is dropped",
+        "Maximum size in MiB of `logs/<role>-<rank>.log` and of the timeline of a process; the"
+        " older half of a larger file is dropped.",
         minimum=1,
     )
     samples_every: int = option(
         5,
-        "show and store samples every N steps",
+        "Steps between samples that are shown and stored in `samples.jsonl`.",
         minimum=1,
         read="algorithm.trainer=online|preferences",
     )
     samples_count: int = option(
-        4, "samples shown", minimum=1, read="algorithm.trainer=online|preferences"
+        4,
+        "Number of samples that are shown.",
+        minimum=1,
+        read="algorithm.trainer=online|preferences",
     )
     samples_mib: int = option(
         1024,
-        "of samples/, which has all samples: over it the oldest token files go, then the oldest"
-        " step files; 0 keeps none",
+        "Maximum size in MiB of `samples/`, which stores all samples; above it the oldest token"
+        " files are deleted first, then the oldest step files. 0 means that none are stored.",
         minimum=0,
         read="algorithm.trainer=online|preferences",
     )

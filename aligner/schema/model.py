@@ -8,28 +8,33 @@ from aligner.schema.options import option
 
 @dataclass
 class ModelConfig:
-    """Where the policy's initial weights and tokenizer come from."""
+    """Initial weights and tokenizer of the policy."""
 
     source: str = option(
         "directory",
-        "directory: a Hugging Face model directory; gguf: a GGUF file shipped by a Python package,"
-        " converted once and cached; random: initialised from the seed",
+        "`directory`: a Hugging Face model directory; `gguf`: a GGUF file from a Python package,"
+        " converted once and cached; `random`: random weights, initialized from `seed`.",
         choices=("directory", "gguf", "random"),
     )
-    path: str | None = option(None, "model directory", read=".source=directory")
+    path: str | None = option(
+        None,
+        "Hugging Face model directory, name of a model on the Hugging Face Hub (such as"
+        " `Qwen/Qwen3-0.6B`), or `experiment:NAME` for the model that another experiment trained.",
+        read=".source=directory",
+    )
     package: str | None = option(
-        None, "importable package that ships the GGUF file", read=".source=gguf"
+        None, "Importable Python package that contains the GGUF file.", read=".source=gguf"
     )
     config: dict[str, Any] = option(
         {},
-        "Hugging Face config.json as YAML (source=random); with source=directory what `aligner"
-        " validate` goes by while there is no such directory; the data need not be there then"
-        " either",
+        "Contents of the Hugging Face `config.json`. With `model.source=random` they define the"
+        " model; with `model.source=directory` `aligner validate` uses them while the directory"
+        " does not exist, and then does not need the data either.",
         read=".source=random or .path!=experiment:*",
     )
     initializer_std: float = option(
         0.02,
-        "standard deviation of the random weights",
+        "Standard deviation of random initial weights.",
         minimum=0,
         read=".source=random or dry_run.scale=tiny",
     )

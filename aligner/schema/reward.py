@@ -18,178 +18,202 @@ _JUDGE = ".kind=judge"
 
 @dataclass
 class RewardConfig(MegatronModelConfig):
-    """What scores the samples; the Megatron keys speak of a reward model (kind=model). Several
-    sources are `sources`."""
+    """Scores of samples. The keys shared with other models (`parallel`, `precision` and so on)
+    are for reward models."""
 
     kind: str = option(
         "function",
-        "function: a Python function; model: a Megatron reward model; remote: an HTTP scorer;"
-        " judge: a language model behind an OpenAI-compatible endpoint; combined: several"
-        " `sources`",
+        "`function`: a Python function; `model`: a reward model in Megatron; `remote`: an HTTP"
+        " scorer; `judge`: an LLM judge behind an OpenAI-compatible endpoint; `combined`: several"
+        " of these, `reward.sources`.",
         choices=("function", "model", "remote", "judge", "combined"),
     )
     function: str = option(
-        "digit_fraction", "a built-in scorer's name, or module:callable", read=".kind=function"
+        "digit_fraction",
+        "Name of a built-in scoring function, or `module:callable` of your own.",
+        read=".kind=function",
     )
     function_timeout_s: float = option(
         240.0,
-        "deadline of a call of a function of the user's own, which has a process of its own; below"
-        " server.request_timeout_s, so that it is told by name",
+        "Timeout in seconds of one call of your own function, which runs in a separate process;"
+        " below `server.request_timeout_s`, so that the error names the function.",
         minimum=0.1,
         read=".kind=function",
     )
     step_rewards: bool = option(
         False,
-        "the function gives each response a list of (end, reward) instead of a number: of steps"
-        " that end behind so many of its characters; the score is their sum",
+        "Whether the function returns a list of `(end, reward)` for each response instead of a"
+        " number: a reward for each step, which ends after that number of characters. The score"
+        " is their sum.",
         read=".kind=function",
     )
-    path: str | None = option(None, "reward model directory", read=".kind=model")
+    path: str | None = option(
+        None,
+        "Reward model: directory, name on the Hugging Face Hub, or `experiment:NAME`.",
+        read=".kind=model",
+    )
     step_separator: str | None = option(
         None,
-        "a process reward model, read wherever this text ends, as a full stop, and at the"
-        " response's end; the score is the sum over the steps. null: read at the end alone",
+        "Text, such as a full stop, after which a process reward model scores each step, and"
+        " also at the end of the response; the score is the sum. Null means a score at the end"
+        " only.",
         read=".kind=model",
     )
     step_probability: bool = option(
         True,
-        "the reward of a step is the probability that it is right, of the model's number as a"
-        " logit; false: the number itself",
+        "Whether the reward of a step is the sigmoid of the model's output, the probability that"
+        " the step is correct; false means the output itself.",
         read=".kind=model and .step_separator!=null",
     )
     config: dict[str, Any] = option(
         {},
-        "its config.json as YAML, which `aligner validate` goes by while there is no such"
-        " directory; what it does not say is as in model.config, all of it when empty",
+        "Contents of the reward model's `config.json`, for `aligner validate` while its"
+        " directory does not exist; missing entries are those of `model.config`.",
         read=".kind=model",
     )
     url: str | None = option(
         None,
-        "address that takes queries and answers rewards, as OpenRLHF's remote_rm_url",
+        "URL of a scorer with the interface of OpenRLHF's `remote_rm_url`.",
         read=".kind=remote",
     )
     timeout_s: float = option(
         60.0,
-        "deadline of a request to the remote scorer, retries included",
+        "Timeout of a request to the remote scorer in seconds, including retries.",
         minimum=0.1,
         read=".kind=remote",
     )
     skip_special_tokens: bool = option(
         False,
-        "leave special tokens out of the texts that the remote scorer gets; a chat reward model"
-        " needs them, to tell the turns",
+        "Whether to remove special tokens from texts for the remote scorer; a chat reward model"
+        " needs them to separate turns.",
         read=".kind=remote",
     )
     judge_url: str | None = option(
         None,
-        "base address of the judge's endpoint, as OpenAI clients have it: http://HOST:PORT/v1",
+        "Base URL of the judge's OpenAI-compatible endpoint, `http://HOST:PORT/v1`.",
         read=_JUDGE,
     )
-    judge_model: str | None = option(None, "the judge's name at the endpoint", read=_JUDGE)
+    judge_model: str | None = option(None, "Name of the judge at the endpoint.", read=_JUDGE)
     judge_asks: str = option(
         "score",
-        "score: a number for each response; yes_no: the probability of yes, by log-probs; pairwise:"
-        " which of two samples of a prompt is better, of every two in both orders; ranking: the"
-        " order of all samples of a prompt",
+        'Type of question. `score`: a number per response; `yes_no`: probability of "yes" by'
+        " log-probs; `pairwise`: the better one of every two samples of a prompt, in both orders;"
+        " `ranking`: order of all samples of a prompt.",
         choices=tuple(ASKINGS),
         read=_JUDGE,
     )
     judge_template: str | None = option(
         None,
-        "the question, with fields in braces: {prompt}, {response} ({response_a} and {response_b},"
-        " or {responses}) and any of the record's; a plain one when null",
+        "Template of the question with the fields `{prompt}`, `{response}` (`{response_a}` and"
+        " `{response_b}`, or `{responses}`) and any record field; null means a built-in template.",
         read=_JUDGE,
     )
     judge_pattern: str = option(
         r"SCORE:\s*(-?\d+(?:\.\d+)?)",
-        "regular expression whose last match in the judge's answer has the score as its first group"
-        " (judge_asks=score)",
+        "Regular expression for `reward.judge_asks=score`; the first group of its last match in"
+        " the judge's answer is the score.",
         read=_JUDGE,
     )
     judge_lowest: float = option(
-        0.0, "lowest score; an answer with a lower one cannot be read", read=_JUDGE
+        0.0, "Lowest score; an answer with a lower score is invalid.", read=_JUDGE
     )
-    judge_highest: float = option(10.0, "highest score", read=_JUDGE)
+    judge_highest: float = option(
+        10.0, "Highest score; an answer with a higher score is invalid.", read=_JUDGE
+    )
     judge_temperature: float = option(
-        0.0, "temperature that the judge answers at", minimum=0, read=_JUDGE
+        0.0, "Sampling temperature of the judge.", minimum=0, read=_JUDGE
     )
     judge_max_tokens: int = option(
-        512, "longest answer; with judge_asks=yes_no it is one token", minimum=1, read=_JUDGE
+        512,
+        "Maximum length of the judge's answer in tokens; always 1 with `reward.judge_asks=yes_no`.",
+        minimum=1,
+        read=_JUDGE,
     )
     judge_tries: int = option(
         3,
-        "a question is asked so often, at most, until its answer can be read; then its prompt is"
-        " refused",
+        "Maximum number of times that a question is asked until the answer is valid; after that"
+        " the prompt is rejected.",
         minimum=1,
         read=_JUDGE,
     )
     judge_timeout_s: float = option(
         60.0,
-        "deadline of an answer, retries over HTTP included, each time that it is asked for",
+        "Timeout in seconds of each answer, including HTTP retries.",
         minimum=0.1,
         read=_JUDGE,
     )
     judge_concurrency: int = option(
-        8, "questions under way at a time, of each replica", minimum=1, read=_JUDGE
+        8, "Maximum number of questions in flight per replica.", minimum=1, read=_JUDGE
     )
     judge_requests_per_minute: float | None = option(
         None,
-        "requests that are sent at most, of each replica; as many as there are when null",
+        "Maximum number of requests per minute and replica; null means no maximum.",
         above=0,
         read=_JUDGE,
     )
     judge_key_variable: str | None = option(
         None,
-        "environment variable with the endpoint's key, which is sent as a bearer token; no key when"
-        " null",
+        "Environment variable with the endpoint's API key, sent as a bearer token; null means no"
+        " key.",
         read=_JUDGE,
     )
     judge_input_price: float = option(
-        0.0, "price of a million tokens of questions, for judge/cost", minimum=0, read=_JUDGE
+        0.0,
+        "Price of a million question tokens, for the metric `judge/cost`.",
+        minimum=0,
+        read=_JUDGE,
     )
     judge_output_price: float = option(
-        0.0, "price of a million tokens of answers", minimum=0, read=_JUDGE
+        0.0,
+        "Price of a million answer tokens, for the metric `judge/cost`.",
+        minimum=0,
+        read=_JUDGE,
     )
     judge_cache: str | None = option(
         None,
-        "directory of the answers that are known, which several runs may share; judge/ in the run"
-        " directory when null",
+        "Directory of cached answers, which several runs may share; null means `judge/` in the"
+        " run directory.",
         read=_JUDGE,
     )
     gain: float = option(
         1.0,
-        "scores are multiplied by it: normalization to a mean and deviation is gain and bias",
+        "Factor of raw scores; with `reward.bias` it normalizes scores to a mean and standard"
+        " deviation.",
         read=".kind!=combined",
     )
-    bias: float = option(0.0, "and this is added", read=".kind!=combined")
+    bias: float = option(
+        0.0, "Constant that is added to raw scores after `reward.gain`.", read=".kind!=combined"
+    )
     sources: dict[str, Any] = option(
         {},
-        "name to kind, weight, task_weights, gain, bias and function and function_timeout_s, path,"
-        " url, timeout_s and skip_special_tokens, the step_… keys, or the judge_… keys",
+        "Mapping from the name of each source to `kind`, `weight`, `task_weights`, `gain`,"
+        " `bias` and the keys of its kind: `function`, `function_timeout_s`, `path`, `url`,"
+        " `timeout_s`, `skip_special_tokens`, `step_…` or `judge_…`.",
         read=".kind=combined",
     )
     combine: str = option(
         "sum",
-        "what the score is of the sources' scores, each times its weight: their sum or, of an"
-        " ensemble, mean, min, or the mean less disagreement_weight times their standard deviation"
-        " or variance (over all sources, not a sample of them)",
+        "Combination of the weighted scores of all sources. `sum`; `mean`; `min`;"
+        " `mean_minus_std`, `mean_minus_variance`: mean minus `reward.disagreement_weight` times"
+        " their standard deviation or variance (of the population).",
         choices=("sum", "mean", "min", "mean_minus_std", "mean_minus_variance"),
         read=".kind=combined",
     )
     disagreement_weight: float = option(
         0.5,
-        "weight of what the sources disagree by",
+        "Weight of the standard deviation or variance of the sources' scores.",
         minimum=0,
         read=".combine=mean_minus_std|mean_minus_variance",
     )
     missing_end_score: float | None = option(
         None,
-        "score of a response without an end, an end-of-sequence token or rollout.truncate_token;"
-        " its own when null",
+        "Score of a response that is truncated, without an end-of-sequence token or"
+        " `rollout.truncate_token`; null means that it keeps its own score.",
     )
     replicas: int = option(
         1,
-        "servers with the same scorer; a request goes to the one with the fewest under way",
+        "Number of servers with the same scorer; each request goes to the one with the fewest"
+        " requests in flight.",
         minimum=1,
         read=OWN_SERVER,
     )

@@ -7,81 +7,93 @@ from aligner.schema.options import option
 
 @dataclass
 class RolloutConfig:
-    """How many samples a step takes, and how they are drawn."""
+    """Number of prompts and responses per training step, and sampling parameters."""
 
-    prompts_per_step: int = option(8, "prompts a training step", minimum=1)
-    samples_per_prompt: int = option(8, "samples a prompt", minimum=1)
+    prompts_per_step: int = option(8, "Prompts per training step.", minimum=1)
+    samples_per_prompt: int = option(8, "Responses sampled per prompt (group size).", minimum=1)
     micro_batches: int = option(
         2,
-        "generation is cut into so many parts, each scored while the next is generated",
+        "Number of parts in which the prompts of a step are generated; each part is scored while"
+        " the next one is generated.",
         minimum=1,
     )
     max_staleness: int = option(
         0,
-        "samples are drawn by weights so many versions older, while the steps before theirs train;"
-        " 0: by the newest, in turn",
+        "Maximum staleness of a rollout in weight versions; rollouts are generated while the"
+        " steps before them train. 0 means synchronous, on-policy.",
         minimum=0,
     )
     max_skipped_prompts: int = option(
         8,
-        "a step leaves out so many prompts at most that can not be drawn or scored, also not alone;"
-        " 0: the first ends the run",
+        "Maximum number of prompts per step that are skipped because generating or scoring them"
+        " failed, even when retried alone; 0 means that the first failure ends the run.",
         minimum=0,
     )
     max_skipped_fraction: float = option(
         0.25,
-        "and such a share of rollout.prompts_per_step at most, rounded down to whole prompts",
+        "Maximum share of `rollout.prompts_per_step` that is skipped, rounded down to whole"
+        " prompts; limits the number in addition to `rollout.max_skipped_prompts`.",
         minimum=0,
         maximum=1,
         read=".max_skipped_prompts>0",
     )
     spare_prompts: int = option(
         0,
-        "so many prompts more than a step takes are under way; those that are not complete by then"
-        " go on with the next step's",
+        "Prompts in flight in addition to those that a step needs; prompts that are incomplete"
+        " when the step has enough are carried over to the next step (partial rollouts).",
         minimum=0,
     )
     max_deferrals: int = option(
         1,
-        "a prompt is left behind by so many steps at most, and then waited for",
+        "Maximum number of steps over which a partial rollout is carried over; then the trainer"
+        " waits for it.",
         minimum=1,
         read=".spare_prompts>0",
     )
-    max_response_tokens: int = option(128, "longest response, in tokens", minimum=1)
+    max_response_tokens: int = option(128, "Maximum response length in tokens.", minimum=1)
     min_response_tokens: int = option(
-        0, "no end-of-sequence token is drawn before so many tokens", minimum=0
+        0,
+        "Minimum response length in tokens; no end-of-sequence token is sampled before it.",
+        minimum=0,
     )
     temperature: float = option(
-        1.0, "sampling temperature; log-probs are taken at it everywhere", minimum=1e-3
+        1.0,
+        "Sampling temperature; the trainer computes log-probs at the same temperature.",
+        minimum=1e-3,
     )
-    top_k: int = option(0, "draw among the k most probable tokens; 0: among all", minimum=0)
+    top_k: int = option(
+        0, "Number of most probable tokens to sample from; 0 means all tokens.", minimum=0
+    )
     top_p: float = option(
         1.0,
-        "draw among the fewest tokens whose probabilities reach this",
+        "Cumulative probability of the smallest set of most probable tokens to sample from"
+        " (nucleus sampling); 1 means all tokens.",
         above=0,
         maximum=1,
     )
     min_p: float = option(
         0.0,
-        "draw among tokens at least this share as probable as the likeliest one; 0: among all",
+        "Minimum probability of a token, relative to the most probable one, to be sampled; 0"
+        " means all tokens.",
         minimum=0,
         maximum=1,
     )
     renormalize: bool = option(
         True,
-        "log-probs, the trainer's too, are of the tokens that are left to draw among; false: of"
-        " all, and ratios are biased",
+        "Whether log-probs, including the trainer's, are renormalized over the tokens that"
+        " top-k, top-p and min-p keep; false means over all tokens, which biases the policy"
+        " ratios.",
         read=".top_k>0 or .top_p!=1.0 or .min_p>0",
     )
-    stop_at_eos: bool = option(True, "a response ends at an end-of-sequence token")
+    stop_at_eos: bool = option(True, "Whether a response ends at an end-of-sequence token.")
     truncate_token: str | None = option(
         None,
-        'a response is cut behind this token, such as ".", before it is scored; one without it has'
-        " no end; null: none is",
+        'Token, such as ".", after which a response is cut before it is scored; a response'
+        " without this token counts as truncated. Null means no cut.",
     )
     truncate_after: int = option(
         16,
-        "response tokens in which truncate_token does not count yet",
+        "Number of response tokens at the start in which `rollout.truncate_token` is ignored.",
         minimum=0,
         read=".truncate_token!=null",
     )

@@ -9,69 +9,82 @@ from aligner.schema.options import option
 
 @dataclass
 class RunConfig:
-    """What the run is called, where it writes, how long it goes on."""
+    """Name, directory, length and resumption of the run."""
 
-    experiment: str = option("", "set from the command line's experiment=NAME")
+    experiment: str = option(
+        "", "Name of the experiment; set by `experiment=NAME` on the command line."
+    )
     automatic: bool = option(
         False,
-        "layout, batch, lengths, learning rates and steps that neither the experiment nor the"
-        " command line gives are chosen for the model, the data and the machine; always so without"
-        " an experiment",
+        "Whether to choose layout, batch size, lengths, learning rates and number of steps for"
+        " the model, the data and the machine where neither the experiment nor the command line"
+        " sets them. Always true without an experiment.",
     )
-    chosen: list[str] = option([], "set at launch: the keys whose values were chosen so")
-    name: str | None = option(None, "run name; the experiment's name and the time when null")
-    dir: str | None = option(None, "run directory; runs/<run.name> when null")
-    steps: int = option(1, "training steps", minimum=1, maximum=10**9)
+    chosen: list[str] = option([], "Keys whose values `run.automatic` chose; set at launch.")
+    name: str | None = option(
+        None, "Name of the run; null means the experiment's name and the time."
+    )
+    dir: str | None = option(None, "Run directory; null means `runs/<run.name>`.")
+    steps: int = option(1, "Number of training steps.", minimum=1, maximum=10**9)
     stop_after: int | None = option(
-        None, "stop early after this step, with a checkpoint, as a preempted run would", minimum=1
+        None,
+        "Step after which the run saves a checkpoint and stops, as if it were preempted; null"
+        " means never.",
+        minimum=1,
     )
     end_kl: float | None = option(
         None,
-        "end after a step whose kl/reference, nats a response, is above this; never by that when"
-        " null",
+        "Maximum KL to the reference (`kl/reference`) in nats per response; the run ends after"
+        " the first step above it. Null means no maximum.",
         above=0,
         read="algorithm.trainer=online",
     )
     end_at: str | None = option(
         None,
-        "METRIC:NUMBER, such as eval/score:0.9: end after a step in which the metric is so high or,"
-        " of a loss or a KL, so low; never by that when null",
+        "Target of a metric as `METRIC:NUMBER`, such as `eval/score:0.9`; the run ends after the"
+        " first step that reaches it (from above for a loss, perplexity or KL, otherwise from"
+        " below). Null means no target.",
         read="algorithm.trainer!=preferences|teacher_scores",
     )
     end_without_gain: int | None = option(
         None,
-        "end after so many evaluations in a row that are no better than the best before them, by"
-        " checkpoint.best_metric; never by that when null",
+        "Number of consecutive evaluations without a new best value of `checkpoint.best_metric`"
+        " after which the run ends (early-stopping patience); null means never.",
         minimum=1,
         read="algorithm.trainer!=preferences|teacher_scores",
     )
     max_restarts: int = option(
         3,
-        "a trainer of which a rank is killed or hangs is started again from the last checkpoint so"
-        " often, while the servers stay; 0: its end is the run's",
+        "Maximum number of restarts of the trainer from the last checkpoint after a rank was"
+        " killed or hung; servers keep running. 0 means that the first such failure ends the run.",
         minimum=0,
     )
     resume: str = option(
         "false",
-        "true: continue from the last checkpoint in an existing run directory; auto: the same where"
-        " there is one, else begin, also in the directory of a run that was stopped before its"
-        " first",
+        "`false`: start a new run. `true`: resume the run in the run directory from its last"
+        " checkpoint. `auto`: resume if there is a checkpoint, otherwise start from the"
+        " beginning, even in the directory of a run that stopped before its first checkpoint.",
         choices=("false", "true", "auto"),
     )
     changes: list[str] = option(
         [],
-        "keys, or sections, that a resumed run is meant to have otherwise than it was started with",
+        "Keys or sections whose values a resumed run may change although they affect its"
+        " results; any other changed key is an error.",
         read=".resume!=false",
     )
     date: str | None = option(
         None,
-        "what chat templates that ask for the date are told, such as 2026-11-23 or"
-        " 2026-11-23T08:30:00; null: when the run was first launched",
+        "Date for chat templates that ask for it (`strftime_now`), such as `2026-11-23` or"
+        " `2026-11-23T08:30:00`; null means the time of the first launch.",
     )
     inputs: dict[str, Any] = option(
-        {}, "set at launch: the paths that were given as experiment:NAME, with what was given"
+        {},
+        "Paths that were configured as `experiment:NAME`, with the configured values; set at"
+        " launch.",
     )
-    command: str = option("", "set at launch: the command line, but for run.dir and run.resume")
+    command: str = option(
+        "", "Command line of the launch without `run.dir` and `run.resume`; set at launch."
+    )
 
     @property
     def resumes(self) -> bool:

@@ -9,88 +9,105 @@ LAST_PORT = 65535
 
 @dataclass
 class PortsConfig:
-    """Listening ports of a server role; 0 takes a free one."""
+    """Ports of the server; 0 means a free port."""
 
-    http: int = option(0, "HTTP port", minimum=0, maximum=LAST_PORT)
-    grpc: int = option(0, "gRPC port", minimum=0, maximum=LAST_PORT)
-    metrics: int = option(0, "Prometheus metrics port", minimum=0, maximum=LAST_PORT)
+    http: int = option(0, "HTTP port.", minimum=0, maximum=LAST_PORT)
+    grpc: int = option(0, "gRPC port.", minimum=0, maximum=LAST_PORT)
+    metrics: int = option(0, "Port of Prometheus metrics.", minimum=0, maximum=LAST_PORT)
 
 
 @dataclass
 class TLSConfig:
-    """TLS of the endpoints, HTTP and gRPC."""
+    """TLS of the HTTP and gRPC endpoints."""
 
     certificate: str | None = option(
         None,
-        "PEM file with the servers' certificate; auto: the run makes one for its servers' hosts; no"
-        " TLS when null",
+        "PEM file of the servers' certificate; `auto` means that the run creates one for its"
+        " servers' hosts, null means no TLS.",
     )
-    key: str | None = option(None, "PEM file with its private key")
+    key: str | None = option(None, "PEM file of the certificate's private key.")
     authorities: str | None = option(
-        None, "PEM file with the authorities that certificates are checked against"
+        None, "PEM file of the certificate authorities that certificates are checked against."
     )
     mutual: bool = option(
-        False, "servers ask clients for a certificate too; the run's own show the servers'"
+        False,
+        "Whether servers also require a client certificate (mutual TLS); the run's own clients"
+        " present the servers' certificate.",
     )
 
 
 @dataclass
 class ServerConfig:
-    """What all servers share."""
+    """Settings of all servers."""
 
     interface: str = option(
         "127.0.0.1",
-        "address, or name of the network interface, that the endpoints listen on",
+        "Address, or name of the network interface, on which the endpoints listen.",
         read="algorithm.trainer=online|preferences or cluster.kind=slurm",
     )
     guard: str = option(
         "key",
-        "key: requests must carry the run's key, made at launch (access_key in the run directory);"
-        " none: anyone is served",
+        "Authentication. `key`: every request but health checks must carry the run's access key"
+        " (`access_key` in the run directory, created at launch); `none`: no authentication,"
+        " anyone is served.",
         choices=("key", "none"),
     )
     tls: TLSConfig = section(TLSConfig)
     accept_unnumbered: bool = option(
         False,
-        "serve critic_train requests that carry no sequence number (foreign clients)",
+        "Whether to serve `critic_train` requests without a sequence number, from third-party"
+        " clients.",
         read="algorithm.with_critic=true or algorithm.advantage=gae",
     )
     start_timeout_s: float = option(
-        180.0, "a role that is not healthy by then ends the run", minimum=1, read="always"
+        180.0,
+        "Seconds after which a role that is not healthy yet ends the run.",
+        minimum=1,
+        read="always",
     )
     request_timeout_s: float = option(
         300.0,
-        "deadline of a request, its retries and a server's restart included; also of each step by"
-        " which a lost critic is brought back, a restore or a replayed update",
+        "Timeout in seconds of a request, including retries and a restart of the server; also of"
+        " each step of recovering a lost critic, a restore or a replayed update.",
         minimum=1,
     )
     health_timeout_s: float = option(
         60.0,
-        "a server that was healthy and gives no answer for so long, or a rank of it that shows no"
-        " life, is killed and started again",
+        "Seconds without an answer of a server, or without a heartbeat of one of its ranks,"
+        " after which it is killed and restarted.",
         minimum=1,
     )
     drain_timeout_s: float = option(
-        30.0, "a server that is told to stop finishes what it has taken for so long", minimum=0
+        30.0,
+        "Seconds that a stopping server has to finish the requests it has accepted.",
+        minimum=0,
     )
     max_restarts: int = option(
-        3, "a server that dies is started again so often; 0: its end is the run's", minimum=0
+        3,
+        "Maximum number of restarts of a server that died; 0 means that its failure ends the run.",
+        minimum=0,
     )
-    max_batch_size: int = option(256, "largest batch of the batching endpoints", minimum=1)
+    max_batch_size: int = option(
+        256, "Maximum number of rows per request of the batching endpoints.", minimum=1
+    )
     max_sequence_length: int | None = option(
         None,
-        "longest sequence that is taken, in tokens; the model's positions when null",
+        "Maximum sequence length of a request in tokens; null means the model's maximum number"
+        " of positions.",
         minimum=1,
     )
     max_request_tokens: int = option(
-        2**22, "largest request, in tokens, padding included", minimum=1
+        2**22, "Maximum size of a request in tokens, including padding.", minimum=1
     )
     concurrent_requests: int = option(
         4,
-        "requests that an inference endpoint takes at a time; those that wait together are computed"
-        " together",
+        "Maximum number of requests that an inference endpoint accepts at a time; waiting"
+        " requests are computed together.",
         minimum=1,
     )
     batch_tokens: int = option(
-        16384, "tokens of the requests that are computed together, at most", minimum=1
+        16384,
+        "Maximum number of tokens, including padding, of requests that are computed together; 1"
+        " means that each is computed alone.",
+        minimum=1,
     )

@@ -19,47 +19,48 @@ _LEARNS = f"{HAS_TEACHER} or {_FROM_SCORES}"
 
 @dataclass
 class TeacherConfig(MegatronModelConfig):
-    """A frozen language model with the policy's tokenizer: a server on its own devices, or its
-    scores in files."""
+    """Teacher: a frozen language model with the policy's tokenizer, as a server on separate
+    devices or as stored scores."""
 
     path: str | None = option(
         None,
-        "model directory of the teacher; no teacher when null, or those of sources",
+        "Teacher model: directory, name on the Hugging Face Hub, or `experiment:NAME`. Null"
+        " means no teacher, or those of `teacher.sources`.",
         read="algorithm.trainer=online",
     )
     sources: dict[str, Any] = option(
         {},
-        "name to path, weight (its share beside a sample's other teachers, 1) and tasks (it is for"
-        " prompts of which `task` is one of these; for all where there are none): several teachers"
-        " instead of teacher.path",
+        "Several teachers instead of `teacher.path`: a mapping from each name to `path`,"
+        " `weight` (share among the teachers of a sample, default 1) and `tasks` (values of the"
+        " prompt's `task` for which it is used, default all).",
         read="algorithm.trainer=online",
     )
     scores: str | None = option(
         None,
-        "what a teacher has said of the demonstrations, as algorithm=teacher_scores keeps it: a"
-        " run's directory teacher_scores, or experiment:NAME; the policy learns from it instead of"
-        " the demonstrations' tokens",
+        "Stored teacher scores of the demonstrations, from a run with"
+        " `algorithm=teacher_scores`: its directory `teacher_scores`, or `experiment:NAME`. The"
+        " policy learns from them instead of the demonstrations' tokens.",
         read="algorithm.trainer=sft",
     )
     imitation_weight: float = option(
         0.0,
-        "of the demonstrations' cross entropy, beside the divergence",
+        "Weight of the demonstrations' cross-entropy, in addition to the divergence.",
         minimum=0,
         read=_FROM_SCORES,
     )
     loss: str = option(
         "advantage",
-        "what is learned from it: the log-prob of each drawn token, less the policy's, is an"
-        " advantage; or the policy's loss gets a divergence of the two at each prefix, over the"
-        " teacher's most probable tokens: forward_kl is KL(teacher ‖ policy), reverse_kl KL(policy"
-        " ‖ teacher), and jensen_shannon the generalized one between",
+        "`advantage`: teacher's minus policy's log-prob of each generated token, added to its"
+        " advantage. Divergences in the loss, over the teacher's top-k tokens: `forward_kl`,"
+        " KL(teacher ‖ policy); `reverse_kl`, KL(policy ‖ teacher); `jensen_shannon`, generalized"
+        " Jensen-Shannon.",
         choices=("advantage", "forward_kl", "reverse_kl", "jensen_shannon"),
         read=_LEARNS,
     )
     top_k: int = option(
         64,
-        "so many of the teacher's most probable tokens, and all others as one; the whole vocabulary"
-        " where it has no more",
+        "Number of the teacher's most probable tokens that are used, with all other tokens as"
+        " one further outcome; the whole vocabulary if it is smaller.",
         minimum=1,
         read=" or ".join(
             (
@@ -70,23 +71,26 @@ class TeacherConfig(MegatronModelConfig):
     )
     beta: float = option(
         0.5,
-        "the teacher's share of the mixture that both are compared with: towards 0 the forward KL,"
-        " towards 1 the reverse",
+        "Weight of the teacher in the mixture of the Jensen-Shannon divergence; near 0 it"
+        " approaches the forward KL, near 1 the reverse KL.",
         above=0,
         below=1,
         read=".loss=jensen_shannon",
     )
     weight: float = option(
         1.0,
-        "of the distillation term: of the teacher's log-prob less the policy's in each token's"
-        " advantage, or of the divergence in the loss",
+        "Weight of the distillation term: of the log-prob difference in the advantages, or of"
+        " the divergence in the loss.",
         above=0,
         read=_LEARNS,
     )
-    logprob_chunk_tokens: int = option(1024, "logits exist for so many tokens at a time", minimum=1)
+    logprob_chunk_tokens: int = option(
+        1024, "Number of tokens whose logits are in memory at the same time.", minimum=1
+    )
     replicas: int = option(
         1,
-        "servers with the same teacher; a request goes to the one with the fewest under way",
+        "Number of servers with the same teacher; each request goes to the one with the fewest"
+        " requests in flight.",
         minimum=1,
     )
     ports: PortsConfig = section(PortsConfig)

@@ -2,10 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from aligner.config.reference_page import reference, updated
-from aligner.schema.keys import schema_keys
+from aligner.schema.conditions import condition_text, parse_condition
+from aligner.schema.keys import schema_keys, schema_sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+LONGEST_HELP = 60
+"""Words."""
 
 
 def test_the_page_of_keys_is_current() -> None:
@@ -15,8 +20,40 @@ def test_the_page_of_keys_is_current() -> None:
     )
 
 
-def test_every_key_has_a_row_with_its_help() -> None:
-    tables = reference().partition("### What a resumed run")[0]
-    rows = [line for line in tables.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(schema_keys()) > 80
+def test_every_key_has_an_entry_with_its_help() -> None:
+    entries = reference().partition("### What a resumed run")[0]
+    names = [line for line in entries.splitlines() if line.startswith("- **`")]
+    assert len(names) == len(schema_keys()) > 80
     assert all(key.help for key in schema_keys().values())
+
+
+def test_help_is_short_and_made_of_sentences() -> None:
+    texts = {name: key.help for name, key in schema_keys().items()}
+    texts |= {section.name: section.help for section in schema_sections() if section.keys}
+    for name, text in texts.items():
+        assert text.startswith(("`", "gRPC")) or text[0].isupper(), name
+        assert text.endswith("."), name
+        assert "|" not in text, name
+        assert len(text.split()) <= LONGEST_HELP, name
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("engine.kind=embedded", "`engine.kind=embedded`"),
+        (
+            "algorithm.loss=clip|cispo|*:*",
+            "`algorithm.loss` is `clip`, `cispo` or `module:callable`",
+        ),
+        ("data.path!=null", "`data.path` is set"),
+        ("algorithm.trainer!=sft|dpo", "`algorithm.trainer` is not `sft` or `dpo`"),
+        ("rollout.top_k>0", "`rollout.top_k` is above 0"),
+        (
+            ("cluster.kind=slurm", "seed>1 or seed=0 and run.steps>2"),
+            "`cluster.kind=slurm`; and `seed` is above 1 or `seed=0` and `run.steps` is above 2",
+        ),
+        ("always", ""),
+    ],
+)
+def test_conditions_are_shown_in_words(written: str | tuple[str, ...], shown: str) -> None:
+    assert condition_text(parse_condition(written, "")) == shown
