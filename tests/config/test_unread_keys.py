@@ -50,10 +50,10 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     (
         "arithmetic",
         "data.prompts=[a]",
-        "data.path=function:aligner.data.arithmetic:prompts",
+        "data.path=function:aligner_examples.arithmetic:prompts",
         "data.path=null",
     ),
-    ("tiny_ppo", "+data.fields.prompt=q", "data.path=null", "data.path given"),
+    ("tiny_ppo", "+data.fields.prompt=q", "data.path=null", "data.path set"),
     (
         "tiny_ppo",
         "data.batch_size=8",
@@ -104,7 +104,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
         "tiny_ppo",
         "rollout.truncate_after=4",
         "rollout.truncate_token=null",
-        "rollout.truncate_token given",
+        "rollout.truncate_token set",
     ),
     ("tiny_ppo", "rollout.renormalize=false", "rollout.top_k=0", "rollout.top_k above 0"),
     (
@@ -232,7 +232,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
         "tiny_ppo",
         "algorithm.kl_horizon=100",
         "algorithm.kl_target=null",
-        "algorithm.kl_target given",
+        "algorithm.kl_target set",
     ),
     (
         "arithmetic algorithm=rloo",
@@ -703,7 +703,7 @@ def test_conditions_name_keys_and_values_that_exist_and_lead_in_no_circle() -> N
 
 @pytest.mark.parametrize("written", ["a", "a=", "a=1 or", "a = 1", "=1", "a<1"])
 def test_a_condition_that_is_not_written_as_it_must_be_is_refused(written: str) -> None:
-    with pytest.raises(ValueError, match="is no condition"):
+    with pytest.raises(ValueError, match="invalid condition; expected KEY=VALUE"):
         parse_condition(written, "run")
 
 
