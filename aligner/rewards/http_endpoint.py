@@ -73,12 +73,12 @@ class HttpEndpoint:
                     return answer
                 problem = f"status {status}, {self.shown(answer)}"
                 if status < http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LATER:
-                    raise ScoringError(f"{self.url} answered with {problem}; it must be 200")
+                    raise ScoringError(f"{self.url}: got {problem}; expected status 200")
             wait_s = max(pause_s, asked_s)
             if time.monotonic() + wait_s >= deadline:
                 raise ScorerUnavailable(
-                    f"{self.url} gave no answer within {self.timeout_s:g} s; the last attempt:"
-                    f" {problem}"
+                    f"{self.url}: no successful response within {self.timeout_s:g} s, retries"
+                    f" included; last attempt: {problem}"
                 )
             time.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -86,7 +86,7 @@ class HttpEndpoint:
     def shown(self, answer: bytes) -> str:
         """The beginning of an answer, for a message."""
         told = answer if self.key is None else answer.replace(self.key.encode(), b"***")
-        more = f" and {len(told) - _SHOWN_BYTES} bytes more" if len(told) > _SHOWN_BYTES else ""
+        more = f" and {len(told) - _SHOWN_BYTES} more bytes" if len(told) > _SHOWN_BYTES else ""
         return f"{told[:_SHOWN_BYTES].decode(errors='replace')!r}{more}"
 
     def _post(self, body: bytes, deadline: float) -> tuple[int, bytes, float]:
@@ -110,10 +110,10 @@ class HttpEndpoint:
                 answer = response.read(_LARGEST_ANSWER + 1)
         if len(answer) > _LARGEST_ANSWER:
             raise ScoringError(
-                f"{self.url} answered with more than {_LARGEST_ANSWER} bytes, the most that is read"
+                f"{self.url}: the response exceeds the limit of {_LARGEST_ANSWER} bytes"
             )
         if time.monotonic() >= deadline:
-            raise TimeoutError("the answer was not complete by the deadline")
+            raise TimeoutError("the response was incomplete at the deadline")
         if response.length:
             raise http.client.IncompleteRead(answer, response.length)
         asked = response.getheader("Retry-After", "")

@@ -265,13 +265,13 @@ class Judge:
     def _unreadable(self, tried: int, answer: JudgeAnswer, each: _Question) -> _Unreadable:
         source = self._source
         shown = (
-            "no answer of the protocol's"
+            "not a chat completion response"
             if answer.content is None
             else repr(answer.content[-_SHOWN:])
         )
         return _Unreadable(
-            f"{source.judge_model} at {self._endpoint.url} was asked {tried} times (judge_tries),"
-            f" and what it said could not be read, last {shown}; for {each.about}"
+            f"judge {source.judge_model} at {self._endpoint.url}: no answer could be parsed in"
+            f" {tried} attempts (judge_tries); last answer: {shown}; for {each.about}"
         )
 
     def _body(self, text: str) -> bytes:

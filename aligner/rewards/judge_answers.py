@@ -135,8 +135,8 @@ def question(template: str, request: ScoringRequest, **ours: object) -> str:
     except KeyError as missing:
         has = ", ".join(sorted(request.metadata)) or "none"
         raise ScoringError(
-            f"the judge's template has {{{missing.args[0]}}}, and the record of prompt"
-            f" {request.prompt!r} has no such field (it has: {has})"
+            f"the judge template uses {{{missing.args[0]}}}, but the record of prompt"
+            f" {request.prompt!r} lacks this field; it has: {has}"
         ) from None
 
 
@@ -161,9 +161,9 @@ def different_texts(requests: Sequence[ScoringRequest], places: Sequence[int]) -
     first = requests[places[0]]
     if len(places) < 2 or not first.prompt:
         raise ScoringError(
-            "a judge that compares the samples of a prompt was asked about one alone, or without"
-            f" its prompt, for prompt {first.prompt!r} and response {first.response!r}; ask for all"
-            " of them in one request, with prompt_lengths"
+            "a judge that compares samples requires at least two samples of a prompt and the prompt"
+            f" itself, got {len(places)} for prompt {first.prompt!r} and response"
+            f" {first.response!r}; send all samples of a prompt in one request, with prompt_lengths"
         )
     return list(dict.fromkeys(requests[place].response for place in places))
 

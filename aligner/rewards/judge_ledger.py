@@ -106,8 +106,8 @@ class JudgeLedger:
             yield
         except (OSError, sqlite3.Error) as error:
             raise ScoringError(
-                f"{self._path}: a judge's answers cannot be kept there: {error}; it needs room, and"
-                " a filesystem with POSIX locks (reward.judge_cache)"
+                f"{self._path}: cannot read or write the judge's answers: {error}; the directory"
+                " (reward.judge_cache) requires free space and a file system with POSIX locks"
             ) from error
 
 
@@ -149,6 +149,4 @@ class JudgeMeter:
         except sqlite3.OperationalError as error:
             if "no such table" in str(error):  # it is being made
                 return []
-            raise ScoringError(
-                f"{path}: what the judges have counted cannot be read: {error}"
-            ) from error
+            raise ScoringError(f"{path}: cannot read the judge's metrics: {error}") from error

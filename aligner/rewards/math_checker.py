@@ -18,7 +18,7 @@ def require_math_verify(key: str) -> None:
     installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            f"{key}=math needs the math-verify package; install the verify extra: pip install"
+            f"{key}=math: requires the math-verify package; install it with pip install"
             " 'aligner[verify]'"
         )
 
@@ -42,4 +42,4 @@ class MathChecker:
         except ChildTooSlow:
             return False
         except ChildLost as error:
-            raise AlignerError(f"math-verify {error}; its error output says why") from error
+            raise AlignerError(f"math-verify {error}; see its error output") from error

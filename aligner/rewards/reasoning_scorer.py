@@ -42,13 +42,14 @@ def _score(request: "ScoringRequest") -> float:
     question = request.metadata.get("question")
     if not isinstance(question, dict) or "made_of" not in question:
         raise AlignerError(
-            "the data must say `question` beside the prompt, as it does with data.tasks"
+            "record lacks field `question`, which the reward function reasoning_gym requires; use"
+            " prompts of data.tasks"
         )
     try:
         return _child()(request.response, question)
     except ChildTooSlow as error:
         _log.warning(
-            "reasoning_gym: the answer %.80r to %s is worth 0: it %s",
+            "reasoning_gym: scored 0 for the answer %.80r to %s: the verifier %s",
             request.response,
             question["made_of"],
             error,

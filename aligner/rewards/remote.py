@@ -40,7 +40,7 @@ class RemoteScorer:
             rewards: Any = json.loads(answer)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ScoringError(
-                f"{self.url} answered with {endpoint.shown(answer)}; it must be JSON with `rewards`"
+                f"{self.url}: got {endpoint.shown(answer)}; expected a JSON object with `rewards`"
             ) from error
         if (
             not isinstance(rewards, list)
@@ -48,7 +48,7 @@ class RemoteScorer:
             or not all(map(is_finite_number, rewards))
         ):
             raise ScoringError(
-                f"{self.url} answered with {endpoint.shown(answer)}; `rewards` must be a list of"
+                f"{self.url}: got {endpoint.shown(answer)}; `rewards` must be a list of"
                 f" {count} finite numbers, one for each query"
             )
         return [float(reward) for reward in rewards]

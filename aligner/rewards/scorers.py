@@ -137,9 +137,9 @@ def resolve_scorer(
         scorer = imported(module, attribute)
     except AlignerError as error:
         raise ConfigError(
-            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH,"
-            f" and have {attribute!r}, a function of a list of requests, each with prompt, response"
-            " and metadata (docs/rewards.md)"
+            f"{key}={name}: {error}; the module must be importable from the working directory or"
+            f" PYTHONPATH and define {attribute!r}, a function that takes a list of requests, each"
+            " with prompt, response and metadata (docs/rewards.md)"
         ) from error
     return _verifier(scorer) if name in RULES else scorer
 
@@ -149,12 +149,13 @@ def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> 
     `resolve_scorer`."""
     place = callable_place(name)
     if place is None:
-        raise ConfigError(f"{key}={name}: rewards of steps are given by module:callable")
+        raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:
         return _elsewhere(*place, timeout_s, through="stepped")
     except AlignerError as error:
         raise ConfigError(
-            f"{key}={name}: {error}; the module must be in the working directory or on PYTHONPATH"
+            f"{key}={name}: {error}; the module must be importable from the working directory or"
+            " PYTHONPATH"
         ) from error
 
 
@@ -175,8 +176,8 @@ def checked_steps(name: str, scorer: StepScorer, requests: Sequence[ScoringReque
         for end, _ in steps:
             if not 1 <= end <= len(request.response):
                 raise ScoringError(
-                    f"the scorer {name} ends a step behind character {end}, must be within 1 and"
-                    f" the response's {len(request.response)}, {_shown([request])}"
+                    f"the scorer {name} returned a step that ends at character {end}, must be 1 to"
+                    f" {len(request.response)} (length of the response), {_shown([request])}"
                 )
     return answers
 
@@ -203,7 +204,7 @@ def _answers(
         raise type(error)(f"the scorer {name}: {error}") from error
     except ChildLost as error:  # to find which of them it was would take as long for each
         raise ScoringError(
-            f"the scorer {name} {error}; it had {len(requests)} requests, the first"
+            f"the scorer {name} {error}; it was scoring {len(requests)} requests, the first"
             f" {_shown(requests)}"
         ) from error
     except Exception as error:
@@ -213,7 +214,8 @@ def _answers(
             for request in requests:
                 _answers(name, scorer, [request], read)
             raise ScoringError(
-                f"{raised} on a batch of {len(requests)} that it scores one by one"
+                f"{raised} on a batch of {len(requests)} requests, although it scores each of them"
+                " alone"
             ) from error
         raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):

@@ -163,10 +163,11 @@ class RewardNormalizer:
         """
         samples = scores.detach().double()
         if not samples.isfinite().all():
-            raise ValueError("a score is not finite")
+            raise ValueError("all scores must be finite")
         if samples.unique().numel() < 2:
             raise ValueError(
-                f"{samples.numel()} scores do not differ: there is no deviation to scale by"
+                f"all {samples.numel()} scores are equal; normalization requires a standard"
+                " deviation > 0"
             )
         gain = std / float(samples.std(correction=0))
         return cls(gain, mean - gain * float(samples.mean()))
@@ -192,7 +193,7 @@ class ModelSource:
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
         if batch.tokens is None or batch.lengths is None:
-            raise ValueError("a model scores tokens")
+            raise ValueError("a reward model requires tokens, got only texts")
         values = self.model.values(batch.tokens, batch.lengths).double()
         if self.step_separator is not None:
             return self._of_steps(self.normalizer(values), batch, self.step_separator)
@@ -204,7 +205,7 @@ class ModelSource:
     def _of_steps(self, values: Tensor, batch: ScoringBatch, separator: str) -> Tensor:
         """Rewards of steps, as RewardSource has them, of the values [B, S] at all tokens."""
         if batch.lengths is None or batch.token_at is None:
-            raise ValueError("steps are those of responses in tokens")
+            raise ValueError("step rewards of a reward model require tokens, got only texts")
         rewards, requests, steps = (
             values.sigmoid() if self.step_probability else values,
             batch.requests(),
@@ -240,7 +241,7 @@ def text_source(source: Source) -> TextSource:
         return TextSource(
             source.name, RemoteScorer(source.url, source.timeout_s), source.skip_special_tokens
         )
-    raise TypeError(f"{type(source).__name__} does not score texts")
+    raise TypeError(f"{type(source).__name__} cannot score texts")
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,8 @@ class CombinedReward:
         if not bool(there.any(0).all()):
             request = batch.requests()[int(there.any(0).int().argmin())]
             raise ScoringError(
-                f"no source of the reward has a weight for task={request.metadata.get('task')},"
-                f" prompt {request.prompt!r}"
+                "reward.sources: no source has a nonzero weight for"
+                f" task={request.metadata.get('task')}, prompt {request.prompt!r}"
             )
         scores = COMBINATIONS[self.combine](parts, there, self.disagreement_weight).float()
         added = list(parts.float())

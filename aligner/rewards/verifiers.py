@@ -36,7 +36,7 @@ def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
     answer = _answer(metadata)
     expected = final_number(answer)
     if expected is None:
-        raise Unverifiable(f"the answer {answer!r} has no number")
+        raise Unverifiable(f"field `answer` is {answer!r}, must contain a number")
     return final_number(response) == expected
 
 
@@ -80,7 +80,9 @@ def math(response: str, metadata: Mapping[str, Any]) -> bool:
     answer = _answer(metadata)
     equal = _math_checker().equal(answer, response)
     if equal is None:
-        raise Unverifiable(f"math-verify finds no expression in the answer {answer!r}")
+        raise Unverifiable(
+            f"field `answer` is {answer!r}, in which math-verify finds no expression"
+        )
     return equal
 
 
@@ -95,9 +97,11 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
         re.compile(pattern, re.DOTALL)
         return bool(_pattern_matcher()(pattern, response))
     except re.error as error:
-        raise Unverifiable(f"its `format` {pattern!r} is no regular expression: {error}") from error
+        raise Unverifiable(
+            f"field `format` is {pattern!r}, not a valid regular expression: {error}"
+        ) from error
     except ChildLost as error:
-        raise Unverifiable(f"its `format` {pattern!r} {error}") from error
+        raise Unverifiable(f"field `format` is {pattern!r}; the match {error}") from error
 
 
 def whole_match(pattern: str, response: str) -> bool:
@@ -125,18 +129,16 @@ def length(response: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _answer(metadata: Mapping[str, Any]) -> str:
-    return str(_entry(metadata, "answer", (str, int, float), "a text or a number"))
+    return str(_entry(metadata, "answer", (str, int, float), "a string or a number"))
 
 
 def _entry(
     metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str
 ) -> Any:
     if name not in metadata:
-        found = ", ".join(metadata) or "nothing"
-        raise Unverifiable(
-            f"the data must say `{name}`, {wanted}, beside the prompt; it says {found}"
-        )
+        found = ", ".join(metadata) or "no other fields"
+        raise Unverifiable(f"record lacks field `{name}` ({wanted}); it has: {found}")
     value = metadata[name]
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise Unverifiable(f"its `{name}` is {value!r}, must be {wanted}")
+        raise Unverifiable(f"field `{name}` is {value!r}, must be {wanted}")
     return value

@@ -150,7 +150,7 @@ def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_e
     scorer = resolve_scorer("reasoning_gym")
     for metadata, message in (
         ({"question": question | {"checksum": 1}}, "generates a different question for .*gcd"),
-        ({"answer": "4"}, "must say `question` beside the prompt"),
+        ({"answer": "4"}, "record lacks field `question`"),
     ):
         with pytest.raises(ScoringError, match=message):
             checked_scores("reasoning_gym", scorer, [ScoringRequest("", "1", metadata)])

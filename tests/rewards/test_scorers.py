@@ -124,8 +124,8 @@ def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(
     )
     monkeypatch.syspath_prepend(tmp_path)
     told = (
-        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function of a list of"
-        r" requests, each with prompt"
+        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function that takes a"
+        r" list of requests, each with prompt"
     )
     with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {told}"):
         resolve_scorer("others:score")
@@ -168,7 +168,7 @@ def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_ta
     about = {"answer": 2}
     with pytest.raises(
         ScoringError,
-        match=f"the scorer {name} gave no answer within 1 s, and was ended; it had 2 requests",
+        match=f"the scorer {name} returned no result within 1 s and was killed; it was scoring 2 requests",
     ):
         checked_scores(
             name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)]

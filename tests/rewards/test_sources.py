@@ -123,7 +123,8 @@ def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_i
     assert CombinedReward(parts, "min")(batch).tolist() == [0, 10, 60, 13]
     assert CombinedReward(parts, "mean_minus_std", 2.0)(batch).tolist() == [0, 9.5, 60, 13]
     with pytest.raises(
-        ScoringError, match="no source of the reward has a weight for task=None, prompt '3'"
+        ScoringError,
+        match=r"reward\.sources: no source has a nonzero weight for task=None, prompt '3'",
     ):
         CombinedReward(parts[1:])(batch)
 
@@ -153,7 +154,9 @@ def ask_nobody() -> list[str]:
 
 def test_every_rank_knows_that_a_scorer_is_unavailable(pool):
     one, other = pool.run(ask_nobody, 2)
-    assert one[0].startswith("the scorer judge: http://127.0.0.1:1/ gave no answer within 0.1 s")
+    assert one[0].startswith(
+        "the scorer judge: http://127.0.0.1:1/: no successful response within 0.1 s"
+    )
     assert len(one) == len(other) == 2
 
 

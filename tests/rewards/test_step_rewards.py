@@ -172,8 +172,8 @@ def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probabi
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([(4, 1.0)], "ends a step behind character 4, must be within 1 and the response's 3"),
-        ([(0, 1.0)], "ends a step behind character 0"),
+        ([(4, 1.0)], "returned a step that ends at character 4, must be 1 to 3 "),
+        ([(0, 1.0)], "returned a step that ends at character 0"),
         ([(1, math.nan)], "returned nan, must be finite"),
         (0.5, "raised TypeError"),
         ([(1.5, 1.0)], "raised TypeError"),

@@ -99,7 +99,7 @@ def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
         "dry run passed: 2 steps with trainer TP2+SP PP2 DP1, generator TP2 DP1, critic TP1 PP1"
         " DP1, reward"
     )
-    assert "resharded into the generator's layout, equal by checksum" in told
+    assert "resharded into the generator's layout, verified by checksum" in told
     assert not (place / "run").exists()
 
 
@@ -123,4 +123,4 @@ def test_a_mistake_that_only_shows_in_a_step_ends_the_dry_run_and_is_named(place
         experiment="tiny_ppo",
     )
     assert run.code == 1
-    assert "the data must say `answer`, a text or a number, beside the prompt" in run.error
+    assert "record lacks field `answer` (a string or a number)" in run.error
