@@ -5,7 +5,8 @@
 #
 # SAMPLING is an experiment with algorithm=preferences, TRAINING an experiment that trains on its data. Each round samples from the
 # policy of the previous round and trains that policy on the samples. The first round starts from MODEL, a Hugging Face directory or
-# experiment:NAME; by default from the models of the experiments. The key=value overrides apply to both experiments.
+# experiment:NAME; by default from the models of the experiments. The key=value overrides are passed to both experiments, so both must
+# accept them; to change only one of the experiments, write your own.
 #
 # Round N writes its runs to DIRECTORY/roundN/samples and DIRECTORY/roundN/training, and the policy to DIRECTORY/roundN/policy, a
 # Hugging Face directory. Run the same command again to resume after an interruption, or with a larger ROUNDS to continue.

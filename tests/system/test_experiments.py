@@ -105,7 +105,9 @@ def cached(place: Path, name: str) -> Path:
 
 def test_one_launch_runs_the_whole_chain(chain: Finished, place: Path) -> None:
     firsts = [
-        line.split()[2] for line in chain.out.splitlines() if line.startswith("first: experiment ")
+        line.split()[3]
+        for line in chain.out.splitlines()
+        if line.startswith("running prerequisite experiment ")
     ]
     assert firsts == ["pairs", "judge"]
     assert len(chain.metrics) == 2
@@ -179,7 +181,7 @@ def run_rounds(place: Path, rounds: int) -> list[str]:
             str(REPOSITORY / "launcher_scripts" / "rounds.sh"),
             *("own", "better", str(rounds), "loop"),
             f"--config-dir={place / 'conf'}",
-            "checkpoint.every=1",
+            "cluster.threads_per_rank=1",
         ],
         cwd=place,
         env={**os.environ, "PATH": path, "ALIGNER_CACHE": str(place / "loop_cache")},
@@ -203,7 +205,7 @@ def test_rounds_script_trains_on_samples_of_the_previous_policy(place: Path) -> 
         sampling = load_config(directory / "samples" / "config.yaml")
         training = load_config(directory / "training" / "config.yaml")
         assert sampling.seed == number
-        assert sampling.checkpoint.every == training.checkpoint.every == 1
+        assert sampling.cluster.threads_per_rank == training.cluster.threads_per_rank == 1
         assert training.data.path == str(directory / "samples" / "responses.jsonl")
         source = ("random", None) if number == 1 else ("directory", str(first / "policy"))
         assert (sampling.model.source, sampling.model.path) == source
