@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from aligner.environment_variables import OPENMP_WAITS
-from aligner.planner.command import add_plan_arguments
 from aligner.version import __version__
 
 _SOURCE = (
@@ -368,10 +367,12 @@ COMMANDS = {
         ),
     ),
     "plan": Command(
-        "aligner.planner.command:print_prediction",
-        "predict step time and utilization of the pipeline, and the best split of devices between"
-        " roles",
-        (add_plan_arguments,),
+        "aligner.planner.plan_command:print_plan",
+        "show how busy each role of a run was, and predict the step time of other device splits",
+        (
+            _RUN,
+            _add("--json", action="store_true", help="print one JSON object instead of tables"),
+        ),
     ),
     "generate": Command(
         "aligner.cli.stored_models:generate_samples",

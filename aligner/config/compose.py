@@ -161,17 +161,13 @@ def config_text(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(_escaped(values), sort_keys=False, allow_unicode=True)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's `config.yaml`, with other values of some keys; raises ConfigError where it is
-    missing or does not fit."""
+def load_config(path: Path) -> Config:
+    """Read a run's `config.yaml`. Raises ConfigError if it is missing or not valid."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
         with _times_as_text():
-            given = OmegaConf.from_dotlist(list(overrides))
-            return _as_config(
-                OmegaConf.unsafe_merge(pickle.loads(_schema()), OmegaConf.load(path), given)
-            )
+            return _as_config(OmegaConf.unsafe_merge(pickle.loads(_schema()), OmegaConf.load(path)))
     # OmegaConf raises OSError for a file that is a number.
     except (
         OmegaConfBaseException,

@@ -1,2 +1,2 @@
-"""Predicts how long a step of the pipeline takes at a placement, and where more devices would
-help."""
+"""`aligner plan`: measures which role limits a run's step, and predicts the step time of other
+device splits."""
