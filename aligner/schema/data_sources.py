@@ -69,8 +69,8 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
     tasks = reasoning_tasks(data.tasks)
     if "{question}" not in data.task_prompt:
         raise ConfigError(
-            f"data.task_prompt={data.task_prompt!r}: has no {{question}} to put a task's"
-            " question for"
+            f"data.task_prompt={data.task_prompt!r}: must contain {{question}}, which stands for"
+            " the question of a task"
         )
     shared = {
         "prompt": data.task_prompt,
@@ -104,15 +104,15 @@ def is_dataset(path: Path) -> bool:
 def _misplaced(data: DataConfig) -> Iterator[str]:
     if data.path is not None and data.sources:
         yield (
-            "data.sources: data.path is given as well; give all of them as sources, or data.path"
-            " alone"
+            "data.sources: is not supported with data.path; list all sources in data.sources, or"
+            " set only data.path"
         )
     if data.tasks:
         given = "data.path" if data.path is not None else "data.sources"
-        yield f"data.tasks: {given} is given as well; give one of them"
+        yield f"data.tasks: is not supported with {given}; set only one of them"
     if data.path is None and not data.sources and not data.prompts:
         yield (
-            "data: no prompts or other records; give data.path=FILE, data.sources, data.tasks=[…]"
+            "data: no prompts or other records; set data.path=FILE, data.sources, data.tasks=[…]"
             " or data.prompts=[…]"
         )
     yield from fields_problems("data.fields", data.fields)
@@ -128,7 +128,7 @@ def _entries(data: DataConfig) -> Iterator[tuple[str, Any]]:
 def _source_problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
         yield (
-            f"{key}={entries}: expected a mapping with path and, if wanted, weight and fields, got"
+            f"{key}={entries}: expected a mapping with path and optionally weight and fields, got"
             f" {type(entries).__name__}"
         )
         return
@@ -139,11 +139,11 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
         elif entry == "fields":
             yield from fields_problems(f"{key}.fields", value)
         elif entry == "path" and (not isinstance(value, str) or not value):
-            yield f"{key}.path={value}: expected text, got {type(value).__name__}"
+            yield f"{key}.path={value}: expected a string, got {type(value).__name__}"
         elif entry == "weight" and not (is_finite_number(value) and value > 0):
             yield (
-                f"{key}.weight={value}: must be a finite number above 0; leave the source out if it"
-                " is to have no share"
+                f"{key}.weight={value}: must be a finite number above 0; remove the source if it"
+                " should not be used"
             )
     if "path" not in entries:
         yield f"{key}.path: missing"
@@ -153,7 +153,7 @@ def fields_problems(key: str, fields: Any) -> Iterator[str]:
     """One line for each thing that is wrong with the names of a source's fields."""
     if not isinstance(fields, Mapping):
         yield (
-            f"{key}={fields}: expected a mapping of our names to the data's, got"
+            f"{key}={fields}: expected a mapping from aligner's field names to the data's, got"
             f" {type(fields).__name__}"
         )
         return

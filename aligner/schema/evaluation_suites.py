@@ -96,8 +96,8 @@ def _problems(name: str, entries: Any) -> Iterator[str]:
     key = f"evaluation.suites.{name}"
     if not _NAME.fullmatch(name) or name == "score":  # eval/score/… is of groups
         yield (
-            f"{key}: a suite's name is letters, digits, _ and -, for it is part of its metrics'"
-            " names, and not score"
+            f"{key}: the name of a suite must consist of letters, digits, _ and -, because it is"
+            " part of metric names, and must not be score"
         )
     if not isinstance(entries, Mapping):
         yield (
@@ -107,7 +107,7 @@ def _problems(name: str, entries: Any) -> Iterator[str]:
         return
     for entry, value in entries.items():
         if entry in _SHARED:
-            yield f"{key}.{entry}: holds for all suites; give evaluation.{entry}"
+            yield f"{key}.{entry}: applies to all suites; set evaluation.{entry}"
         elif entry not in _ENTRIES:
             hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
             yield f"{key}.{entry}: unknown key; {hint}"

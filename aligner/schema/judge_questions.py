@@ -77,8 +77,8 @@ def template_problem(asks: str, template: str) -> str | None:
     if not lacking:
         return None
     return (
-        f"must have {' and '.join(lacking)} with judge_asks={asks}, which fills {offered}; other"
-        " fields are the record's"
+        f"must contain {' and '.join(lacking)} with judge_asks={asks}, which provides {offered};"
+        " other fields are those of the record"
     )
 
 
@@ -87,5 +87,5 @@ def pattern_problem(pattern: str) -> str | None:
     try:
         groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression: {error}"
-    return None if groups else "must have a group, in parentheses, that is the score"
+        return f"invalid regular expression: {error}"
+    return None if groups else "must contain a group, in parentheses, that matches the score"

@@ -45,15 +45,15 @@ class Key:
         if kind == "float" and not is_finite_number(value):
             return "must be a finite number"
         if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-            return "must be a whole number"
+            return "must be an integer"
         if kind == "bool" and not isinstance(value, bool):
             return "must be true or false"
         if kind == "str" and not (isinstance(value, str) and value):
-            return f"expected text, got {type(value).__name__}"
+            return f"expected a string, got {type(value).__name__}"
         if kind == "list[str]" and not (
             isinstance(value, list) and all(isinstance(one, str) for one in value)
         ):
-            return "must be a list of texts"
+            return "must be a list of strings"
         if self.is_mapping and not isinstance(value, Mapping):
             return f"expected a mapping, got {type(value).__name__}"
         return self.bound_problem(value)

@@ -62,7 +62,7 @@ def _levels(difficulty: Any) -> tuple[int, int] | None:
 def _problems(key: str, entry: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield (
-            f"{key}={entry}: expected a task's name, or a mapping with name, got"
+            f"{key}={entry}: expected the name of a task, or a mapping with name, got"
             f" {type(entry).__name__}"
         )
         return
@@ -71,7 +71,10 @@ def _problems(key: str, entry: Any) -> Iterator[str]:
     for name, value in entry.items():
         if name not in _ENTRIES:
             hint = key_hint(
-                key, name, _ENTRIES, f"allowed are {', '.join(_ENTRIES)}; a task's own: config"
+                key,
+                name,
+                _ENTRIES,
+                f"allowed: {', '.join(_ENTRIES)}; put the task's settings in config",
             )
             yield f"{key}.{name}: unknown key; {hint}"
         elif wanted := _wanted(name, value):
@@ -81,39 +84,39 @@ def _problems(key: str, entry: Any) -> Iterator[str]:
 def _wanted(name: str, value: Any) -> str | None:
     """What an entry must be, where it is not."""
     if name == "name":
-        return None if isinstance(value, str) and value else "a task's name"
+        return None if isinstance(value, str) and value else "the name of a task"
     if name == "weight":
         return (
             None
             if is_finite_number(value) and value > 0
-            else "a finite number above 0; leave out a task without a share"
+            else "a finite number above 0; remove the task if it should not be used"
         )
     if name == "questions":
         return (
             None
             if _is_level(value) and 0 < value <= MOST_QUESTIONS
-            else f"a whole number, 1 to {MOST_QUESTIONS}"
+            else f"an integer from 1 to {MOST_QUESTIONS}"
         )
     if name == "seed":
         return (
             None
             if _is_level(value) and value <= LARGEST_SEED
-            else f"a whole number, 0 to {LARGEST_SEED}"
+            else f"an integer from 0 to {LARGEST_SEED}"
         )
     if name == "fields":
         good = isinstance(value, Mapping) and all(
             isinstance(theirs, str) for theirs in value.values()
         )
-        return None if good else "a mapping of our names to the record's"
+        return None if good else "a mapping from aligner's field names to the record's"
     if name == "config":
-        return None if isinstance(value, Mapping) else "a mapping of the task's own settings"
+        return None if isinstance(value, Mapping) else "a mapping of the task's settings"
     levels = [value] if not isinstance(value, list) else value
     good = value is None or (
         len(levels) in (1, 2)
         and all(map(_is_level, levels))
         and (value is not levels or len(levels) == 2)
     )
-    return None if good else "a level, 0 or above, or two, [FIRST, LAST]"
+    return None if good else "a level (an integer, at least 0), or two levels, [FIRST, LAST]"
 
 
 def _is_level(value: Any) -> bool:

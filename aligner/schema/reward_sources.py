@@ -137,13 +137,13 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     problems = []
     if reward.kind == "combined" and not reward.sources:
         problems.append(
-            "reward.sources: no source to combine; give each a name, as in"
-            " reward.sources.NAME.kind=function"
+            "reward.sources: reward.kind=combined requires at least one source; add one with"
+            " '+reward.sources.NAME={kind: function, function: FUNCTION}'"
         )
     if reward.kind == "combined" and reward.combine != "sum" and len(reward.sources) == 1:
         problems.append(
-            f"reward.combine={reward.combine}: there is one source; give reward.sources more, or"
-            " combine=sum"
+            f"reward.combine={reward.combine}: requires at least two reward.sources, got 1; add"
+            " sources, or set reward.combine=sum"
         )
     if (
         reward.kind == "combined"
@@ -151,7 +151,7 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
         and any(map(_entries_have_steps, reward.sources.values()))
     ):
         problems.append(
-            f"reward.combine={reward.combine}: rewards of steps can only be added up; give"
+            f"reward.combine={reward.combine}: is not supported with step rewards; set"
             " reward.combine=sum"
         )
     sources = []
@@ -223,10 +223,10 @@ def evaluation_judge(
     problems = (
         []
         if asks == "pairwise"
-        else [f"{key}.judge_asks={asks}: an evaluation compares two responses; leave it out"]
+        else [f"{key}.judge_asks={asks}: must be pairwise in an evaluation; remove it"]
     )
     problems += [
-        f"{key}.{entry}: a win has no such thing; leave it out"
+        f"{key}.{entry}: is not supported in an evaluation, which counts wins; remove it"
         for entry in ("kind", "weight", "task_weights", "gain", "bias", *_OF_SCORES)
         if entry in given
     ]
@@ -319,14 +319,14 @@ def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
 def _source_problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
         yield (
-            f"{key}={entries}: expected a mapping with kind and what the kind needs, got"
+            f"{key}={entries}: expected a mapping with kind and the keys that it requires, got"
             f" {type(entries).__name__}"
         )
         return
     kind = _KINDS.get(str(entries.get("kind")))
     if kind is None:
         got = (
-            f"{key}.kind={entries['kind']}: no such kind"
+            f"{key}.kind={entries['kind']}: unknown kind"
             if "kind" in entries
             else f"{key}.kind: missing"
         )
@@ -344,14 +344,14 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
             yield f"{key}.{entry}={value}: {problem}"
     for needed in kind.needs:
         if needed not in entries:
-            yield f"{key}.{needed}: missing; kind={entries['kind']} needs it"
+            yield f"{key}.{needed}: missing; kind={entries['kind']} requires it"
     if entries.get("step_rewards") is True and (name := entries.get("function")) in {
         **FUNCTIONS,
         **RULES,
     }:
         yield (
-            f"{key}.step_rewards=true: {name} gives a number for a response, not rewards of steps;"
-            " give module:callable"
+            f"{key}.step_rewards=true: {name} returns one number per response, not step rewards;"
+            " set your own function, module:callable"
         )
     if kind is JudgeSource:
         yield from _judge_problems(
@@ -392,10 +392,10 @@ def _value_problem(entry: str, value: Any) -> str | None:
         return (
             None
             if good and all(map(is_finite_number, value.values()))
-            else "must be names of tasks with finite numbers"
+            else "must be a mapping from task names to finite numbers"
         )
     if not isinstance(value, str) or not value:
-        return f"expected text, got {type(value).__name__}"
+        return f"expected a string, got {type(value).__name__}"
     if entry == "function":
         return function_problem(value)
     return _url_problem(value) if entry == "url" else None
@@ -404,7 +404,7 @@ def _value_problem(entry: str, value: Any) -> str | None:
 def _judge_value_problem(entry: str, value: Any) -> str | None:
     """By the section's key of the same name."""
     if value is None:
-        return "expected a value; leave the entry out"
+        return "expected a value, got null; remove the entry to use the default"
     if (problem := schema_keys()[f"reward.{entry}"].value_problem(value)) is not None:
         return problem
     if entry == "judge_url":

@@ -35,8 +35,8 @@ def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
     ]
     if teacher.path is not None and teacher.sources:
         problems.append(
-            "teacher.sources: teacher.path is given as well; give all of them as sources, or"
-            " teacher.path alone"
+            "teacher.sources: is not supported with teacher.path; list all teachers in"
+            " teacher.sources, or set only teacher.path"
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -65,7 +65,7 @@ def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
     if not any(weights):
         known = sorted({one for source in sources for one in source.tasks})
         raise ConfigError(
-            f"teacher.sources: none is for a prompt whose {TASK} is {task!r}; they are for"
+            f"teacher.sources: no teacher for a prompt with {TASK}={task!r}; the teachers are for"
             f" {', '.join(known)}"
         )
     return [weight / sum(weights) for weight in weights]
@@ -78,7 +78,7 @@ def _key(name: str) -> str:
 def _problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
         yield (
-            f"{key}={entries}: expected a mapping with path and, if wanted, weight and tasks, got"
+            f"{key}={entries}: expected a mapping with path and optionally weight and tasks, got"
             f" {type(entries).__name__}"
         )
         return
@@ -87,18 +87,18 @@ def _problems(key: str, entries: Any) -> Iterator[str]:
             hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
             yield f"{key}.{entry}: unknown key; {hint}"
         elif entry == "path" and (not isinstance(value, str) or not value):
-            yield f"{key}.path={value}: expected text, got {type(value).__name__}"
+            yield f"{key}.path={value}: expected a string, got {type(value).__name__}"
         elif entry == "weight" and not (is_finite_number(value) and value > 0):
             yield (
-                f"{key}.weight={value}: must be a finite number above 0; leave the teacher out if"
-                " it is to have no share"
+                f"{key}.weight={value}: must be a finite number above 0; remove the teacher if it"
+                " should not be used"
             )
         elif entry == "tasks" and not (
             isinstance(value, list) and value and all(isinstance(one, str) for one in value)
         ):
             yield (
-                f"{key}.tasks={value}: expected a list of names; leave it out for a teacher of all"
-                " tasks"
+                f"{key}.tasks={value}: expected a list of task names; remove it for a teacher of"
+                " all tasks"
             )
     if "path" not in entries:
         yield f"{key}.path: missing"

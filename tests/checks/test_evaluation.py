@@ -71,7 +71,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(every=2)},
-            "evaluation.every=2: there is nothing to evaluate on; give",
+            "evaluation.every=2: requires evaluation prompts; set",
         ),
         (
             "online",
@@ -81,7 +81,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
                 )
             },
             (
-                "evaluation.every=2: there is nothing to evaluate on; give"
+                "evaluation.every=2: requires evaluation prompts; set"
                 " evaluation.suites.one.path=FILE"
             ),
         ),
@@ -107,7 +107,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(every=2, prompts=["a", " "])},
-            "evaluation.prompts: a prompt is empty",
+            "evaluation.prompts: must not contain an empty prompt",
         ),
         (
             "online",
@@ -142,7 +142,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_lowest": 1})},
-            "judge.judge_lowest: a win has no",
+            "judge.judge_lowest: is not supported in an evaluation",
         ),
         (
             "online",
@@ -152,12 +152,12 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_template": "{response}"})},
-            "evaluation.judge.judge_template: must have {response_a} and {response_b}",
+            "evaluation.judge.judge_template: must contain {response_a} and {response_b}",
         ),
         (
             "online",
             {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_key_variable": "TEST_NO_KEY"})},
-            "evaluation.judge.judge_key_variable=TEST_NO_KEY: there is no such variable",
+            "evaluation.judge.judge_key_variable=TEST_NO_KEY: the environment variable is not set",
         ),
         (
             "online",
@@ -165,12 +165,15 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
                 "evaluation": EvaluationConfig(judge=JUDGE),
                 "environment": EnvironmentConfig(target="a:B"),
             },
-            "evaluation.judge: compares responses to one prompt, and episodes",
+            (
+                "evaluation.judge: compares responses to one prompt, which is not supported with"
+                " multi-turn episodes"
+            ),
         ),
         (
             "online",
             {"evaluation": BESIDE},
-            "evaluation.beside=true: needs a generator that draws while the policy trains",
+            "evaluation.beside=true: requires a generator that samples while the policy trains",
         ),
         (
             "online",
@@ -185,22 +188,22 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(samples=2, greedy=True)},
-            "evaluation.samples=2: so many responses",
+            "evaluation.samples=2: must be 1 with greedy decoding",
         ),
         (
             "online",
             {"checkpoint": CheckpointConfig(best_metric="eval/score")},
-            "never evaluated; give evaluation.every=STEPS",
+            "the run is not evaluated; set evaluation.every=STEPS",
         ),
         (
             "dpo",
             {"checkpoint": CheckpointConfig(best_metric="eval/loss")},
-            "never evaluated; give data.held_out=ROWS",
+            "the run is not evaluated; set data.held_out=ROWS",
         ),
         (
             "preferences",
             {"evaluation": EvaluationConfig(every=1)},
-            "evaluation.every=1: algorithm.trainer=preferences learns",
+            "evaluation.every=1: algorithm.trainer=preferences trains no model",
         ),
     ],
 )
@@ -213,7 +216,7 @@ def test_a_file_and_prompts_in_place_are_too_much(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a\n")
     (problem,) = problems("online", evaluation=EvaluationConfig(path=str(file), prompts=["a"]))
-    assert problem == "evaluation.prompts: evaluation.path is given as well; give one of them"
+    assert problem == "evaluation.prompts: evaluation.path is also set; set only one of them"
 
 
 def test_one_response_a_prompt_is_greedy_unless_it_is_said_otherwise() -> None:

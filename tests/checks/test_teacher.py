@@ -88,10 +88,12 @@ def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(
 def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> None:
     assert "teacher" not in server_ranks(compose_config(["experiment=tiny_ppo"]))
     with pytest.raises(
-        ConfigError, match=r"teacher\.path=.*: not read with algorithm\.trainer=sft"
+        ConfigError, match=r"teacher\.path=.*: has no effect with algorithm\.trainer=sft"
     ):
         composed(models_directory, "deeper-model", "algorithm=sft")
-    with pytest.raises(ConfigError, match=r"teacher\.weight=2: not read with teacher\.path=null"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.weight=2: has no effect with teacher\.path=null"
+    ):
         compose_config(["experiment=tiny_ppo", "teacher.weight=2"])
 
 
@@ -99,7 +101,7 @@ def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
     check(composed(models_directory, "deeper-model", ALONE))
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.advantage=none: loss=clip needs an estimator, .* or a teacher",
+        match=r"algorithm.advantage=none: algorithm.loss=clip requires advantages; .* or a teacher",
     ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", ALONE]))
 
@@ -121,59 +123,68 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
             "other-model",
             [],
             (
-                r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids mean something"
-                r" else to it, as 2"
+                r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids are different"
+                " tokens in its tokenizer, for example 2"
             ),
         ),
         (
             "short-model",
             [],
-            r"teacher\.path=.*short-model: it has 16 positions, the longest sequence \d+ tokens",
+            (
+                r"teacher\.path=.*short-model: the model has 16 positions, but the longest"
+                r" sequence has \d+ tokens"
+            ),
         ),
         ("small-model", [], r"teacher\.path=.*small-model: "),
         (
             "deeper-model",
             ["algorithm=copg"],
-            r"teacher\.path=.*algorithm\.loss=copg takes no advantages; give clip",
+            (
+                r"teacher\.path=.*algorithm\.loss=copg does not use advantages; set"
+                r" algorithm\.loss to clip"
+            ),
         ),
         (
             "deeper-model",
             ["algorithm=online_dpo"],
-            r"teacher\.path=.*algorithm\.loss=dpo takes no advantages",
+            r"teacher\.path=.*algorithm\.loss=dpo does not use advantages",
         ),
         (
             "deeper-model",
             [ALONE, "algorithm.kl_coefficient=0.1"],
-            r"algorithm\.kl_coefficient=0\.1: with algorithm\.advantage=none no rewards are read",
+            (
+                r"algorithm\.kl_coefficient=0\.1: with algorithm\.advantage=none a KL penalty in"
+                " the reward has no effect"
+            ),
         ),
         (
             "deeper-model",
             ["teacher.parallel.tensor=3"],
-            r"teacher\.parallel\.tensor=3: the model's",
+            r"teacher\.parallel\.tensor=3: must divide the model's",
         ),
         (
             "deeper-model",
             ["teacher.parallel.pipeline=3"],
-            r"teacher\.parallel\.pipeline=3: 8 layers do not divide by 3",
+            r"teacher\.parallel\.pipeline=3: must divide the model's 8 layers",
         ),
         (
             "deeper-model",
             ["teacher.micro_batch_tokens=4"],
-            r"teacher\.micro_batch_tokens=4: must hold the longest sequence",
+            r"teacher\.micro_batch_tokens=4: must be at least \d+ to hold the longest sequence",
         ),
-        ("deeper-model", ["teacher.precision=fp8"], r"teacher\.precision=fp8: needs GPUs"),
+        ("deeper-model", ["teacher.precision=fp8"], r"teacher\.precision=fp8: requires GPUs"),
         (
             "deeper-model",
             ["algorithm=copg", "teacher.loss=forward_kl"],
             (
-                r"teacher\.loss=forward_kl: it is a mean over tokens, and algorithm\.loss=copg"
-                r" compares whole responses"
+                r"teacher\.loss=forward_kl: is a mean over tokens and is not supported with"
+                r" algorithm\.loss=copg, which compares whole responses"
             ),
         ),
         (
             "deeper-model",
             [ALONE, "teacher.loss=reverse_kl", "rollout.top_p=0.9"],
-            r"teacher\.loss=reverse_kl: rollout\.top_p=0\.9 leaves tokens out",
+            r"teacher\.loss=reverse_kl: rollout\.top_p=0\.9 excludes tokens",
         ),
         ("deeper-model", [ALONE, "teacher.loss=kl"], r"teacher\.loss=kl: .*forward_kl"),
         (
@@ -189,12 +200,12 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
         (
             "deeper-model",
             [ALONE, "teacher.top_k=4"],
-            r"teacher\.top_k=4: not read with teacher\.loss=advantage",
+            r"teacher\.top_k=4: has no effect with teacher\.loss=advantage",
         ),
         (
             "deeper-model",
             [ALONE, "teacher.loss=forward_kl", "teacher.beta=0.2"],
-            r"teacher\.beta=0\.2: not read with",
+            r"teacher\.beta=0\.2: has no effect with",
         ),
         ("deeper-model", ["teacher.weight=0"], r"teacher\.weight=0.*: must be above 0"),
         ("deeper-model", ["teacher.replicas=0"], r"teacher\.replicas=0: must be at least 1"),
@@ -241,7 +252,7 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
         (
             "deeper-model",
             (
-                r"teacher\.sources\.sums=deeper-model: expected a mapping with path and, if wanted,"
+                r"teacher\.sources\.sums=deeper-model: expected a mapping with path and optionally"
                 r" weight and tasks"
             ),
         ),
@@ -249,7 +260,7 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
         ({"path": "absent"}, r"teacher\.sources\.sums\.path=absent: no such model directory"),
         (
             {"path": "short-model"},
-            r"teacher\.sources\.sums\.path=.*short-model: it has 16 positions",
+            r"teacher\.sources\.sums\.path=.*short-model: the model has 16 positions",
         ),
         (
             {"path": "a", "task": "sums"},
@@ -292,7 +303,7 @@ def test_a_divergence_is_from_one_teacher_of_each_prompt(models_directory: Path)
         check(config)
         with pytest.raises(
             ConfigError,
-            match=r"teacher\.loss=forward_kl: .*all and .*sums are for the same prompts",
+            match=r"teacher\.loss=forward_kl: .*all and .*sums apply to the same prompts",
         ):
             check(with_values(config, DIVERGENCE))
 
@@ -313,5 +324,5 @@ def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(
 
 def test_one_teacher_and_several_are_not_given_together(models_directory: Path) -> None:
     config = several(models_directory, all={"path": "deeper-model"})
-    with pytest.raises(ConfigError, match=r"teacher\.sources: teacher\.path is given as well"):
+    with pytest.raises(ConfigError, match=r"teacher\.sources: is not supported with teacher\.path"):
         check(with_values(config, {"teacher.path": "deeper-model"}))

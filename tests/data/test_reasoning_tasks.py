@@ -185,17 +185,20 @@ def test_answers_are_demonstrations_and_questions_messages(tokenizer: Tokenizer)
             [{"name": "gcd", "wieght": 1}],
             r"data\.tasks\[0\]\.wieght: unknown key; did you mean data\.tasks\[0\]\.weight\?",
         ),
-        ([{"name": "gcd", "max_value": 9}], r"max_value: unknown key; .*a task's own: config"),
+        (
+            [{"name": "gcd", "max_value": 9}],
+            r"max_value: unknown key; .*put the task's settings in config",
+        ),
         ([{"name": "gcd", "weight": 0}], r"weight=0: must be a finite number above 0"),
-        ([{"name": "gcd", "questions": 0}], r"questions=0: must be a whole number, 1 to"),
-        ([{"name": "gcd", "seed": -1}], r"seed=-1: must be a whole number, 0 to"),
+        ([{"name": "gcd", "questions": 0}], r"questions=0: must be an integer from 1 to"),
+        ([{"name": "gcd", "seed": -1}], r"seed=-1: must be an integer from 0 to"),
         ([{"name": "gcd", "difficulty": [1]}], r"difficulty=\[1\]: must be a level"),
         (
             [{"name": "gcd", "config": {"max_valu": 9}}],
             r"config\.max_valu: gcd has no such setting; did you mean max_value\?",
         ),
-        ([{"name": "acre", "difficulty": 1}], r"acre has no levels of difficulty"),
-        ([3], r"data\.tasks\[0\]=3: expected a task's name"),
+        ([{"name": "acre", "difficulty": 1}], "acre has no difficulty levels"),
+        ([3], r"data\.tasks\[0\]=3: expected the name of a task"),
     ],
 )
 def test_what_is_no_task_is_told_before_anything_runs(tasks: list[Any], message: str) -> None:
@@ -203,9 +206,9 @@ def test_what_is_no_task_is_told_before_anything_runs(tasks: list[Any], message:
 
 
 def test_tasks_are_not_given_beside_other_data() -> None:
-    assert "data.tasks: data.path is given as well" in problems(data_of("gcd", path="p.jsonl"))
-    assert "has no {question}" in problems(data_of("gcd", task_prompt="answer!"))
-    assert "evaluation.path or evaluation.prompts is given as well" in problems(
+    assert "data.tasks: is not supported with data.path" in problems(data_of("gcd", path="p.jsonl"))
+    assert "must contain {question}" in problems(data_of("gcd", task_prompt="answer!"))
+    assert "evaluation.path or evaluation.prompts is also set" in problems(
         data_of("gcd"), questions=4, prompts=["a"]
     )
     assert problems(data_of("gcd"), questions=4, every=1) == ""

@@ -260,15 +260,18 @@ def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone(
     [
         (
             ["algorithm=grpo", "algorithm.advantage=grpo_steps"],
-            "algorithm.advantage=grpo_steps: the reward speaks of whole",
+            "algorithm.advantage=grpo_steps: requires a reward for each step",
         ),
         (
             ["reward.step_rewards=true"],
-            "reward.step_rewards=true: digit_fraction gives a number for a response",
+            "reward.step_rewards=true: digit_fraction returns one number per response",
         ),
         (
             ["reward.function=my:steps", "reward.step_rewards=true", "critic.with_reward=true"],
-            "critic.with_reward=true: rewards of steps need a reward server of their own",
+            (
+                "critic.with_reward=true: is not supported with per-step rewards, which require a"
+                " separate reward server"
+            ),
         ),
         (
             [
@@ -276,14 +279,14 @@ def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone(
                 "+reward.sources.a={kind: function, function: 'my:steps', step_rewards: true}",
                 "+reward.sources.b={kind: function, function: digit_fraction}",
             ],
-            "reward.combine=min: rewards of steps can only be added up",
+            "reward.combine=min: is not supported with step rewards",
         ),
         (
             [
                 "reward.kind=combined",
                 "+reward.sources.a={kind: model, path: somewhere, step_separator: 3}",
             ],
-            "reward.sources.a.step_separator=3: expected text, got int",
+            "reward.sources.a.step_separator=3: expected a string, got int",
         ),
         (
             [

@@ -58,7 +58,7 @@ def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_
     config = only_read(compose_config(["experiment=tiny_ppo", *given]))
     (math,) = evaluation_suites(config)
     assert (math.settings.temperature, math.settings.function_timeout_s) == (0.7, 9)
-    with pytest.raises(ConfigError, match=r"evaluation\.temperature=0\.7: not read with"):
+    with pytest.raises(ConfigError, match=r"evaluation\.temperature=0\.7: has no effect with"):
         compose_config(["experiment=tiny_ppo", *given[:3], "evaluation.prompts=[a]"])
 
 
@@ -85,8 +85,12 @@ def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
 @pytest.mark.parametrize(
     ("name", "entries", "problem"),
     [
-        ("a/b", MATH, "evaluation.suites.a/b: a suite's name is letters, digits, _ and -"),
-        ("score", MATH, "evaluation.suites.score: a suite's name is "),
+        (
+            "a/b",
+            MATH,
+            "evaluation.suites.a/b: the name of a suite must consist of letters, digits, _ and -",
+        ),
+        ("score", MATH, "evaluation.suites.score: the name of a suite must "),
         (
             "math",
             ["a"],
@@ -95,20 +99,20 @@ def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
         (
             "math",
             {"every": 3},
-            "evaluation.suites.math.every: holds for all suites; give evaluation.every",
+            "evaluation.suites.math.every: applies to all suites; set evaluation.every",
         ),
-        ("math", {"suites": {}}, "evaluation.suites.math.suites: holds for all suites"),
+        ("math", {"suites": {}}, "evaluation.suites.math.suites: applies to all suites"),
         (
             "math",
             {"sample": 3},
             "math.sample: unknown key; did you mean evaluation.suites.math.samples?",
         ),
         ("math", {"samples": 0}, "evaluation.suites.math.samples=0: must be at least 1"),
-        ("math", {"samples": 1.5}, "evaluation.suites.math.samples=1.5: must be a whole number"),
+        ("math", {"samples": 1.5}, "evaluation.suites.math.samples=1.5: must be an integer"),
         ("math", {"greedy": 1}, "evaluation.suites.math.greedy=1: must be true or false"),
-        ("math", {"prompts": "a"}, "evaluation.suites.math.prompts=a: must be a list of texts"),
+        ("math", {"prompts": "a"}, "evaluation.suites.math.prompts=a: must be a list of strings"),
         ("math", {"fields": "a"}, "evaluation.suites.math.fields=a: expected a mapping, got str"),
-        ("math", {"path": 3}, "evaluation.suites.math.path=3: expected text, got int"),
+        ("math", {"path": 3}, "evaluation.suites.math.path=3: expected a string, got int"),
         (
             "math",
             {"temperature": "hot"},

@@ -112,18 +112,21 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward.kind=combined"], "reward.sources: no source to combine"),
-        ([COMBINED[1]], "not read with reward.kind=function; it counts with reward.kind=combined"),
+        (
+            ["reward.kind=combined"],
+            "reward.sources: reward.kind=combined requires at least one source",
+        ),
+        ([COMBINED[1]], "has no effect with reward.kind=function; requires reward.kind=combined"),
         (
             [*COMBINED, "reward.combine=min"],
-            "reward.combine=min: there is one source; give reward.sources more, or combine=sum",
+            "reward.combine=min: requires at least two reward.sources, got 1; add sources, or set",
         ),
         (
             [*COMBINED, "reward.combine=least"],
             "reward.combine=least: allowed: sum, mean, min, mean_minus_std, mean_minus_varian",
         ),
-        ([*COMBINED, "reward.gain=2"], "reward.gain=2: not read with reward.kind=combined"),
-        ([*COMBINED, "reward.bias=1"], "reward.bias=1: not read with reward.kind=combined"),
+        ([*COMBINED, "reward.gain=2"], "reward.gain=2: has no effect with reward.kind=combined"),
+        ([*COMBINED, "reward.bias=1"], "reward.bias=1: has no effect with reward.kind=combined"),
         ([*COMBINED, "+reward.sources.b=5"], "reward.sources.b=5: expected a mapping with kind"),
         (
             [*COMBINED, "+reward.sources.b={weight: 1}"],
@@ -131,11 +134,11 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*COMBINED, "+reward.sources.b.kind=jury"],
-            "reward.sources.b.kind=jury: no such kind; allowed: function, model",
+            "reward.sources.b.kind=jury: unknown kind; allowed: function, model",
         ),
         (
             [*COMBINED, "+reward.sources.b.kind=function"],
-            "reward.sources.b.function: missing; kind=function needs it",
+            "reward.sources.b.function: missing; kind=function requires it",
         ),
         (
             [*COMBINED, "+reward.sources.a.wieght=2"],
@@ -156,13 +159,13 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*COMBINED, "+reward.sources.a.task_weights={sums: much}"],
             (
-                "reward.sources.a.task_weights={'sums': 'much'}: must be names of tasks with finite"
+                "reward.sources.a.task_weights={'sums': 'much'}: must be a mapping from task names to finite"
                 " numbers"
             ),
         ),
         (
             [*COMBINED, "+reward.sources.a.task_weights=2"],
-            "task_weights=2: must be names of tasks with finite numbers",
+            "task_weights=2: must be a mapping from task names to finite numbers",
         ),
         (["+reward.task_weights={sums: 2}"], "reward.task_weights"),
         (
@@ -172,7 +175,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ([*COMBINED, "+reward.sources.a.name=b"], "reward.sources.a.name: unknown key"),
         (
             [*COMBINED, "+reward.sources.b={kind: function, function: 3}"],
-            "function=3: expected text, got int",
+            "function=3: expected a string, got int",
         ),
         (
             ["reward.function=nope"],
@@ -186,7 +189,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             [*COMBINED, "+reward.sources.b={kind: function, function: nope}"],
             "reward.sources.b.function=nope: must be one of",
         ),
-        (["reward=remote"], "reward.url: missing; kind=remote needs it"),
+        (["reward=remote"], "reward.url: missing; kind=remote requires it"),
         (
             [
                 *COMBINED,
@@ -220,11 +223,11 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*COMBINED, "reward.parallel.data=2"],
-            "reward.parallel: 2 ranks, must be 1: no source of the reward is a model",
+            "reward.parallel: 2 ranks, but must be 1 rank, because no reward source is a model",
         ),
         (
             ["critic.with_reward=true", "reward.parallel.data=2"],
-            "reward.parallel: critic.with_reward=true runs the reward at",
+            "reward.parallel: critic.with_reward=true runs the reward models with the layout",
         ),
         (
             ["critic.with_reward=true", "reward.replicas=2"],
@@ -240,8 +243,8 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             ],
             "reward.timeout_s=600: must be below cluster.collective_timeout_s=600",
         ),
-        (["reward=judge"], "reward.judge_url: missing; kind=judge needs it"),
-        ([*JUDGE[:2]], "reward.judge_model: missing; kind=judge needs it"),
+        (["reward=judge"], "reward.judge_url: missing; kind=judge requires it"),
+        ([*JUDGE[:2]], "reward.judge_model: missing; kind=judge requires it"),
         (
             [*JUDGE, "reward.judge_url=judge:8000"],
             "reward.judge_url=judge:8000: must be http://HOST[:PORT]/PATH",
@@ -250,10 +253,13 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             [*JUDGE, "reward.judge_asks=essay"],
             "reward.judge_asks=essay: allowed: score, yes_no, pairwise, ranking",
         ),
-        ([*JUDGE, "reward.judge_pattern='('"], "reward.judge_pattern=(: is no regular expression"),
+        (
+            [*JUDGE, "reward.judge_pattern='('"],
+            "reward.judge_pattern=(: invalid regular expression",
+        ),
         (
             [*JUDGE, "reward.judge_pattern='[0-9]+'"],
-            "reward.judge_pattern=[0-9]+: must have a group, in parentheses",
+            "reward.judge_pattern=[0-9]+: must contain a group, in parentheses",
         ),
         (
             [*JUDGE, "reward.judge_lowest=10"],
@@ -262,7 +268,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*JUDGE, "reward.judge_template='{prompt} {answer}'"],
             (
-                "reward.judge_template: must have {response} with judge_asks=score, which fills"
+                "reward.judge_template: must contain {response} with judge_asks=score, which provides"
                 " {prompt}, {response}, {lowest}"
             ),
         ),
@@ -272,17 +278,20 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
                 "reward.judge_asks=pairwise",
                 "reward.judge_template='{response} {response_a}'",
             ],
-            "reward.judge_template: must have {response_b} with judge_asks=pairwise",
+            "reward.judge_template: must contain {response_b} with judge_asks=pairwise",
         ),
         (
             [*JUDGE, "reward.judge_key_variable=NO_SUCH_KEY"],
-            "reward.judge_key_variable=NO_SUCH_KEY: there is no such variable in the environment",
+            (
+                "reward.judge_key_variable=NO_SUCH_KEY: the environment variable is not set or is"
+                " empty"
+            ),
         ),
         (
             [*JUDGE, "reward.judge_timeout_s=100"],
             (
-                "reward.judge_timeout_s=100, reward.judge_tries=3: a question may take 300 s, which"
-                " must be below server.request_timeout_s=300"
+                "reward.judge_timeout_s=100, reward.judge_tries=3: one judgment may take 300 s,"
+                " which must be below server.request_timeout_s=300"
             ),
         ),
         (
@@ -297,29 +306,29 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*JUDGE, "reward.judge_asks=ranking", "rollout.samples_per_prompt=1"],
             (
-                "reward.judge_asks=ranking: compares the samples of a prompt, and"
-                " rollout.samples_per_prompt=1 gives one"
+                "reward.judge_asks=ranking: compares the samples of a prompt and requires at"
+                " least 2, got rollout.samples_per_prompt=1"
             ),
         ),
         (
             [*JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=6"],
             (
-                "which server.max_batch_size=6 would cut into several requests; give a multiple of"
-                " rollout.samples_per_prompt=4"
+                "but server.max_batch_size=6 would split them over several requests; set"
+                " server.max_batch_size to a multiple of rollout.samples_per_prompt=4"
             ),
         ),
         (
             [*JUDGE, "reward.judge_asks=pairwise", "environment.target=my_module:Game"],
             (
-                "reward.judge_asks=pairwise: compares responses to one prompt, and episodes of"
-                " several turns"
+                "reward.judge_asks=pairwise: compares responses to one prompt, which is not"
+                " supported with multi-turn episodes"
             ),
         ),
         (
             [*JUDGE, "reward.judge_asks=ranking", "evaluation.every=1", "evaluation.prompts=[a]"],
             (
-                "and evaluation scores each by itself, a prompt's reference too; give"
-                " evaluation.function"
+                "but evaluation scores each response separately, and also reference responses;"
+                " set evaluation.function"
             ),
         ),
         (
@@ -340,7 +349,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
                     " judge_tries: 1.5}"
                 ),
             ],
-            "reward.sources.b.judge_tries=1.5: must be a whole number",
+            "reward.sources.b.judge_tries=1.5: must be an integer",
         ),
         (
             [
@@ -357,7 +366,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
                 *COMBINED,
                 "+reward.sources.b={kind: judge, judge_url: 'http://a/v1', judge_model: 3}",
             ],
-            "reward.sources.b.judge_model=3: expected text, got int",
+            "reward.sources.b.judge_model=3: expected a string, got int",
         ),
         (
             [
@@ -434,7 +443,7 @@ def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_
     ):
         check(compose(tmp_path, *model, "reward.parallel.tensor=4"))
     with pytest.raises(
-        ConfigError, match=r"critic\.parallel\.pipeline=3: 4 layers do not divide by 3"
+        ConfigError, match=r"critic\.parallel\.pipeline=3: must divide the model's 4 layers"
     ):
         check(
             compose(
@@ -446,7 +455,8 @@ def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_
             )
         )
     with pytest.raises(
-        ConfigError, match=r"reward\.micro_batch_tokens=1: must hold the longest sequence"
+        ConfigError,
+        match=r"reward\.micro_batch_tokens=1: must be at least \d+ to hold the longest sequence",
     ):
         check(compose(tmp_path, *model, "reward.micro_batch_tokens=1"))
 
@@ -484,17 +494,26 @@ def token(id):
         (
             {"a": 0, "b": 1},
             {"b": 0, "a": 1},
-            "2 of the policy's 3 token ids mean something else to it, as 0 ('a' and 'b'), 1",
+            (
+                "2 of the policy's 3 token ids are different tokens in its tokenizer, for example"
+                " 0 (policy 'a', this model 'b'), 1"
+            ),
         ),
         (
             {"a": 0, "b": 1},
             {"a": 0},
-            "2 of the policy's 3 token ids mean something else to it, as 1 ('b' and '<end>'), 2 (",
+            (
+                "2 of the policy's 3 token ids are different tokens in its tokenizer, for example"
+                " 1 (policy 'b', this model '<end>'), 2 ("
+            ),
         ),
         (
             {"a": 0},
             {"a": 0, "b": 1},
-            "1 of the policy's 2 token ids mean something else to it, as 1 ('<end>' and 'b')",
+            (
+                "1 of the policy's 2 token ids are different tokens in its tokenizer, for example"
+                " 1 (policy '<end>', this model 'b')"
+            ),
         ),
         ([("a", -1.5), ("b", -2.0)], {"a": 0, "b": 1}, None),
         ([("a", -1.5), ("b", -2.0)], [("a", 0.0), ("c", 0.0)], "as 1 ('b' and 'c')"),
@@ -546,7 +565,9 @@ def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path,
         "reward.kind=model",
         f"reward.path={reward_model}",
     )
-    with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 96"):
+    with pytest.raises(
+        ConfigError, match="the model has 64 tokens in its vocabulary, but the policy generates 96"
+    ):
         check(compose(tmp_path, *given))
     words = {
         "model": {"vocab": {chr(65 + token): token for token in range(60)}},
@@ -556,5 +577,7 @@ def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path,
     check(compose(tmp_path, *given))
     words["added_tokens"] = [*map(token, range(60, 70))]
     (policy / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(ConfigError, match=r"it knows 64 tokens, the policy writes 70"):
+    with pytest.raises(
+        ConfigError, match="the model has 64 tokens in its vocabulary, but the policy generates 70"
+    ):
         check(compose(tmp_path, *given))

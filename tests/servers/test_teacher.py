@@ -68,9 +68,7 @@ def expected(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_log_probs_over_the_wire_are_those_of_transformers_at_the_sampling_temperature(
-    client, directory
-):
+def test_teacher_logprobs_equal_transformers_at_temperature(client, directory):
     places = torch.arange(1, TOKENS.shape[1])
     in_response = (places >= PROMPTS[:, None]) & (places < LENGTHS[:, None])
     found = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
@@ -138,7 +136,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
             {"temperature": np.zeros((1, 1), dtype=np.float32)},
             "temperature: got 0, allowed: a finite number above 0",
         ),
-        ({"top_k": np.zeros((1, 1), dtype=np.int64)}, "top_k: got 0, allowed: 1 and up"),
+        ({"top_k": np.zeros((1, 1), dtype=np.int64)}, "top_k: got 0, allowed: at least 1"),
     ):
         arrays = {"tokens": np.full((1, 3), 5), "sequence_lengths": np.array([[3]])} | change
         with pytest.raises(RemoteError, match=told) as caught:
@@ -170,14 +168,15 @@ def test_a_temperature_must_be_a_finite_number_above_0(value):
             limits,
         )
     with pytest.raises(
-        RequestError, match="temperature: got several values, allowed: the same in every row"
+        RequestError,
+        match="temperature: got different values, allowed: the same value in every row",
     ):
         validate(
             TEACHER_LOGPROBS,
             arrays | {"temperature": np.array([[1.0], [2.0]], dtype=np.float32)},
             limits,
         )
-    with pytest.raises(RequestError, match="tokens: got S=1, allowed: 2 and up"):
+    with pytest.raises(RequestError, match="tokens: got S=1, allowed: at least 2"):
         validate(
             TEACHER_LOGPROBS,
             {"tokens": np.full((2, 1), 5), "sequence_lengths": np.full((2, 1), 1)},
@@ -201,7 +200,7 @@ class Successors:
         return torch.where(inside if mask is None else inside & mask, found, 0.0)
 
 
-def test_requests_that_are_joined_get_what_each_would_get_alone():
+def test_joined_requests_get_individual_answers():
     handler = Teacher([Successors()], ONE, 72).logprobs  # type: ignore[list-item]
     join = handler.join  # type: ignore[attr-defined]
     widths = (5, 9, 6)
@@ -237,7 +236,7 @@ def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
     character_tokenizer().save(str(other / "tokenizer.json"))
     with pytest.raises(
         ConfigError,
-        match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids mean something else",
+        match=r"teacher\.path=.*other: \d+ of the policy's \d+ token ids are different tokens",
     ):
         serve_teacher(config)
 
@@ -258,7 +257,7 @@ def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
     assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
     with pytest.raises(
         ConfigError,
-        match="none is for a prompt whose task is 'letters'; they are for products, sums",
+        match="no teacher for a prompt with task='letters'; the teachers are for products, sums",
     ):
         teacher_shares(SEVERAL[1:], {"task": "letters"})
 
@@ -290,7 +289,7 @@ def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
 def test_a_prompt_that_nobody_teaches_is_refused_by_name():
     serve = Teacher([], SEVERAL[1:], 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
     arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy()}
-    with pytest.raises(RequestError, match="none is for a prompt whose task is None"):
+    with pytest.raises(RequestError, match="no teacher for a prompt with task=None"):
         serve(arrays)
 
 
@@ -302,7 +301,7 @@ def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
         "top_k": np.full((1, 1), 4),
     }
     arrays["metadata"] = np.array([[b'{"task": "sums"}']], dtype=object)
-    with pytest.raises(RequestError, match="top_k: of some rows several teachers speak"):
+    with pytest.raises(RequestError, match="top_k: got rows with several teachers"):
         serve(arrays)
 
 
