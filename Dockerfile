@@ -12,6 +12,7 @@ RUN pip install --no-cache-dir hatchling==1.33.0
 COPY pyproject.toml README.md ./
 COPY conf conf
 COPY aligner aligner
+COPY examples examples
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS common

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import aligner
-from aligner.data.arithmetic import held_out
+from aligner_examples.arithmetic import held_out
 from benchmarks.runs import run_to_end
 
 STUDENT = "model.path=experiment:arithmetic_student_sft"

@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from aligner.data.styled_sums import attributes_of, held_out
+from aligner_examples.styled_sums import attributes_of, held_out
 from benchmarks.runs import python_path
 
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aligner.data import arithmetic
+from aligner_examples import arithmetic
 from benchmarks.distillation import pass_at_1
 from benchmarks.runs import run_to_end
 
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="aligner-two-teachers-") as place:
         root = Path(place)
         answers = {
-            "sums": "aligner.data.arithmetic:solutions",
+            "sums": "aligner_examples.arithmetic:solutions",
             "differences": "benchmarks.two_teachers:differences",
         }
         teachers = {

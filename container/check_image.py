@@ -45,6 +45,7 @@ EVERYWHERE = (
         "duckdb",
         "aligner.cli",
         "aligner.config.compose",
+        "aligner_examples.arithmetic",
     ),
 )
 OF_TARGET = {"trainer": ("aligner.launcher.local",), "server": ("pytriton.triton",)}

@@ -10,7 +10,7 @@ from aligner.errors import ConfigError
 
 EPISODES = [
     "experiment=tiny_ppo",
-    "environment.target=aligner.environments.calculator:Calculator",
+    "environment.target=aligner_examples.calculator:Calculator",
     "environment.turn_end=.",
 ]
 
@@ -45,35 +45,42 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
         (
             ["engine.placement=server"],
             (
-                "server.request_timeout_s=300: the trainer waits so long for its samples, and an"
-                " episode may wait 480 s for its"
+                "server.request_timeout_s=300: must be above 480, because an episode may wait 480"
+                " s for its"
             ),
         ),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=90"],
             (
-                "an episode may wait 720 s for its environment, and other ranks wait"
-                " cluster.collective_timeout_s=600 for it"
+                "an episode may wait 720 s for its environment (environment.deadline_s=90 x"
+                " environment.max_turns=8), but the other ranks wait only"
+                " cluster.collective_timeout_s=600 s for it"
             ),
         ),
         (
             ["environment.turn_end=null"],
-            "a turn would have no end; give rollout.stop_at_eos=true or environment.turn_end",
+            (
+                "with rollout.stop_at_eos=false no token ends a turn; set"
+                " rollout.stop_at_eos=true or environment.turn_end"
+            ),
         ),
-        (["rollout.truncate_token=."], "would cut episodes; give null"),
+        (["rollout.truncate_token=."], "would cut episodes short; set rollout.truncate_token=null"),
         (["algorithm.trainer=preferences"], "environment.target"),
         (["environment.target=null"], "environment.turn_end"),
         (
             ["environment.target=tools"],
-            "environment.target=tools: there are none; name some in environment.tools",
+            "environment.target=tools: no tools are set; set environment.tools",
         ),
         (
             ["environment.tools=[calculator]"],
-            "environment.tools: 'calculator': must be python, or module:function",
+            "environment.tools: 'calculator': must be python or module:function",
         ),
         (
             ["environment.tools=[python]"],
-            "environment.turn_end: messages go on behind the model's own end-of-turn token",
+            (
+                "must be null with tools, because a conversation continues only after the model's"
+                " own end-of-turn token"
+            ),
         ),
         (
             ["environment.mcp=[server]", "environment.tool_timeout_s=60"],
@@ -132,11 +139,11 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         ),
         (
             ["environment.agent_command=[true]"],
-            "environment.agent and environment.agent_command: one of them answers",
+            "environment.agent and environment.agent_command: only one of them can be set",
         ),
         (
             ["environment.agent=null", "environment.agent_command=[]"],
-            "environment.agent_command=[]: must have a program",
+            "environment.agent_command=[]: must contain a program",
         ),
         (
             ["environment.matching=[case]"],
@@ -144,25 +151,26 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         ),
         (
             ["engine.placement=server", "environment.deadline_s=150"],
-            "and an episode may take 300 s (environment.deadline_s",
+            "because an episode may take 300 s (environment.deadline_s",
         ),
         (
             ["rollout.spare_prompts=1"],
-            "rollout.spare_prompts=1: agents are not left behind; give 0",
+            "rollout.spare_prompts=1: agents cannot be carried over to a later step; set",
         ),
         (
             ["rollout.stop_at_eos=false"],
-            "rollout.stop_at_eos=false: a turn would have no end; give true",
+            "rollout.stop_at_eos=false: no token would end a turn; set rollout.stop_at_eos=true",
         ),
         (
             ["rollout.min_response_tokens=2"],
-            "rollout.min_response_tokens=2: a turn may end at any token; give 0",
+            "rollout.min_response_tokens=2: a turn may end at any token; set",
         ),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=301"],
             (
-                "an episode may take 602 s, and other ranks wait cluster.collective_timeout_s=600"
-                " for it"
+                "an episode may take 602 s (environment.deadline_s=301 x (1 +"
+                " environment.retries=1)), but the other ranks wait only"
+                " cluster.collective_timeout_s=600 s for it"
             ),
         ),
     ],

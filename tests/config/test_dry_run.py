@@ -103,7 +103,7 @@ def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
     shape = read_config(LLAMA3, "test")
     assert set(role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()) == {1}
     with pytest.raises(
-        ConfigError, match=r"dry_run.max_ranks=3: one rank a role is 4 ranks; give 4 or more"
+        ConfigError, match=r"dry_run.max_ranks=3: must be at least 4, one rank per role"
     ):
         tiny(with_values(base(), SEVENTY), shape, max_ranks=3)
 
@@ -111,7 +111,7 @@ def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
 def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbers():
     wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 7, "dry_run.scale": "tiny"})
     with pytest.raises(
-        ConfigError, match=r"actor.parallel.pipeline=7: 80 layers do not divide by 7"
+        ConfigError, match=r"actor.parallel.pipeline=7: must divide the model's 80 layers"
     ):
         tiny(wrong, read_config(LLAMA3, "test"))
 
@@ -337,7 +337,7 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
     }
     config = with_values(base(), {**values, "evaluation.path": str(tmp_path / "here.jsonl")})
     present, notes = with_present_data(config, {})
-    sums = "function:aligner.data.arithmetic:prompts"
+    sums = "function:aligner.config.dry_run.stand_in_records:prompts"
     assert present.data.sources == {
         "one": {"path": sums, "weight": 2.0},
         "other": {"path": sums, "weight": 1.0},
@@ -345,8 +345,8 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
     assert present.data.prompt_after is None and present.evaluation == config.evaluation
     assert notes == (
         (
-            "data.sources.other.path=/absent/x.jsonl: not on this machine; sums take the place of"
-            " all data"
+            "data.sources.other.path=/absent/x.jsonl: not found on this machine; all data is"
+            " replaced by additions of two numbers"
         ),
     )
     here = with_values(config, {"data.sources": {"one": sources["one"]}})
@@ -357,27 +357,24 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
         "data.pass_rate_samples": "/absent/y.jsonl",
     }
     every, (note,) = with_present_data(with_values(here, rated), {})
-    assert (
-        every == here
-        and note
-        == "data.pass_rate_samples=/absent/y.jsonl: not on this machine; every record is taken"
+    assert every == here and note == (
+        "data.pass_rate_samples=/absent/y.jsonl: not found on this machine; data.pass_rate"
+        " and data.sort_by are ignored"
     )
     assert with_present_data(with_values(config, rated), {})[0] == present
     expected = with_present_data(here, {str(tmp_path): None})[0]
-    assert (
-        expected.data.sources["one"]["path"] == sums
-        and expected.evaluation.path == "function:aligner.data.arithmetic:held_out"
-    )
+    assert expected.data.sources["one"]["path"] == sums and expected.evaluation.path == sums
     absent = with_values(
         here,
         {"evaluation.suites": {"one": {"path": "/absent/x.jsonl", "samples": 4, "judge": JUDGE}}},
     )
     sums_instead, notes = with_present_data(absent, {})
     assert notes == (
-        "evaluation.suites.one.path=/absent/x.jsonl: not on this machine; sums take its place",
+        "evaluation.suites.one.path=/absent/x.jsonl: not found on this machine; replaced by"
+        " additions of two numbers",
     )
     one = {
-        "path": "function:aligner.data.arithmetic:held_out",
+        "path": sums,
         "fields": {},
         "samples": 2,
         "count": 4,
@@ -418,7 +415,10 @@ def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path
 def test_a_single_rank_has_no_dry_run(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "train", "experiment=tiny_ppo", "dry_run.scale=tiny")
     assert done.returncode == 2
-    assert "dry_run.scale=tiny: for `aligner launch` and `aligner validate` alone" in done.stderr
+    assert (
+        "dry_run.scale=tiny: is supported only by `aligner launch` and `aligner validate`"
+        in done.stderr
+    )
 
 
 SHAPES = {

@@ -525,7 +525,7 @@ def test_an_override_without_effect_is_refused_with_what_would_make_it_count(
     told = capsys.readouterr().err
     assert exit_.value.code == 2
     line = re.fullmatch(
-        rf"aligner: error: {re.escape(typed.lstrip('+'))}: not read with (.*); it counts with"
+        f"aligner: error: {re.escape(typed.lstrip('+'))}: has no effect with (.*); requires"
         r" (.*)\n",
         told,
     )
@@ -596,7 +596,7 @@ def test_an_experiments_file_may_set_what_the_run_does_not_read_and_a_person_is_
     told = capsys.readouterr().err
     assert exit_.value.code == 0, told
     notes = next(
-        line for line in told.splitlines() if "not read with algorithm.advantage=none: " in line
+        line for line in told.splitlines() if ": no effect with algorithm.advantage=none" in line
     )
     assert "algorithm.critic_warmup_steps" in notes and "critic.optimizer.learning_rate" in notes
 
@@ -609,7 +609,7 @@ def test_what_an_experiment_takes_from_another_is_told_too(tmp_path: Path) -> No
     config = compose_config(["experiment=mine", "algorithm=grpo"], tmp_path)
     assert unread_notes(config, tmp_path) == [
         "not read with algorithm.advantage=grpo: critic.optimizer.learning_rate",
-        "not read with evaluation.every=0: evaluation.samples",
+        "evaluation.samples: no effect with evaluation.every=0",
     ]
 
 

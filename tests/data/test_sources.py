@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
-from aligner.data.records import has_steps
+from aligner.data.records import BadRecord, has_steps, read_examples
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig
@@ -87,7 +88,9 @@ def test_several_splits_and_other_directories_are_refused_before_and_when_read(
         in problems(splits)
     )
     assert problems(DataConfig(path=str(train))) == ""
-    assert "not one that Hugging Face datasets saved" in problems(DataConfig(path=str(tmp_path)))
+    assert "is not a directory saved by Hugging Face datasets" in problems(
+        DataConfig(path=str(tmp_path))
+    )
     for path in (splits.path, str(tmp_path)):
         with pytest.raises(ConfigError, match="the directory is not a Hugging Face dataset"):
             open_prompts(DataConfig(path=path), tokenizer, 1)
@@ -134,7 +137,7 @@ def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
             {"a": {"path": "p", "wieght": 1}},
             r"data\.sources\.a\.wieght: unknown key; did you mean data\.sources\.a\.weight\?",
         ),
-        ({"a": {"path": 3}}, r"data\.sources\.a\.path=3: expected text, got int"),
+        ({"a": {"path": 3}}, r"data\.sources\.a\.path=3: expected a string, got int"),
         (
             {"a": {"path": "p", "weight": 0}},
             r"data\.sources\.a\.weight=0: must be a finite number above 0",
@@ -157,17 +160,17 @@ def test_sources_that_do_not_say_what_they_must_are_refused_by_key(entries, mess
 
 
 def test_a_path_beside_sources_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.sources: data\.path is given as well"):
+    with pytest.raises(ConfigError, match=r"data\.sources: is not supported with data\.path"):
         data_sources(DataConfig(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
     (tmp_path / "p.txt").write_text("a\n")
-    assert f"prompts alone are nothing for algorithm.trainer={trainer}" in problems(
+    assert f"algorithm.trainer={trainer} requires records, not only prompts" in problems(
         DataConfig(prompts=["a"]), trainer
     )
-    assert "allowed are .jsonl files" in problems(DataConfig(path=str(tmp_path / "p.txt")), trainer)
+    assert "must be a .jsonl file" in problems(DataConfig(path=str(tmp_path / "p.txt")), trainer)
     assert problems(DataConfig(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
 
 
@@ -180,3 +183,27 @@ def test_every_wrong_source_is_told_at_once(tmp_path):
     assert [line.partition("=")[0] for line in found] == [
         f"data.sources.{name}.path" for name in paths
     ]
+
+
+def test_field_templates_are_filled_and_drop_recorded_tokens(tmp_path: Path) -> None:
+    record = {
+        "prompt": "1+1=",
+        "prompt_tokens": [3],
+        "response": "12",
+        "response_tokens": [4, 5],
+        "solution": "02",
+        "n": 3,
+    }
+    file = tmp_path / "annotated.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    fields = {"prompt": "{response}:{prompt} {n} {}", "response": "solution"}
+    ((found,),), _, _ = read_examples(
+        DataConfig(path=str(file), fields=fields), lambda record: record
+    )
+    assert found.values == {"prompt": "12:1+1= 3 {}", "response": "02", "n": 3}
+    fields = {"prompt": "{wish}:{prompt}"}
+    with pytest.raises(
+        BadRecord,
+        match=r"annotated\.jsonl:1: record lacks field `wish`, which `fields` uses for `prompt`; it has: prompt",
+    ):
+        read_examples(DataConfig(path=str(file), fields=fields), lambda record: record)

@@ -34,7 +34,7 @@ from aligner.schema.keys import only_read, schema_keys, value_at, with_values
 from aligner.schema.reward_sources import asked_address, reward_sources, without_tasks
 from aligner.schema.teacher_sources import teacher_sources
 
-_SUMS = {
+_STAND_INS = {
     "online": "prompts",
     "preferences": "prompts",
     "sft": "demonstrations",
@@ -127,30 +127,29 @@ def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Ite
     """What does not run here, and what does instead."""
     if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
         yield (
-            f"engine.kind={given.engine.kind}: it needs GPUs; the {tiny.engine.kind} engine takes"
-            " its place, at its layout"
+            f"engine.kind={given.engine.kind}: requires GPUs; replaced by the {tiny.engine.kind}"
+            " engine"
         )
     if given.has_teacher:
         for source in teacher_sources(given.teacher):
-            yield (
-                f"{source.key}.path={source.path}: the tiny policy itself takes its place, on one"
-                " rank"
-            )
+            yield f"{source.key}.path={source.path}: replaced by the tiny policy on one rank"
     for url in unreachable:
-        yield f"{url}: it does not answer; the share of digits takes its place as the score"
+        yield (
+            f"{url}: cannot be reached; the score is the fraction of digits in a response instead"
+        )
     if "dry_run" in tiny.reward.sources:
         yield (
-            "the share of digits is added to the score: a random model's samples would all score"
-            " alike, and be left out"
+            "the fraction of digits in a response is added to the score, because all samples of a"
+            " random model would otherwise have the same score and be dropped"
         )
 
 
 def _dimensions(shape: ModelShape) -> str:
     experts = f", {shape.num_experts} experts" if shape.num_experts else ""
     return (
-        f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads in"
-        f" {shape.num_kv_heads} groups, feed-forward {shape.ffn_hidden_size}{experts}, vocabulary"
-        f" {shape.vocab_size}"
+        f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_heads} heads,"
+        f" {shape.num_kv_heads} key-value heads, feed-forward size"
+        f" {shape.ffn_hidden_size}{experts}, vocabulary size {shape.vocab_size}"
     )
 
 
@@ -179,8 +178,9 @@ def _is_absent(path: Path | str, expected: ExpectedInputs) -> bool:
     )
 
 
-def _sums(name: str) -> str:
-    return f"{FUNCTION}aligner.data.arithmetic:{name}"
+def _stand_in(name: str) -> str:
+    """Return the `data.path` of a function of stand_in_records."""
+    return f"{FUNCTION}aligner.config.dry_run.stand_in_records:{name}"
 
 
 def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
@@ -192,8 +192,12 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
     if absent:
         # All of them: data.prompt_after and data.prompt_before speak of the run's own records.
         algorithm = config.algorithm
-        answered = "demonstrations" if algorithm.has_demonstrations else _SUMS[algorithm.trainer]
-        path = _sums("labeled_answers" if algorithm.has_labels else answered)
+        if algorithm.has_labels:
+            path = _stand_in("labeled_answers")
+        elif algorithm.has_demonstrations:
+            path = _stand_in("demonstrations")
+        else:
+            path = _stand_in(_STAND_INS[algorithm.trainer])
         values: dict[str, Any] = {
             "data.fields": {},
             "data.prompt_after": None,
@@ -207,17 +211,21 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         if config.algorithm.generates:  # sums are of none of the run's tasks
             values["reward.sources"] = without_tasks(config.reward)
         named = ", ".join(source.given_as for source in absent)
-        yield values, f"{named}: not on this machine; sums take the place of all data"
+        note = (
+            f"{named}: not found on this machine; all data is replaced by additions of two numbers"
+        )
+        yield values, note
     elif (rated := config.data.pass_rate_samples) is not None and _is_absent(rated, expected):
         yield (
             dict(_ANY_DIFFICULTY),
-            f"data.pass_rate_samples={rated}: not on this machine; every record is taken",
+            f"data.pass_rate_samples={rated}: not found on this machine; data.pass_rate and"
+            " data.sort_by are ignored",
         )
     given = config.data.normalization
     if given is not None and _is_absent(given, expected):
         yield (
             {"data.normalization": None},
-            f"data.normalization={given}: not on this machine; left out",
+            f"data.normalization={given}: not found on this machine; ignored",
         )
 
 
@@ -226,21 +234,25 @@ def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict
         path = suite.settings.path
         if path is not None and _is_absent(path, expected):
             values: dict[str, Any] = {
-                f"{suite.key}.path": _sums("held_out"),
+                f"{suite.key}.path": _stand_in("prompts"),
                 f"{suite.key}.fields": {},
             }
             values |= {"data.prompt_after": None, "data.prompt_before": None}
-            yield values, f"{suite.key}.path={path}: not on this machine; sums take its place"
+            note = (
+                f"{suite.key}.path={path}: not found on this machine; replaced by additions of"
+                " two numbers"
+            )
+            yield values, note
 
 
 def changes_table(dry_run: DryRun) -> Table:
     """What the dry run has otherwise than the run, as a table."""
     table = Table(
-        title=f"dry run of {dry_run.plan.config.run.experiment}: what is otherwise",
+        title=f"dry run of {dry_run.plan.config.run.experiment}: changed values",
         title_justify="left",
     )
     table.add_column("key", no_wrap=True)
-    for column in ("given", "run with"):
+    for column in ("run", "dry run"):
         table.add_column(column, overflow="fold")
     for change in dry_run.changes:
         table.add_row(change.key, _shown(change.given), _shown(change.runs_with))

@@ -1,16 +1,18 @@
+"""The environment and the prompt of `experiment=number_game`."""
+
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aligner.environments.number_game import NumberGame, prompts
+from aligner_examples.number_game import NumberGame, prompts
 
 LARGEST = 15
 
 
 def played(guess: Callable[[list[str]], str], seed: int, turns: int = 4) -> tuple[list[str], float]:
-    """What was said, and the sum of rewards."""
+    """Play one game; returns the observations and the sum of the rewards."""
 
     async def play() -> tuple[list[str], float]:
         game, said, total = NumberGame(LARGEST), [], 0.0
@@ -34,11 +36,11 @@ def halving(said: list[str]) -> str:
     return f" {(low + high) // 2}\n"
 
 
-def test_halving_finds_every_number_within_four_turns() -> None:
+def test_halving_finds_every_number_in_four_turns() -> None:
     assert all(played(halving, seed)[1] == 1.0 for seed in range(60))
 
 
-def test_a_number_is_its_seeds_and_seeds_have_many() -> None:
+def test_seed_determines_the_number() -> None:
     def counting(said: list[str]) -> str:
         return f"{len(said) + 1}"
 
@@ -48,7 +50,7 @@ def test_a_number_is_its_seeds_and_seeds_have_many() -> None:
     assert all(said == ["higher\nGuess:"] * (len(said) - 1) + [""] for said, _ in games)
 
 
-def test_what_is_no_guess_is_told_and_costs_a_turn_alone() -> None:
+def test_invalid_guess_gets_a_reminder_and_costs_a_turn() -> None:
     for action in ("", "seven", "-3", "7 8", "9" * 5000, "\N{SUPERSCRIPT TWO}"):
         said, total = played(
             lambda said, action=action: action if not said else halving(said[1:]), 3, 5
@@ -56,7 +58,7 @@ def test_what_is_no_guess_is_told_and_costs_a_turn_alone() -> None:
         assert said[0] == "a number from 1 to 15\nGuess:" and total == 1.0
 
 
-def test_the_prompt_shows_a_game_as_it_is_played() -> None:
+def test_prompts_are_equal_and_end_with_the_question() -> None:
     shown: list[dict[str, Any]] = list(prompts())
     assert len(shown) > 1 and len({record["prompt"] for record in shown}) == 1
     assert shown[0]["prompt"].endswith("Guess a number from 1 to 15.\nGuess:")
