@@ -137,7 +137,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(judge=JUDGE | {"judge_asks": "score"})},
-            "judge_asks=score: an evaluation",
+            "judge_asks=score: must be pairwise in an evaluation",
         ),
         (
             "online",

@@ -275,7 +275,7 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
         ),
         (
             {"path": "a", "tasks": "sums"},
-            r"teacher\.sources\.sums\.tasks=sums: expected a list of names",
+            r"teacher\.sources\.sums\.tasks=sums: expected a list of task names",
         ),
     ],
 )
