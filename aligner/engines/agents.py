@@ -182,13 +182,13 @@ class AgentGeneration:
         if self.done:
             self._generation.cancel()  # what nobody waits for any more
             for reason, count in self._branches.most_common():
-                _log.info("%d new branches in episodes of agents: %s", count, reason)
+                _log.info("agent episodes: %d requests started a new branch: %s", count, reason)
         return complete
 
     def unfinished(self) -> list[tuple[int, Sample]]:
         """Not told: an agent cannot be handed over."""
         raise AlignerError(
-            "environment.agent: episodes under way cannot be handed over; give"
+            "environment.agent: agent episodes cannot be carried over as partial rollouts; set"
             " rollout.spare_prompts=0"
         )
 
@@ -277,7 +277,9 @@ class AgentGeneration:
             )
         if sample is None:
             _log.warning(
-                "%s", error or f"episode {session.name} is lost: its agent has asked for nothing"
+                "%s",
+                error
+                or f"episode {session.name} is lost: no completion was generated for its agent",
             )
             sample = lost_sample(episode.request, self._means.tokenizer.pad_token_id)
         if (journal := self._means.journal) is not None:

@@ -57,28 +57,25 @@ class SamplingOptions:
                 (
                     0 <= self.min_new_tokens <= self.max_new_tokens,
                     (
-                        f"min_new_tokens={self.min_new_tokens}: must be within 0 and"
+                        f"min_new_tokens={self.min_new_tokens}: must be between 0 and"
                         f" max_new_tokens={self.max_new_tokens}"
                     ),
                 ),
                 (
                     self.temperature > 0,
                     (
-                        f"temperature={self.temperature}: must be above 0; for the likeliest token:"
-                        " greedy"
+                        f"temperature={self.temperature}: must be above 0; for the most probable"
+                        " token use greedy decoding"
                     ),
                 ),
                 (
                     self.top_k >= 0,
-                    f"top_k={self.top_k}: must be at least 0, which keeps all tokens",
+                    f"top_k={self.top_k}: must be at least 0; 0 disables top-k",
                 ),
                 (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
                 (
                     0 <= self.min_p <= 1,
-                    (
-                        f"min_p={self.min_p}: must be at least 0, which keeps all tokens, and at"
-                        " most 1"
-                    ),
+                    f"min_p={self.min_p}: must be at least 0 and at most 1; 0 disables min-p",
                 ),
             )
             if not good
@@ -133,16 +130,20 @@ def request_problems(
     their lines."""
     problems = [problem for request in requests for problem in _problems(request, options, shape)]
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
-        problems.append(f"stop_token_ids={unknown}: the vocabulary is [0, {shape.vocab_size})")
+        problems.append(
+            f"stop_token_ids={unknown}: must be in the vocabulary, [0, {shape.vocab_size})"
+        )
     if options.routes and not shape.num_experts:
-        problems.append("routes=true: the model has no experts")
+        problems.append(
+            "routes=true: requires a mixture-of-experts model; this model has no experts"
+        )
     return list(dict.fromkeys(problems))
 
 
 def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
     prompt, tokens, limit = request.prompt, request.prompt.tokens, request.limit(options)
     if not len(tokens):
-        return [f"prompt {prompt.id} is empty; it needs at least one token"]
+        return [f"prompt {prompt.id} is empty; must have at least one token"]
     problems = []
     if request.sample_index < 0:
         problems.append(
@@ -150,24 +151,25 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
         )
     if limit < max(1, options.min_new_tokens):
         problems.append(
-            f"prompt {prompt.id} asks for max_new_tokens={limit}; at least"
-            f" {max(1, options.min_new_tokens)} are needed"
+            f"prompt {prompt.id}: max_new_tokens={limit} must be at least"
+            f" {max(1, options.min_new_tokens)}"
         )
     if request.begun is not None and len(request.begun.response) >= limit and not request.waits:
         problems.append(
-            f"prompt {prompt.id}: sample {request.sample_index} goes on from"
-            f" {len(request.begun.response)} tokens, but max_new_tokens={limit} allows it no more"
+            f"prompt {prompt.id}: the partial response of sample {request.sample_index} has"
+            f" {len(request.begun.response)} tokens already, but max_new_tokens={limit}"
         )
     if len(tokens) + limit > shape.max_positions:
         problems.append(
-            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} that exceeds"
-            f" the model's {shape.max_positions} positions: shorten the prompt or the response"
+            f"prompt {prompt.id} has {len(tokens)} tokens; with max_new_tokens={limit} the sequence"
+            f" exceeds the model's {shape.max_positions} positions; shorten the prompt or the"
+            " response"
         )
     low, high = (int(token) for token in tokens.aminmax())
     if low < 0 or high >= shape.vocab_size:
         problems.append(
-            f"prompt {prompt.id} has token ids from {low} to {high}; the vocabulary is [0,"
-            f" {shape.vocab_size}): was it tokenized with this model's tokenizer?"
+            f"prompt {prompt.id} has token ids from {low} to {high}; must be in the vocabulary,"
+            f" [0, {shape.vocab_size}); tokenize it with this model's tokenizer"
         )
     return problems
 
@@ -311,7 +313,7 @@ class GenerationEngine(ABC):
         self._shape, self._settings = shape, settings
         self.weight_format = weight_format
         """How it takes new weights."""
-        self._why_no_weights = "none were published yet"
+        self._why_no_weights = "no weight sync has completed yet"
         self._generation: Generation | None = None
         self._incoming: int | None = None
         """Version of the open update."""
@@ -372,30 +374,31 @@ class GenerationEngine(ABC):
 
     def _check_awake(self, what: str) -> None:
         if self._asleep:
-            raise AlignerError(f"the engine sleeps and can not {what}: wake it first")
+            raise AlignerError(f"the engine is asleep and cannot {what}; wake it first")
 
     def _check_may_start(self) -> None:
         self._check_awake("generate")
         self._check_weights()
         if self._generation is not None and not self._generation.done:
             raise AlignerError(
-                "the engine is generating already: finish or cancel the earlier generation first"
+                "the engine is already generating; finish or cancel the earlier generation first"
             )
 
     def _check_may_update(self, version: int) -> None:
-        self._check_awake("take new weights")
+        self._check_awake("update its weights")
         if self._incoming is not None:
             raise AlignerError(
-                f"an update to version {version} can not begin: the one to version {self._incoming}"
-                " is still open"
+                f"the weight update to version {version} cannot start: the update to version"
+                f" {self._incoming} is still open"
             )
 
     def _check_may_sleep(self) -> None:
         if self._incoming is not None:
             raise AlignerError(
-                f"the engine can not sleep: the update to version {self._incoming} is open"
+                f"the engine cannot sleep: the weight update to version {self._incoming} is open;"
+                " commit or abort it first"
             )
         if self._generation is not None and not self._generation.done:
             raise AlignerError(
-                "the engine can not sleep: responses are under way; finish or cancel them first"
+                "the engine cannot sleep: responses are in flight; finish or cancel them first"
             )

@@ -251,7 +251,7 @@ class EpisodeGeneration:
             episode.hear(found)
             episode.is_drawn = True
         except AlignerError as error:
-            _log.info("episode %s ends: %s", episode.name, error)
+            _log.info("episode %s ended early: %s", episode.name, error)
             if episode.sample is None:
                 self._lose(place)
             else:
@@ -273,7 +273,9 @@ class EpisodeGeneration:
         if "branch" not in told:
             told.add("branch")
             _log.info(
-                "episode %s begins a new branch, as others may: %s", episode.name, found.reason
+                "episode %s starts a new branch (logged for the first episode only): %s",
+                episode.name,
+                found.reason,
             )
 
     def _hear_again(self, place: int, outcome: Outcome) -> None:
@@ -286,14 +288,12 @@ class EpisodeGeneration:
         try:
             found = self._told(episode, outcome.observation)
         except AlignerError as error:
-            raise EpisodeLost(
-                f"episode {episode.name} cannot be taken up again: {error}"
-            ) from error
+            raise EpisodeLost(f"episode {episode.name} cannot be resumed: {error}") from error
         if self._is_over(episode, outcome) or not episode.repeats(found):
             raise EpisodeLost(
-                f"episode {episode.name} cannot be taken up again: after {episode.turns} turns its"
-                f" environment answered {outcome}, other than the first time; answers must follow"
-                " from task, seed and actions alone"
+                f"episode {episode.name} cannot be resumed: after {episode.turns} turns its"
+                f" environment returned {outcome} on replay, which differs from the first time;"
+                " its answers must depend only on task, seed and actions"
             )
         episode.hear(found)
         turn = episode.next_turn(self._ends)
@@ -319,7 +319,8 @@ class EpisodeGeneration:
             return episode.worded(observation, self._means.chat)
         if observation:
             raise AlignerError(
-                "messages go on from a turn of the policy's; what it is asked first are the data's"
+                f"reset returned {len(observation)} chat messages; the first messages come from the"
+                " data, so reset must return a string or an empty list"
             )
         return []
 

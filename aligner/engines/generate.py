@@ -122,19 +122,18 @@ def plan_job(
         raise ConfigError(str(error)) from error
     if options.greedy and samples > 1:
         raise ConfigError(
-            f"{samples} samples a prompt, all greedy, would be the same; draw one, or do not be"
-            " greedy"
+            f"{samples} samples per prompt with greedy decoding would be identical; generate 1"
+            " sample per prompt, or turn off greedy decoding"
         )
     longest = shape.max_positions - max_new_tokens
     if longest < 1:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens}: the model has {shape.max_positions} positions,"
-            " prompt included"
+            f"max_new_tokens={max_new_tokens}: must be less than the model's"
+            f" {shape.max_positions} positions, which include the prompt"
         )
     tokenizer = Tokenizer(source.companions)
     allowed = (
-        f"{longest}, the model's {shape.max_positions} positions less the {max_new_tokens} new"
-        " tokens"
+        f"{longest}, the model's {shape.max_positions} positions minus {max_new_tokens} new tokens"
     )
     listed = [] if environment is None else list_tools(environment)
     tools = tool_schemas(listed)
@@ -155,12 +154,13 @@ def require_generating(source: Source) -> ModelShape:
     shape = read_config(source.config, "the model's config.json")
     if source.head != "vocabulary":
         raise ConfigError(
-            f"{source.given_as} is a value or reward model, which generates no text; give a policy"
-            " or a language model"
+            f"{source.given_as}={source.directory}: is a value or reward model, which does not"
+            " generate text; must be a policy or another language model"
         )
     if not (source.companions / "tokenizer.json").is_file():
         raise ConfigError(
-            f"the model has no tokenizer: there is no {source.companions / 'tokenizer.json'}"
+            f"{source.companions / 'tokenizer.json'}: not found; generation requires the model's"
+            " tokenizer"
         )
     return shape
 
@@ -289,9 +289,9 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """
     if output.is_dir() or (output.exists() and not overwrite):
         advice = (
-            "is a directory; give a file"
+            "is a directory; must be a file"
             if output.is_dir()
-            else "exists already; overwrite it, or give another file"
+            else "already exists; allow overwriting it, or choose another file"
         )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:

@@ -67,7 +67,9 @@ class ModelEndpoint(OpenAIServer):
         try:
             self._chat = ChatTurns(self._tokenizer, None)
         except ConfigError as error:
-            self.notice = f"{error}; it is asked with the messages' texts alone"
+            self.notice = (
+                f"{error}; prompts consist of the messages' texts, separated by blank lines"
+            )
         self._engine = EmbeddedEngine(
             shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -103,7 +105,8 @@ class ModelEndpoint(OpenAIServer):
             most = self._positions - 1
             raise Refused(
                 400,
-                f"messages: {len(read)} tokens; at most {most} leave room",
+                f"messages: the prompt has {len(read)} tokens; must have at most {most} to leave"
+                " room for a response",
                 "context_length_exceeded",
             )
         loop = asyncio.get_running_loop()

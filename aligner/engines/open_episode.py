@@ -66,7 +66,8 @@ class OpenEpisode:
             self.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
                 raise AlignerError(
-                    "messages go on from a prompt of messages; the data has a plain text"
+                    "the environment returned chat messages, but the prompt is plain text; it must"
+                    " consist of chat messages"
                 )
         begun = len(self.conversation.tokens) + len(self.turn)
         found = chat.go_on(self.conversation, self.turn, messages)
@@ -186,8 +187,8 @@ def branch_request(
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
         raise AlignerError(
-            f"its conversation has {len(read)} tokens worded anew, which leave no room within"
-            f" {most}"
+            f"its re-rendered conversation has {len(read)} tokens, which leave no room for a"
+            f" response within {most} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
     room = min(request.limit(options), most - len(read))

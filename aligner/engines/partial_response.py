@@ -76,8 +76,8 @@ class PartialResponse:
         if len(self.tokens) + len(tokens) >= self.limit:
             raise AlignerError(
                 f"prompt {self.request.prompt.id}, sample {self.request.sample_index}:"
-                f" {len(tokens)} tokens more than the {len(self.tokens)} of the response leave no"
-                f" room within its {self.limit}"
+                f" {len(tokens)} observation tokens after the {len(self.tokens)} of the response"
+                f" leave no room for a generated token within {self.limit}"
             )
         self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
         self.tokens += tokens

@@ -128,9 +128,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", ["qwen", "reasons"])
-def test_samples_have_the_tokens_that_were_drawn_and_answers_are_their_text(
-    models, template, tmp_path
-):
+def test_agent_samples_have_the_generated_tokens(models, template, tmp_path):
     log = tmp_path / "log"
     samples, tokenizer = episodes(models[template], [{"log": str(log)}] * 4, agent("looks"))
     whole = calls = 0
@@ -165,7 +163,7 @@ def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
             assert torch.allclose(expected, told, atol=1e-4)
 
 
-def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
+def test_order_of_parallel_requests_changes_nothing(models):
     forwards, _ = episodes(models["chatml"], [{}] * 3, agent("branches"))
     backwards, _ = episodes(models["chatml"], [{"forwards": False}] * 3, agent("branches"))
     for one, other in zip(forwards, backwards, strict=True):
@@ -189,7 +187,7 @@ def test_no_bit_hangs_on_the_order_in_which_parallel_requests_arrive(models):
         ("misbehaves", [{"how": "endless"}, {"how": "silent"}]),
     ],
 )
-def test_the_ranks_of_a_replica_draw_for_agents_what_one_rank_draws(pool, models, name, tasks):
+def test_replica_answers_agents_like_one_rank(pool, models, name, tasks):
     alone, _ = episodes(models["qwen"], tasks, agent(name))
     first, second = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
     for one, *others in zip(alone, first, second, strict=True):
@@ -251,7 +249,7 @@ def test_a_text_goes_on_from_the_tokens_that_it_had(models):
 
 
 @pytest.mark.slow
-def test_an_episode_that_was_over_is_told_again_and_its_agent_is_not_begun(models, tmp_path):
+def test_finished_episode_is_replayed_without_its_agent(models, tmp_path):
     log, journal, settings = (
         tmp_path / "log",
         tmp_path / "journal",
@@ -375,7 +373,7 @@ def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog
     )
     assert samples[0].drawn_count
     assert all(
-        f"agents ask for {name}=…, which is ignored" in caplog.text
+        f"agent requests set {name}, which is ignored" in caplog.text
         for name in ("temperature", "reasoning_effort", *others)
     )
 
@@ -383,7 +381,7 @@ def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog
 def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models, caplog):
     caplog.set_level("INFO")
     samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
-    assert "a client has gone" in caplog.text
+    assert "the client disconnected" in caplog.text
     assert not samples[0].branches and samples[0].drawn is None
 
 

@@ -256,9 +256,9 @@ def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_on
     caplog.set_level("INFO")
     samples, tokenizer = drawn(forgetful)
     assert {len(sample.branches) for sample in samples} >= {1, 2}
-    assert sum("begins a new branch" in message for message in caplog.messages) == 1
-    told = next(message for message in caplog.messages if "begins a new branch" in message)
-    assert "the chat template words the turn differently from what the model drew" in told
+    assert sum("starts a new branch" in message for message in caplog.messages) == 1
+    told = next(message for message in caplog.messages if "starts a new branch" in message)
+    assert "the chat template renders the turn differently from the model's output" in told
     whole = [sample for sample in samples if sample.finish_reason == "stop"]
     assert len(whole) > 4
     for sample in whole:
@@ -322,7 +322,10 @@ def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(
 ) -> None:
     caplog.set_level("INFO")
     samples, _ = drawn(forgetful, tokens=22)
-    assert any("worded anew, which leave no room within" in message for message in caplog.messages)
+    assert any(
+        "re-rendered conversation has" in message and "leave no room for a response" in message
+        for message in caplog.messages
+    )
     assert any(sample.finish_reason == "length" for sample in samples)
     for sample in samples:
         assert all(

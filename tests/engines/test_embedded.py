@@ -150,7 +150,7 @@ def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature)
         torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
 
 
-def test_a_sample_is_the_same_alone_and_in_any_batch(tied_directory):
+def test_sample_does_not_depend_on_its_batch(tied_directory):
     requests = make_requests(4)
     options = SamplingOptions(12)
     together = generate(make_engine(tied_directory), requests, options)
@@ -182,7 +182,7 @@ def generate_on_rank(
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_two_tensor_parallel_ranks_return_the_samples_of_one(pool, directory, greedy):
+def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greedy):
     # A stop token that most responses meet: the batch is compacted on both ranks alike.
     options = SamplingOptions(12, greedy=greedy, stop_token_ids=tuple(range(0, 200, 9)))
     first, second = pool.run(generate_on_rank, 2, directory, 2, options)
@@ -288,14 +288,14 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tie
 
 def test_an_engine_without_weights_does_not_generate(tied_directory):
     engine = EmbeddedEngine(shape_of(tied_directory), EngineConfig(), 0, 1)
-    with pytest.raises(AlignerError, match="no weights: none were published yet"):
+    with pytest.raises(AlignerError, match="no weights: no weight sync has completed yet"):
         generate(engine, make_requests(), SamplingOptions(2))
 
 
 def test_a_model_that_does_not_divide_is_refused(tied_directory):
     with pytest.raises(
         ConfigError,
-        match=r"engine.parallel.tensor=4: the model's 2 key-value heads do not divide by 4",
+        match=r"engine.parallel.tensor=4: must divide the model's 2 key-value heads",
     ):
         EmbeddedEngine(shape_of(tied_directory), settings_of(tensor=4), 0, 1)
 

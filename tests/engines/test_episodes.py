@@ -112,7 +112,7 @@ def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):
     "settings",
     [{"arguments": {"delay_s": 0.05, "spread": 3}, "workers": 2}, {"episodes_per_worker": 2}],
 )
-def test_no_bit_of_it_hangs_on_how_long_environments_take(model, settings):
+def test_exact_episode_ignores_environment_delays(model, settings):
     expected, _ = episodes(model, {"max_turn_tokens": 40})
     for one, other in zip(
         expected, episodes(model, {"max_turn_tokens": 40} | settings)[0], strict=True
@@ -135,7 +135,7 @@ def test_environments_take_their_time_together(model):
 
 @pytest.mark.slow
 @bounds_seconds
-def test_64_episodes_take_little_longer_than_the_slowest_one_or_than_without_delays(model):
+def test_64_episodes_take_as_long_as_the_slowest(model):
     seconds = {}
     for name, delay_s, spread, prompts in (
         ("with", 0.4, 5, 32),
@@ -184,7 +184,7 @@ def test_what_tokens_were_drawn_among_is_told_behind_what_came_first(model):
         ).all()
 
 
-def test_an_episode_whose_environment_fails_has_no_score_and_neither_has_its_prompt(model):
+def test_failed_environment_skips_its_prompt(model):
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
     scores = environment_scores(samples, 2)
     assert scores is not None and scores.isnan().tolist() == [
@@ -241,9 +241,7 @@ def assert_equal(one: Sample, other: Sample) -> None:
 
 @pytest.mark.parametrize("parts", [(1,), (4,), (9,), (2, 3, 2, 30)], ids=str)
 @pytest.mark.parametrize(("target", "turn_tokens"), [("Teller", 5), ("Quiet", 3)])
-def test_an_episode_that_is_handed_over_goes_on_as_if_it_had_stayed(
-    model, target, turn_tokens, parts
-):
+def test_transferred_episode_continues_unchanged(model, target, turn_tokens, parts):
     settings, target = {"max_turn_tokens": turn_tokens}, f"tests.engines.teller:{target}"
     stayed, _ = episodes(model, settings, target=target)
     assert {sample.finish_reason for sample in stayed} == {"stop", "length"}
@@ -273,7 +271,7 @@ def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_los
     samples, _ = episodes(model, {"max_turn_tokens": 40}, target=target, parts=(12,), by_steps=True)
     lost = [sample for sample in samples if bool(sample.rewards.isnan().any())]
     assert lost and len(lost) == sum(
-        "other than the first time" in message for message in caplog.messages
+        "differs from the first time" in message for message in caplog.messages
     )
     assert all(len(sample.response) == 1 for sample in lost)
 

@@ -73,7 +73,7 @@ def differing(
 
 
 @pytest.mark.parametrize("family", typical(DENSE, ("llama3", "gpt2")))
-def test_the_engines_log_probs_are_the_trainers_bit_for_bit(pool, tmp_path, family):
+def test_exact_logprobs_equal_the_trainers_bitwise(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
     for budget in (1000, 60):  # packed together, and nearly alone
         (found,) = pool.run(differing, 1, directory, {}, budget)
@@ -83,7 +83,7 @@ def test_the_engines_log_probs_are_the_trainers_bit_for_bit(pool, tmp_path, fami
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
-def test_they_are_at_every_layout_that_leaves_a_layer_whole(pool, tmp_path, layout):
+def test_exact_logprobs_hold_at_layouts_with_whole_layers(pool, tmp_path, layout):
     directory = str(families.save("llama3", tmp_path))
     for found in pool.run(differing, 2, directory, LAYOUTS[layout], 1000):
         assert found == dict.fromkeys(OPTIONS, 0.0)
@@ -94,7 +94,7 @@ def samples_by_rows(directory: str, rows: int) -> list[Sample]:
     return drawn(directory, OPTIONS["warm"], rows=rows)
 
 
-def test_what_else_the_engine_is_at_changes_no_bit_of_a_sample(pool, tmp_path):
+def test_exact_samples_ignore_other_requests(pool, tmp_path):
     directory = str(families.save("qwen3", tmp_path))
     whole, alone = (pool.run(samples_by_rows, 1, directory, rows)[0] for rows in (8, 1))
     for one, other in zip(whole, alone, strict=True):

@@ -53,7 +53,7 @@ def routes_of(sample: Sample) -> list[list[list[int]]] | None:
 
 
 @pytest.mark.parametrize("family", typical(families.CONFIGS, ("llama3", "gpt2", "qwen3_moe")))
-def test_logprobs_are_megatrons(pool, tmp_path, family):
+def test_logprobs_equal_megatron(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
     ((alone, error),) = pool.run(sample_and_score, 1, directory, 1)
     assert error < 1e-4

@@ -201,7 +201,7 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
         outputs, ((), ("--min-score", 3), ("--min-score", 3, "--as-messages")), strict=True
     ):
         code, _, error = aligner_generate(directory, *options, "--output", output, *more, *teller)
-        assert code == 0 and "mean score" in error and "; 0 lost" in error
+        assert code == 0 and "mean score" in error and "; episodes that failed: 0" in error
     every, good, said = map(records, outputs)
     better = [record["tokens"] for record in every if record["score"] >= 3]
     assert (
@@ -239,8 +239,11 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["engine.exact=true"], "engine.exact: not read here; allowed: environment.KEY=VALUE"),
-        (["--min-score", "1"], "of episodes; give environment.target=module:Class"),
+        (
+            ["engine.exact=true"],
+            "engine.exact: is not supported by `aligner generate`; allowed: environment.KEY=VALUE",
+        ),
+        (["--min-score", "1"], "require an environment; set environment.target=module:Class"),
         (["environment.max_turns=2"], "environment.max_turns=2"),
         (
             ["environment.target=tests.engines.teller:Nobody"],
@@ -339,14 +342,24 @@ def save_critic(source: Path, directory: str) -> None:
     ("source", "content", "options", "told"),
     [
         ("absent", "hi\n", (), "absent: no such directory"),
-        ("empty", "hi\n", (), "neither a run directory"),
-        ("critic", "hi\n", (), "a value or reward model, which generates no text"),
-        ("without tokenizer", "hi\n", (), "the model has no tokenizer: there is no "),
-        ("damaged config", "hi\n", (), "SOURCE=damaged config: its config.json is not valid JSON"),
-        ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a tokenizer: "),
+        ("empty", "hi\n", (), "expected a run directory"),
+        (
+            "critic",
+            "hi\n",
+            (),
+            "SOURCE=critic: is a value or reward model, which does not generate text",
+        ),
+        (
+            "without tokenizer",
+            "hi\n",
+            (),
+            "tokenizer.json: not found; generation requires the model's tokenizer",
+        ),
+        ("damaged config", "hi\n", (), "SOURCE=damaged config: config.json is not valid JSON"),
+        ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a valid tokenizer file: "),
         ("model", None, (), "cannot be read: "),
         ("model", "", (), "the file is empty"),
-        ("model", "hi\n\nho\n", (), "prompts.txt:2: the prompt is empty"),
+        ("model", "hi\n\nho\n", (), "prompts.txt:2: field `prompt` is empty"),
         (
             "model",
             "hi\nÿ~€\n",
@@ -364,37 +377,37 @@ def save_critic(source: Path, directory: str) -> None:
             "model",
             '{"text": "hi"}\n',
             ("--prompts-format", "jsonl"),
-            "prompts.txt:1: needs a `prompt` key with a text; it has text",
+            "prompts.txt:1: record lacks field `prompt` (a string); it has: text",
         ),
         (
             "model",
             '{"prompt": "a"}\n{"prompt": "b \\ud83d"}\n',
             ("--prompts-format", "jsonl"),
-            "prompts.txt:2: 'b \\ud83d' cannot be tokenized: it is not text that UTF-8 has",
+            "prompts.txt:2: 'b \\ud83d' cannot be tokenized: it is not valid UTF-8",
         ),
         (
             "model",
             "hi\n",
             ("--max-new-tokens", 64),
-            "max_new_tokens=64: the model has 64 positions, prompt included",
+            "max_new_tokens=64: must be less than the model's 64 positions, which include the prompt",
         ),
         (
             "model",
             "hi\n",
             ("--max-new-tokens", 0),
-            "--max-new-tokens: 0: must be a whole number of at least 1",
+            "--max-new-tokens: 0: must be an integer >= 1",
         ),
         (
             "model",
             "hi\n",
             ("--samples", "two"),
-            "--samples: two: must be a whole number of at least 1",
+            "--samples: two: must be an integer >= 1",
         ),
         (
             "model",
             "hi\n",
             ("--min-new-tokens", 9),
-            "min_new_tokens=9: must be within 0 and max_new_tokens=8",
+            "min_new_tokens=9: must be between 0 and max_new_tokens=8",
         ),
         ("model", "hi\n", ("--temperature", 0), "temperature=0.0: must be above 0"),
         ("model", "hi\n", ("--top-k", -1), "top_k=-1: must be at least 0"),
@@ -403,9 +416,9 @@ def save_critic(source: Path, directory: str) -> None:
             "model",
             "hi\n",
             ("--greedy", "--samples", 2),
-            "2 samples a prompt, all greedy, would be the same",
+            "2 samples per prompt with greedy decoding would be identical",
         ),
-        ("model", "hi\n", ("--output", "taken.jsonl"), "taken.jsonl: exists already"),
+        ("model", "hi\n", ("--output", "taken.jsonl"), "taken.jsonl: already exists"),
         ("model", "hi\n", ("--output", "taken", "--overwrite"), "taken: is a directory"),
         (
             "model",
@@ -417,7 +430,7 @@ def save_critic(source: Path, directory: str) -> None:
             "model",
             "hi\n",
             ("--engine", "tensorrt_llm", "--precision", "fp32"),
-            "fp32: TensorRT-LLM computes in bf16",
+            "fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which computes in bf16",
         ),
         ("model", "hi\n", ("--samplse", 2), "unknown option --samplse"),
     ],

@@ -168,7 +168,8 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
     assert short._machine.cache._storage.nbytes <= 1 << 20
     long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
     with pytest.raises(
-        AlignerError, match=r"engine.kv_cache_mib=1: one sequence of 3003 tokens needs 1\.1 MiB"
+        AlignerError,
+        match=r"engine.kv_cache_mib=1: the KV cache of one sequence of 3003 tokens needs 1\.1 MiB",
     ):
         generate(short, [*requests, long], SamplingOptions(4))
     assert len(generate(short, requests, SamplingOptions(4))) == 3
@@ -202,9 +203,7 @@ def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
     generation.step(), generation.step()
     ((_, begun),) = generation.unfinished()
     generation.cancel()
-    with pytest.raises(
-        AlignerError, match="goes on from 2 tokens, but max_new_tokens=2 allows it no more"
-    ):
+    with pytest.raises(AlignerError, match="sample 0 has 2 tokens already, but max_new_tokens=2"):
         engine.start([dataclasses.replace(request, begun=begun)], SamplingOptions(2))
 
 
@@ -297,12 +296,15 @@ def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, ot
 def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
     engine = make_engine(directory, update="in_place")
     update = begin(engine, directory, 6)
-    with pytest.raises(AlignerError, match="no weights: the update to version 6 is under way"):
+    with pytest.raises(
+        AlignerError, match="no weights: the weight update to version 6 is in progress"
+    ):
         generate(engine, make_requests(), OPTIONS)
     update.abort()
     with pytest.raises(
         AlignerError,
-        match="the update to version 6 failed and had begun to overwrite them; publish again",
+        match="the weight update to version 6 failed after it had started to overwrite them; sync weights"
+        " to the engine again",
     ):
         generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 7).commit()
@@ -314,18 +316,18 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     update = engine.begin_update(1)
     with pytest.raises(
         AlignerError,
-        match="an update to version 2 can not begin: the one to version 1 is still open",
+        match="the weight update to version 2 cannot start: the update to version 1 is still open",
     ):
         engine.begin_update(2)
     names = list(engine._weights.views)
     assert list(update.views(["lm_head.weight", names[0], "score.weight"])) == names[:1]
     update.load(names[2:])
     with pytest.raises(
-        AlignerError, match=f"the update to version 1 lacks {names[0]}, {names[1]}$"
+        AlignerError, match=f"the weight update to version 1 lacks {names[0]}, {names[1]}$"
     ):
         update.commit()
     update.abort()
-    with pytest.raises(AlignerError, match="the update to version 1 has ended already"):
+    with pytest.raises(AlignerError, match="the weight update to version 1 is already closed"):
         update.commit()
     assert engine.version == 0
 
@@ -336,7 +338,7 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     begin(engine, directory, 1).commit()
     held = engine_bytes(engine)
     generation = engine.start(make_requests(), OPTIONS)
-    with pytest.raises(AlignerError, match="responses are under way"):
+    with pytest.raises(AlignerError, match="responses are in flight"):
         engine.sleep()
     generation.cancel()
     engine.sleep()
@@ -346,11 +348,11 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
         lambda: generate(engine, make_requests(), OPTIONS),
         lambda: engine.begin_update(2),
     ):
-        with pytest.raises(AlignerError, match=r"the engine sleeps .* wake it first"):
+        with pytest.raises(AlignerError, match=r"the engine is asleep .* wake it first"):
             attempt()
     engine.wake()
     assert engine.version is None
-    with pytest.raises(AlignerError, match="dropped when the engine went to sleep"):
+    with pytest.raises(AlignerError, match="sleep dropped them; sync weights to the engine again"):
         generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 2).commit()
     assert_same(generate(engine, make_requests(), OPTIONS), before)
@@ -359,7 +361,7 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
 def test_a_second_generation_waits_for_the_first(directory):
     engine = make_engine(directory)
     first = engine.start(make_requests(), OPTIONS)
-    with pytest.raises(AlignerError, match="generating already"):
+    with pytest.raises(AlignerError, match="already generating"):
         engine.start(make_requests(), OPTIONS)
     first.cancel()
     assert first.done
@@ -431,7 +433,7 @@ def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory
         patch.setattr(EmbeddedEngine, "_allocate", lambda _: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             engine.wake()
-    with pytest.raises(AlignerError, match="sleeps"):
+    with pytest.raises(AlignerError, match="the engine is asleep"):
         engine.begin_update(1)
     engine.wake()
     begin(engine, directory, 1).commit()
@@ -445,7 +447,7 @@ def test_weights_that_are_not_numbers_are_named_and_leave_no_trace(directory):
         update = begin(engine, directory, 1)
         update.views(["model.norm.weight"])["model.norm.weight"][0] = float("nan")
         update.commit()
-        with pytest.raises(AlignerError, match=r"not finite: .* version 1"):
+        with pytest.raises(AlignerError, match=r"not finite: .* version 1 for NaN"):
             generate(engine, make_requests(), options)
         begin(engine, directory, 2).commit()
         assert_same(generate(engine, make_requests(), OPTIONS), before)

@@ -168,7 +168,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["tp2-sp"]))
-def test_the_first_ratio_is_one_for_every_token_whatever_is_left_out(pool, llama, layout):
+def test_first_ratio_is_one_with_truncated_sampling(pool, llama, layout):
     layout, tensor = LAYOUTS[layout]
     for found in pool.run(ratios, 2 if "sequence" in layout else 4, llama, layout, tensor):
         step = found.pop("step")
@@ -253,7 +253,7 @@ def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
 
 
 @pytest.mark.parametrize("rows", [64, 3])
-def test_a_response_that_is_handed_over_goes_on_with_the_sets_that_it_has(directories, rows):
+def test_transferred_response_keeps_its_support(directories, rows):
     requests = mixed_requests()
     engine = make_engine(directories[0], batch_size=rows)
     generation = engine.start(requests, DRAWN)
@@ -271,7 +271,7 @@ def test_a_response_that_is_handed_over_goes_on_with_the_sets_that_it_has(direct
     assert_sets_are_those_of([load_transformers(directories[0])], list(samples.values()))
 
 
-def test_an_interrupted_response_has_the_sets_of_the_weights_that_drew_each_token(directories):
+def test_interrupted_response_keeps_support_of_each_version(directories):
     engine, samples = make_engine(directories[0], batch_size=7), {}
     generation = engine.start(mixed_requests(), DRAWN)
     for _ in range(4):

@@ -110,7 +110,7 @@ def drawn(
     ],
     ids=["at once", "at times of their own", "in parts"],
 )
-def test_the_ranks_of_a_replica_draw_the_episodes_of_one_rank(pool, directory, settings, parts):
+def test_replica_episodes_equal_those_of_one_rank(pool, directory, settings, parts):
     alone = drawn(directory, {})
     ranks = pool.run(drawn, 2, directory, settings, parts)
     assert len(alone) == 8 and any(sample.rewards.isnan().any() for sample in alone)

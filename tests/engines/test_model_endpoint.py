@@ -122,12 +122,13 @@ def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> Non
     assert len(firsts) > 1
     assert refused(url, "a?", top_logprobs=2) == (
         400,
-        "top_logprobs=2: told of the first token alone, among all; give max_tokens=1, and no top_p",
+        "top_logprobs=2: is supported for the first token only, without top_p; set max_tokens=1 and"
+        " remove top_p",
     )
     assert refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
     assert refused(url, "a?", stop=["b"])[0] == 400
     assert "temperature" in refused(url, "a?", temperature=-1)[1]
-    assert "at most 1023 leave room" in refused(url, "a" * 1500)[1]
+    assert "must have at most 1023 to leave room" in refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
 

@@ -91,7 +91,10 @@ def test_no_experts_are_told_unless_they_are_asked_for(directory, tmp_path):
     assert [sample.tokens.tolist() for sample in asked] == [
         sample.tokens.tolist() for sample in unasked
     ]
-    with pytest.raises(AlignerError, match="routes=true: the model has no experts"):
+    with pytest.raises(
+        AlignerError,
+        match="routes=true: requires a mixture-of-experts model; this model has no experts",
+    ):
         generate(
             make_engine(save_model(tmp_path, "llama")),
             [GenerationRequest(prompts(1)[0], 0)],
@@ -110,9 +113,7 @@ def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_a_prefix_that_is_read_again_keeps_the_routes_of_the_weights_that_drew_it(
-    directory, other_directory, steps
-):
+def test_prefill_keeps_routing_of_the_generating_version(directory, other_directory, steps):
     engine = make_engine(directory, batch_size=3)
     generation = engine.start(small_requests(), OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
@@ -150,9 +151,7 @@ def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_thes
 
 @pytest.mark.parametrize(("rows", "steps"), [(64, 5), (3, 7)])
 @pytest.mark.parametrize("renewed", [False, True])
-def test_responses_that_are_handed_over_go_on_with_their_routes(
-    directory, other_directory, rows, steps, renewed
-):
+def test_transferred_responses_keep_their_routing(directory, other_directory, rows, steps, renewed):
     engine, wanted = make_engine(directory, batch_size=rows), small_requests()
     generation = engine.start(wanted, OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())

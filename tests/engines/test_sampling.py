@@ -214,14 +214,14 @@ def test_a_stop_token_may_be_forbidden_row_by_row():
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
         (
             {"max_new_tokens": 4, "min_new_tokens": 5},
-            "min_new_tokens=5: must be within 0 and max_new_tokens=4",
+            "min_new_tokens=5: must be between 0 and max_new_tokens=4",
         ),
         ({"max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"max_new_tokens": 4, "top_k": -1}, "top_k=-1: must be at least 0"),
         ({"max_new_tokens": 4, "top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
         (
             {"max_new_tokens": 4, "min_p": -0.5},
-            "min_p=-0.5: must be at least 0, which keeps all tokens, and at most 1",
+            "min_p=-0.5: must be at least 0 and at most 1; 0 disables min-p",
         ),
     ],
 )

@@ -150,4 +150,6 @@ def test_it_is_refused_beside_recorded_routes():
         ["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"]
     )
     (problem,) = _drawing_problems(config)
-    assert problem.startswith("engine.speculation.tokens=4: algorithm.replay_routes=true")
+    assert problem.startswith(
+        "engine.speculation.tokens=4: is not supported with algorithm.replay_routes=true"
+    )

@@ -178,5 +178,5 @@ def test_a_record_may_have_tools_of_its_own_and_a_plain_text_none(tmp_path):
     assert first.metadata["tools"] == tools and "Runs a Python program" in first.text
     assert second.metadata["tools"] == own and "Runs a Python program" not in second.text
     file.write_text(json.dumps({"prompt": "What?"}) + "\n")
-    with pytest.raises(ConfigError, match="told of tools in a prompt of messages"):
+    with pytest.raises(ConfigError, match="tools require a prompt of chat messages"):
         open_prompts(data, tokenizer, 0, messages=True, tools=tools)

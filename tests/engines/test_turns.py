@@ -78,7 +78,7 @@ def directory(tmp_path_factory):
     return str(families.save("llama3", tmp_path_factory.mktemp("turns")))
 
 
-def test_a_response_is_what_was_drawn_and_given_in_turn(directory):
+def test_response_alternates_generated_and_observed_tokens(directory):
     for place, sample in enumerate(episodes(directory, 6)):
         assert sample.drawn is not None
         after = sample.drawn.int().diff().nonzero()[:, 0] + 1
@@ -103,7 +103,7 @@ def test_a_response_is_what_was_drawn_and_given_in_turn(directory):
     ],
     ids=str,
 )
-def test_no_bit_of_it_hangs_on_when_answers_come_and_on_which_rows_are_kept(directory, settings):
+def test_exact_turns_ignore_timing_and_cache_eviction(directory, settings):
     for one, other in zip(episodes(directory, 6), episodes(directory, **settings), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(
             one.engine_logprobs, other.engine_logprobs
@@ -169,7 +169,7 @@ def off(directory: str, exact: bool) -> float:
 
 
 @pytest.mark.parametrize(("exact", "bound"), [(True, 0.0), (False, 1e-5)])
-def test_the_trainer_has_the_log_probs_of_every_drawn_token(pool, directory, exact, bound):
+def test_trainer_logprobs_match_every_generated_token(pool, directory, exact, bound):
     assert pool.run(off, 1, directory, exact)[0] <= bound
 
 
@@ -207,7 +207,7 @@ def test_a_turn_without_room_is_refused(directory):
         pass
     with pytest.raises(
         AlignerError,
-        match="prompt 7, sample 1: 5 tokens more than the 3 of the response leave no room within",
+        match="prompt 7, sample 1: 5 observation tokens after the 3 of the response leave no room for a",
     ):
         generation.go_on(0, [2] * 5)
     generation.go_on(0, [2] * 4)
@@ -294,7 +294,7 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     again = add([*read, 1], asked_before=1)
     while not generation.done:
         behind.update((3, sample) for at, sample in generation.step() if at == again)
-    with pytest.raises(AlignerError, match="a branch of"):
+    with pytest.raises(AlignerError, match="a branch needs KV cache for"):
         generation.add(
             GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0)
         )

@@ -67,9 +67,9 @@ def serving(engine):
 def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected(engine):
     call, serve = serving(engine)
     assert call("version")["version"] == -1
-    with pytest.raises(AlignerError, match="none were published yet"):
+    with pytest.raises(AlignerError, match="no weight sync has completed yet"):
         serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS))
-    with pytest.raises(AlignerError, match="connect comes first"):
+    with pytest.raises(AlignerError, match="call connect first"):
         call("receive", version=1)
 
 
@@ -100,11 +100,11 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"options": "{"}, "options: not JSON"),
-        ({"options": "[]"}, "options: got list, allowed: an object with"),
+        ({"options": "{"}, "options: not valid JSON"),
+        ({"options": "[]"}, "options: got list, allowed: a JSON object with"),
         (
             {"options": '{"max_new_tokens": 2, "topk": 1}'},
-            "options: got topk, allowed: an object with .*top_k",
+            "options: got topk, allowed: a JSON object with .*top_k",
         ),
         ({"options": "{}"}, "options: .*max_new_tokens"),
         ({"options": '{"max_new_tokens": 2, "temperature": 0}'}, "temperature=0: must be above 0"),
@@ -113,14 +113,14 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
         ({"enough": 3}, r"enough: got 3, allowed: 1 to 2 \(1 to B\)"),
         (
             {"stopped": None},
-            "missing tensor stopped, which others need: they come together or not at all",
+            "missing tensor stopped; a partial rollout requires all of responses, ",
         ),
         (
             {"samples_per_prompt": 1},
-            r"responses: got shape \[4, 1\], allowed: \[N, R\] with N=2, B x samples_per_prompt",
+            r"responses: got shape \[4, 1\], allowed: \[N, R\] with N=2 \(B x samples_per_prompt\)",
         ),
         ({"stopped": [[2]] * 4}, "stopped: got 2, allowed: -1 to 1"),
-        ({"stopped": [[0]] * 4}, "response_lengths: got 0 of a complete response"),
+        ({"stopped": [[0]] * 4}, "response_lengths: got 0 for a finished response"),
         ({"responses": [[64]] * 4}, "responses: got 64, allowed: 0 to 63"),
     ],
 )
@@ -145,7 +145,9 @@ def test_weights_that_are_too_old_do_not_begin_a_response(engine):
     served = call("version")["version"]
     with pytest.raises(
         WeightsError,
-        match=f"serves weights version {served}, wanted: version {served + 1} or newer",
+        match=(
+            f"has weight version {served}, but the request requires version {served + 1} or newer"
+        ),
     ):
         serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1))
     assert (

@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
     assert all(
         step["mismatch/logprob_abs"] == 0 for step in expected.metrics[: 1 if beside else None]
     )
-    assert logs(expected).count("begins a new branch, as others may") == 1
+    assert logs(expected).count("starts a new branch (logged for the first episode only)") == 1
     if beside:
         left = [
             sample

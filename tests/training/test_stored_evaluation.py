@@ -220,18 +220,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         "evaluation.judge.judge_model=tester",
     )
     assert "evaluation.judge.judge_model: missing" in refused(*OPTIONS, asked[0])
-    assert "reward.kind: not read here" in refused(*OPTIONS, "reward.kind=judge")
+    assert "reward.kind: is not supported by `aligner evaluate`" in refused(
+        *OPTIONS, "reward.kind=judge"
+    )
     plain = tmp_path / "plain.txt"
     plain.write_text("hello\n")
     code, _, error = aligner_evaluate(model, "--prompts", plain, *OPTIONS, *asked)
     assert (
         code == 2
-        and "evaluation.judge: there is nothing to compare with: give every prompt a `reference`"
+        and "evaluation.judge: requires references to compare with; add a `reference` to every prompt"
         in error
     )
-    assert "2 of 3 prompts have no `reference`, the first 'hello'" in refused(*OPTIONS)
+    assert "2 of 3 prompts have no `reference`, the first is 'hello'" in refused(*OPTIONS)
     assert "--function=digit: must be one of" in refused("--function", "digit")
-    assert "2 samples a prompt, all greedy, would be the same" in refused(
+    assert "2 samples per prompt with greedy decoding would be identical" in refused(
         *OPTIONS, "--samples", 2, "--greedy"
     )
     other = tmp_path / "other"
@@ -242,15 +244,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
     (other / "tokenizer.json").write_text(
         json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]})
     )
-    assert "is not that of SOURCE" in refused(*OPTIONS, "--reference", other)
+    assert "differs from the tokenizer of SOURCE" in refused(*OPTIONS, "--reference", other)
     critic = tmp_path / "critic"
     save_critic(model, str(critic))
-    assert "error: --reference is a value or reward model, which" in refused(
+    assert f"error: --reference={critic}: is a value or reward model, which does not" in refused(
         *OPTIONS, "--reference", critic
     )
     (critic / "config.json").write_text("[]")
-    assert f"error: --reference={critic}: a config.json is an object" in refused(
+    assert f"error: --reference={critic}: config.json must be a JSON object" in refused(
         *OPTIONS, "--reference", critic
     )
     prompts.write_text('{"prompt": "a", "reference": 1}\n')
-    assert "the `reference` of the prompt 'a' must be a text" in refused(*OPTIONS)
+    assert "the `reference` of the prompt 'a' must be a string" in refused(*OPTIONS)

@@ -28,8 +28,8 @@ def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) 
     if rows == 0:
         needed = token_bytes * columns / 2**20
         raise AlignerError(
-            f"engine.kv_cache_mib={budget_mib}: one sequence of {columns} tokens needs {needed:.1f}"
-            " MiB for keys and values; raise it, or shorten prompts or responses"
+            f"engine.kv_cache_mib={budget_mib}: the KV cache of one sequence of {columns} tokens"
+            f" needs {needed:.1f} MiB; raise engine.kv_cache_mib, or shorten prompts or responses"
         )
     return CacheSize(rows, columns)
 

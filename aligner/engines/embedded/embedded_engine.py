@@ -69,8 +69,8 @@ class EmbeddedEngine(GenerationEngine):
             raise ConfigError("\n".join(problems))
         if tensor > 1 and group is None:
             raise ConfigError(
-                f"engine.parallel.tensor={tensor} needs the process group of a replica's ranks, got"
-                " None"
+                f"engine.parallel.tensor={tensor}: requires the process group of the replica's"
+                " ranks, got None"
             )
         if settings.exact:
             batch_invariant.require(shape)
@@ -178,7 +178,7 @@ class EmbeddedEngine(GenerationEngine):
         self._incoming = version
         if target is self._weights:
             self._machine.version = None
-            self._why_no_weights = f"the update to version {version} is under way"
+            self._why_no_weights = f"the weight update to version {version} is in progress"
         return EmbeddedUpdate(
             version, target.views, lambda ok: self._end_update(target, version, ok)
         )
@@ -191,7 +191,7 @@ class EmbeddedEngine(GenerationEngine):
         self._machine.cache.free()
         self._spare = None
         self._machine.version = None
-        self._why_no_weights = "they were dropped when the engine went to sleep; publish them again"
+        self._why_no_weights = "sleep dropped them; sync weights to the engine again"
         self._weights = EngineWeights((), self._device, self._dtype)
         self._machine.decoder.use({})
         if self._device.type == "cuda":
@@ -241,8 +241,8 @@ class EmbeddedEngine(GenerationEngine):
         if not ok:
             if in_place:
                 self._why_no_weights = (
-                    f"the update to version {version} failed and had begun to overwrite them;"
-                    " publish again"
+                    f"the weight update to version {version} failed after it had started to"
+                    " overwrite them; sync weights to the engine again"
                 )
             return
         if not in_place:

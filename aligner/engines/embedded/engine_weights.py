@@ -158,7 +158,7 @@ class EmbeddedUpdate:
         self._check_open()
         if self._missing:
             raise AlignerError(
-                f"the update to version {self.version} lacks {', '.join(self._missing)}"
+                f"the weight update to version {self.version} lacks {', '.join(self._missing)}"
             )
         self._open = False
         self._end(True)
@@ -171,4 +171,4 @@ class EmbeddedUpdate:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise AlignerError(f"the update to version {self.version} has ended already")
+            raise AlignerError(f"the weight update to version {self.version} is already closed")

@@ -88,7 +88,8 @@ class EmbeddedGeneration:
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
                 raise AlignerError(
-                    "the engine has no weights: responses go on once new ones are published"
+                    "the engine has no weights; its responses in flight resume after the next"
+                    " weight sync"
                 )
             if self._machine.version is not None:
                 self._advance(admit=True)
@@ -107,8 +108,8 @@ class EmbeddedGeneration:
         columns, limit = self._machine.cache.size.columns, request.limit(self._options)
         if (longest := len(request.prompt.tokens) + limit - 1) > columns:
             raise AlignerError(
-                f"prompt {request.prompt.id}: a branch of {longest} tokens; the cache's rows have"
-                f" {columns}"
+                f"prompt {request.prompt.id}: a branch needs KV cache for {longest} tokens, but the"
+                f" cache has room for {columns} tokens per sequence"
             )
         self._waiting.append(begin(self._count, request, self._options, self._seed))
         self._count += 1
@@ -211,8 +212,8 @@ class EmbeddedGeneration:
         if not all(map(math.isfinite, logprobs)):
             self._machine.cache.clear()
             raise AlignerError(
-                "the engine computed a log-probability that is not finite: are there NaN or"
-                f" infinite weights in version {self._machine.version}?"
+                "the engine computed a log-prob that is not finite: check the weights of version"
+                f" {self._machine.version} for NaN and infinite values"
             )
 
     def _admit(self) -> tuple[list[DecodedResponse], list[DecodedResponse]]:

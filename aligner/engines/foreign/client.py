@@ -29,7 +29,7 @@ def ending_on_failure(name: str, end: Callable[[], None]) -> Iterator[None]:
         try:
             end()
         except Exception as failure:
-            raise AlignerError(f"{error}; then {name} could not be ended: {failure}") from error
+            raise AlignerError(f"{error}; shutting down {name} then failed: {failure}") from error
         raise
 
 
@@ -56,9 +56,7 @@ class EventLoop:
             if future.done():  # the work's own
                 raise
             future.cancel()
-            raise AlignerError(
-                f"{self._name} did not answer within {timeout_s:g} s: {what}"
-            ) from error
+            raise AlignerError(f"{self._name} timed out after {timeout_s:g} s: {what}") from error
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -98,12 +96,12 @@ class Client(ABC):
     def start(self, responses: Sequence[Response], options: SamplingOptions) -> list[Any]:
         """One task for each response, done when it is complete."""
         return self._loop.run(
-            "submitting", self._responder.start(responses, options), self._timeout_s
+            "submitting requests", self._responder.start(responses, options), self._timeout_s
         )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:
         """Drop responses, by their tasks."""
-        self._loop.run("cancelling", self._responder.cancel(responses), self._timeout_s)
+        self._loop.run("canceling requests", self._responder.cancel(responses), self._timeout_s)
 
     def wait(self, tasks: Sequence[Any]) -> None:
         """Return when a task is done, when none can be, or after a moment, in which weights may
@@ -112,7 +110,7 @@ class Client(ABC):
 
     def hold(self, *, interrupts: bool) -> None:
         """Let responses be finished or interrupted; none goes on until `admit`."""
-        self._loop.run("ending responses", self._responder.hold(interrupts=interrupts))
+        self._loop.run("pausing generation", self._responder.hold(interrupts=interrupts))
 
     def interrupt(self) -> None:
         """Have responses under way stop where they are and go on from there, so that what was drawn
@@ -121,7 +119,7 @@ class Client(ABC):
 
     def admit(self, version: int) -> None:
         """Responses go on; `version` stamps the tokens that they draw."""
-        self._loop.run("going on", self._responder.admit(version), self._timeout_s)
+        self._loop.run("resuming generation", self._responder.admit(version), self._timeout_s)
 
     @abstractmethod
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:

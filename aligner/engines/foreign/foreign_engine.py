@@ -71,8 +71,8 @@ class ForeignEngine(GenerationEngine):
         size = settings.parallel.tensor
         if size > 1 and group is None:
             raise AlignerError(
-                f"engine.parallel.tensor={size} needs the process group of a replica's ranks, got"
-                " None"
+                f"engine.parallel.tensor={size}: requires the process group of the replica's ranks,"
+                " got None"
             )
         positions = min(context or shape.max_positions, shape.max_positions)
         super().__init__(
@@ -103,7 +103,7 @@ class ForeignEngine(GenerationEngine):
         can not be served."""
         self._check_may_start()
         if refused := self._refused(requests, options):
-            raise AlignerError(f"{self._replica.name}: {refused}; allowed: engine.kind=embedded")
+            raise AlignerError(f"{self._replica.name}: {refused}; set engine.kind=embedded")
         if problems := request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
         self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
@@ -134,24 +134,22 @@ class ForeignEngine(GenerationEngine):
         """Free the memory of keys and values and of the model."""
         if not self._settings.sleep:
             raise AlignerError(
-                f"engine.sleep=false: {self._replica.name} gives memory back only if it was started"
-                " with engine.sleep=true"
+                f"engine.sleep=false: {self._replica.name} can release GPU memory only if it was"
+                " started with engine.sleep=true"
             )
         self._check_may_sleep()
         if not self._asleep:
-            self._replica.drive("going to sleep", self._release)
+            self._replica.drive("releasing GPU memory", self._release)
             self._asleep = self._cache_asleep = True
         if self._version is not None:
             self._version = None
-            self._why_no_weights = (
-                "they were dropped when the engine went to sleep; publish them again"
-            )
+            self._why_no_weights = "sleep dropped them; sync weights to the engine again"
 
     def wake(self) -> None:
         """Take the model's memory back; that of keys and values follows the weights that are
         published next."""
         if self._asleep:
-            self._replica.gather("giving memory back", _give_back)
+            self._replica.gather("freeing cached GPU memory", _give_back)
             self._replica.drive("waking up", lambda client: client.resume(cache=False))
             self._asleep = False
 
@@ -167,11 +165,12 @@ class ForeignEngine(GenerationEngine):
     def _overwrite(self, version: int) -> None:
         """An update begins to load: responses are finished or interrupted, and the engine has no
         version from here on."""
-        self._version, self._why_no_weights = None, f"the update to version {version} is under way"
-        interrupts = self._settings.in_flight == "interrupt"
-        self._replica.drive(
-            "letting responses end", lambda client: client.hold(interrupts=interrupts)
+        self._version, self._why_no_weights = (
+            None,
+            f"the weight update to version {version} is in progress",
         )
+        interrupts = self._settings.in_flight == "interrupt"
+        self._replica.drive("pausing generation", lambda client: client.hold(interrupts=interrupts))
 
     def _finish(self, version: int) -> None:
         """An update has loaded all: the workers finish it; keys and values of the old weights are
@@ -184,8 +183,8 @@ class ForeignEngine(GenerationEngine):
             client.admit(version)
 
         if self._cache_asleep:
-            self._replica.gather("giving memory back", _give_back)
-        self._replica.drive("finishing the update", finish)
+            self._replica.gather("freeing cached GPU memory", _give_back)
+        self._replica.drive("finishing the weight update", finish)
         self._cache_asleep = False
         self._version = version
 
@@ -248,7 +247,7 @@ class StreamedUpdate:
             taken.extend(self._take(names))
             return bool(taken)
 
-        has_some = any(self._replica.gather("taking weights", take))
+        has_some = any(self._replica.gather("collecting weights", take))
         if not self._overwrites:
             self._overwrites = True
             self._engine._overwrite(self._version)
@@ -258,7 +257,7 @@ class StreamedUpdate:
     def commit(self) -> None:
         """Make the weights the engine's. Collective. Raises AlignerError naming tensors that were
         not loaded."""
-        self._replica.gather("ending the update", self._check_complete)
+        self._replica.gather("checking the weight update", self._check_complete)
         try:
             self._engine._finish(self._version)
             self._overwrites = False
@@ -292,7 +291,7 @@ class StreamedUpdate:
         self._check_open()
         if unasked := [name for name in names if name not in self._views]:
             raise AlignerError(
-                f"views of {', '.join(unasked)} were not asked for, or are loaded already"
+                f"no views of {', '.join(unasked)} were requested, or they are already loaded"
             )
         self._written |= {name: self._views.pop(name) for name in names}
         complete = {
@@ -311,7 +310,8 @@ class StreamedUpdate:
         self._check_open()
         if self._missing:
             raise AlignerError(
-                f"the update lacks {len(self._missing)} tensor(s): {', '.join(self._missing)}"
+                f"the weight update to version {self._version} lacks {len(self._missing)}"
+                f" tensor(s): {', '.join(self._missing)}"
             )
 
     def _end(self) -> None:
@@ -321,11 +321,11 @@ class StreamedUpdate:
         self._engine._incoming = None
         if self._overwrites:
             why = (
-                f"the update to version {self._version} failed and had begun to overwrite them;"
-                " publish again"
+                f"the weight update to version {self._version} failed after it had started to"
+                " overwrite them; sync weights to the engine again"
             )
             self._engine._why_no_weights = why
 
     def _check_open(self) -> None:
         if not self._open:
-            raise AlignerError("this update is over; begin another one")
+            raise AlignerError(f"the weight update to version {self._version} is already closed")

@@ -17,11 +17,11 @@ def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
 
     Raises AlignerError where the ranks are on several machines.
     """
-    places = replica.gather("looking for its GPU", lambda: _place(device, replica.rank))
+    places = replica.gather("finding the GPU of each rank", lambda: _place(device, replica.rank))
     if len(hosts := sorted({place["host"] for place in places})) > 1:
         raise AlignerError(
-            f"engine.parallel.tensor={replica.size}: a replica's ranks must share a machine, got"
-            f" {', '.join(hosts)}"
+            f"engine.parallel.tensor={replica.size}: all ranks of a replica must run on one"
+            f" machine, got {', '.join(hosts)}"
         )
     return places
 

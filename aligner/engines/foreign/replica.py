@@ -45,7 +45,8 @@ class Replica:
             answer = broadcast_json(None, group=self._group)
             if "error" in answer:
                 raise AlignerError(
-                    f"{what} failed on the rank that drives {self.name}: {answer['error']}"
+                    f"{what} failed on rank 0 of the replica, which drives {self.name}:"
+                    f" {answer['error']}"
                 )
             result: T = answer["value"]
             return result
@@ -73,7 +74,7 @@ class Replica:
             failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
         answers = gather_json(mine, group=self._group)
         if failed := [
-            f"rank {rank}: {answer['error']}"
+            f"rank {rank} of the replica: {answer['error']}"
             for rank, answer in enumerate(answers)
             if "error" in answer
         ]:
@@ -151,8 +152,8 @@ class ReplicaGeneration:
     def add(self, request: GenerationRequest) -> int:
         """Refused: its random numbers could not be an episode's own."""
         raise AlignerError(
-            f"{self._replica.name}: prompt {request.prompt.id} cannot branch; allowed:"
-            " engine.kind=embedded"
+            f"{self._replica.name}: episode branches are not supported (prompt"
+            f" {request.prompt.id}); set engine.kind=embedded"
         )
 
     def leave(self, place: int) -> None:
@@ -184,7 +185,7 @@ class ReplicaGeneration:
             client.cancel({task: self._open[place] for place, task in self._tasks.items()})
 
         if not self.done:
-            self._replica.drive("cancelling responses", cancel)
+            self._replica.drive("canceling responses", cancel)
         self._tasks.clear()
         self._open.clear()
         self._between_turns.clear()

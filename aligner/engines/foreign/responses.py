@@ -101,6 +101,7 @@ class Responder:
             count = len(self._drawing)
             raise AlignerError(
                 f"{self._name} did not cancel {count} response(s) within {self._timeout_s:g} s"
+                f" ({self._timeout_key})"
             ) from error
 
     async def start(
@@ -150,7 +151,7 @@ class Responder:
         )
         if not done and time.monotonic() - self._heard > self._timeout_s and self._admits.is_set():
             raise AlignerError(
-                f"{self._name} gave none of {len(tasks)} responses a token within"
+                f"{self._name} generated no token for any of {len(tasks)} responses within"
                 f" {self._timeout_s:g} s ({self._timeout_key})"
             )
 
@@ -211,8 +212,8 @@ class Responder:
             tokens, entries = tokens[:count], entries[:count]
         elif reason not in ("stop", "length"):
             raise AlignerError(
-                f"{self._name} ended a response with finish_reason={reason!r}; stop or length was"
-                " expected"
+                f"{self._name} ended a response with finish_reason={reason!r}; expected stop or"
+                " length"
             )
         if len(tokens) != len(entries):
             raise AlignerError(
@@ -229,7 +230,8 @@ class Responder:
             return float(entry)
         if token not in entry:
             raise AlignerError(
-                f"{self._name} returned log-probs of tokens {sorted(entry)}, but drew {token}"
+                f"{self._name} returned log-probs of tokens {sorted(entry)}, but sampled token"
+                f" {token}"
             )
         return float(entry[token].logprob)
 

@@ -38,7 +38,7 @@ def load_package() -> ModuleType:
     if not hasattr(package, "AsyncLLM"):
         raise AlignerError(
             f"engine.kind=tensorrt_llm: TensorRT-LLM {getattr(package, '__version__', '')} has no"
-            " AsyncLLM; 1.2 is the first release that has"
+            " AsyncLLM; requires release 1.2 or newer"
         )
     return package
 
@@ -86,8 +86,8 @@ def known(
     missing = [name for name in arguments if name not in accepted and name not in optional]
     if missing:
         raise AlignerError(
-            f"this release's {what} has no {', '.join(missing)}; see docs/tensorrt_llm.md for those"
-            " that fit"
+            f"this release's {what} does not accept {', '.join(missing)}; see docs/tensorrt_llm.md"
+            " for supported releases"
         )
     return {name: value for name, value in arguments.items() if name in accepted}
 
@@ -105,7 +105,7 @@ def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
     if "enable_sleep" in accepted:
         return {"enable_sleep": True}
     raise AlignerError(
-        "engine.sleep=true: this release of TensorRT-LLM can not give memory back; set"
+        "engine.sleep=true: this release of TensorRT-LLM cannot release GPU memory; set"
         " engine.sleep=false"
     )
 
@@ -118,7 +118,7 @@ def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     if kinds is None:
         raise AlignerError(
-            "engine.sleep=true: this release of TensorRT-LLM names no kinds of memory; set"
+            "engine.sleep=true: this release of TensorRT-LLM has no ExecutorMemoryType; set"
             " engine.sleep=false"
         )
     tags = [kind.value for kind in kinds if not kind.value.startswith("_")]
@@ -138,9 +138,9 @@ def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) 
     tokens, context = (settings.kv_cache_mib << 20) // token_bytes, shape.max_positions
     if tokens < context:
         raise ConfigError(
-            f"engine.kv_cache_mib={settings.kv_cache_mib}: it holds {tokens} tokens of"
-            f" {token_bytes} bytes a rank, the longest sequence has {context}; at least"
-            f" {-(-context * token_bytes >> 20)} are needed"
+            f"engine.kv_cache_mib={settings.kv_cache_mib}: holds {tokens} tokens of {token_bytes}"
+            f" bytes per rank, but the longest sequence has {context}; must be at least"
+            f" {-(-context * token_bytes >> 20)}"
         )
     return tokens
 

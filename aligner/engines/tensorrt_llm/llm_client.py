@@ -65,7 +65,7 @@ def gpu_index(name: str) -> int:
         return int(name)
     except ValueError as error:
         raise AlignerError(
-            f"CUDA_VISIBLE_DEVICES names {name}: TensorRT-LLM needs GPU indices there, such as 0,1"
+            f"CUDA_VISIBLE_DEVICES contains {name}: TensorRT-LLM requires GPU indices, such as 0,1"
         ) from error
 
 
@@ -96,7 +96,11 @@ class TensorRTLLMClient(Client):
                 self._tags = memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
                 self._end.callback(self._llm.shutdown)
-                self._loop.run("starting", self._llm.setup_async(), self._timeout_s)
+                self._loop.run(
+                    "starting (engine.tensorrt_llm.timeout_s)",
+                    self._llm.setup_async(),
+                    self._timeout_s,
+                )
             self._check_devices(uuids)
             self._sampling_params = package.SamplingParams
             timeout_key = "engine.tensorrt_llm.timeout_s"
@@ -136,12 +140,12 @@ class TensorRTLLMClient(Client):
         """Free the memory of the model and of keys and values, which are forgotten."""
         self._call("forget_prefixes")
         model, cache = self._tags
-        self._loop.run("releasing memory", self._llm.release([*model, *cache]), self._timeout_s)
+        self._loop.run("releasing GPU memory", self._llm.release([*model, *cache]), self._timeout_s)
 
     def resume(self, *, cache: bool) -> None:
         """Take back the memory of keys and values, or the model's."""
         self._loop.run(
-            "taking memory back", self._llm.resume(list(self._tags[cache])), self._timeout_s
+            "reallocating GPU memory", self._llm.resume(list(self._tags[cache])), self._timeout_s
         )
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
@@ -154,15 +158,15 @@ class TensorRTLLMClient(Client):
             raise
         except Exception as error:
             raise AlignerError(
-                f"TensorRT-LLM's workers failed in {method}: {type(error).__name__}: {error}"
+                f"TensorRT-LLM workers failed in {method}: {type(error).__name__}: {error}"
             ) from error
         if len(answers) != self._workers:
             raise AlignerError(
-                f"{method}: {len(answers)} of TensorRT-LLM's {self._workers} workers answered"
+                f"{method}: only {len(answers)} of {self._workers} TensorRT-LLM workers answered"
             )
         for rank, answer in enumerate(answers):
             if answer is False or isinstance(answer, BaseException):
-                raise AlignerError(f"TensorRT-LLM's worker {rank} failed in {method}: {answer!r}")
+                raise AlignerError(f"TensorRT-LLM worker {rank} failed in {method}: {answer!r}")
         return answers
 
     def _check_devices(self, uuids: Sequence[str]) -> None:
@@ -170,6 +174,6 @@ class TensorRTLLMClient(Client):
         found, wanted = sorted(self._call("report_device_id")), sorted(uuids)
         if found != wanted:
             raise AlignerError(
-                f"TensorRT-LLM's workers run on the GPUs {', '.join(found)}, the replica's ranks on"
-                f" {', '.join(wanted)}"
+                f"TensorRT-LLM workers run on the GPUs {', '.join(found)}, but the replica's ranks"
+                f" run on {', '.join(wanted)}"
             )

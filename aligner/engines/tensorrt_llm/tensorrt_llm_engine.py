@@ -72,14 +72,14 @@ class TensorRTLLMEngine(ForeignEngine):
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> str | None:
         if options.min_p or options.tells_kept:
-            wanted = (
+            requested = (
                 f"min_p={options.min_p:g}"
                 if options.min_p
-                else "to tell among which tokens it drew"
+                else "returning the sampling support (kept token ids)"
             )
-            return f"asked for {wanted}, which not every release can"
+            return f"{requested} is not supported by every release"
         if options.routes:
-            return "it does not tell which experts it chose"
+            return "returning the expert routing is not supported"
         return None
 
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, st
     if len(devices) > 1:
         where = ", ".join(f"{name} ({tensor.device})" for name, tensor in tensors.items())
         raise AlignerError(
-            f"tensors for GPU {device_uuid} lie on several devices, one is allowed: {where}"
+            f"tensors for GPU {device_uuid} are on several devices, must be on one: {where}"
         )
     entries = [(name, reduce_tensor(tensor.detach())) for name, tensor in tensors.items()]
     return {device_uuid: base64.b64encode(pickle.dumps(entries)).decode()}

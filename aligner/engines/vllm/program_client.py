@@ -32,6 +32,14 @@ _BLOCK = 128
 """Tokens of a block of keys and values on CPUs."""
 _CLOSE_S = 20.0
 """How long the program has for ending what it has started."""
+_ORDERS = {
+    "begin": "start the weight update",
+    "load": "load weights",
+    "finish": "finish the weight update",
+    "sleep": "release GPU memory",
+    "wake": "reallocate GPU memory",
+}
+"""What the orders do, for error messages."""
 
 
 @dataclass
@@ -60,7 +68,7 @@ class Request:
         (completion,) = self.outputs
         while completion.finish_reason is None:
             answer = await self.arrived.get()
-            _raise_for(answer, "draw")
+            _raise_for(answer, "generate")
             completion.token_ids += answer["tokens"]
             completion.logprobs += answer["logprobs"]
             completion.finish_reason = answer["finish"]
@@ -87,7 +95,8 @@ class Program:
             )
         except OSError as error:
             raise AlignerError(
-                f"engine.vllm.python={python}: {error.strerror}; `aligner install-vllm` makes one"
+                f"engine.vllm.python={python}: {error.strerror}; install vLLM with"
+                " `aligner install-vllm`"
             ) from error
         finally:
             theirs.close()
@@ -106,8 +115,8 @@ class Program:
         answer = json.loads(line) if line else {"refused": self._ended()}
         if "refused" in answer:
             raise AlignerError(
-                f"{NAME} did not start: {answer['refused']}; its own words are in this"
-                " process's log"
+                f"{NAME} did not start: {answer['refused']}; see {NAME}'s output in this process's"
+                " log"
             )
         self.release = answer["release"]
         self._reader = asyncio.create_task(self._read())
@@ -125,7 +134,7 @@ class Program:
         number = self._next()
         self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         self.send({"id": number, "do": what, "with": arguments})
-        _raise_for(await answer, what)
+        _raise_for(await answer, _ORDERS[what])
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Send an order. Raises EngineGone where nobody would read it."""
@@ -150,7 +159,7 @@ class Program:
         with contextlib.suppress(ConnectionError):
             while line := await self._answers.readline():
                 self._take(json.loads(line))
-        self._why_over = f"its program is gone: {self._ended()}"
+        self._why_over = self._ended()
         for number in [*self._requests, *self._waiting]:
             self._take({"id": number, "gone": self._why_over})
 
@@ -169,11 +178,11 @@ class Program:
         try:
             code = self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            return "it closed its connection"
+            return "its process closed the connection"
         return (
-            f"it was killed by {signal.Signals(-code).name}"
+            f"its process was killed by {signal.Signals(-code).name}"
             if code < 0
-            else f"it ended with code {code}"
+            else f"its process exited with code {code}"
         )
 
 
@@ -188,7 +197,7 @@ def _group(leader: int) -> Iterator[psutil.Process]:
 def _raise_for(answer: Mapping[str, Any], what: str) -> None:
     """Raise what an answer tells: AlignerError, or EngineGone where nothing else will come."""
     if "gone" in answer:
-        raise EngineGone(f"{NAME}: {answer['gone']}; its own words are in this process's log")
+        raise EngineGone(f"{NAME}: {answer['gone']}; see {NAME}'s output in this process's log")
     if "error" in answer:
         raise AlignerError(f"{NAME} failed to {what}: {answer['error']}")
 
@@ -219,7 +228,7 @@ class VLLMClient(Client):
             start = self._program.begin(
                 _arguments(directory, shape, settings, seed, dtype, on_gpus=bool(gpus))
             )
-            self._loop.run("starting", start, self._timeout_s)
+            self._loop.run("starting (engine.vllm.timeout_s)", start, self._timeout_s)
             timeout_key = "engine.vllm.timeout_s"
             self._responder = Responder(
                 NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=True
@@ -228,7 +237,9 @@ class VLLMClient(Client):
     def hold(self, *, interrupts: bool) -> None:
         """Let responses be finished or interrupted, and an update begin."""
         super().hold(interrupts=interrupts)
-        self._loop.run("beginning an update", self._program.order("begin"), self._update_timeout_s)
+        self._loop.run(
+            "starting the weight update", self._program.order("begin"), self._update_timeout_s
+        )
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors that are shared; None ends an update and forgets keys and values."""
@@ -241,13 +252,13 @@ class VLLMClient(Client):
 
     def release(self) -> None:
         """Free the memory of the model and of keys and values."""
-        self._loop.run("releasing memory", self._program.order("sleep"), self._timeout_s)
+        self._loop.run("releasing GPU memory", self._program.order("sleep"), self._timeout_s)
 
     def resume(self, *, cache: bool) -> None:
         """Take back the memory of keys and values, or the model's."""
         tags = ["kv_cache" if cache else "weights"]
         self._loop.run(
-            "taking memory back", self._program.order("wake", tags=tags), self._timeout_s
+            "reallocating GPU memory", self._program.order("wake", tags=tags), self._timeout_s
         )
 
     def _draw(

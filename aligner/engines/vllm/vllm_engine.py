@@ -69,9 +69,9 @@ class VLLMEngine(ForeignEngine):
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> str | None:
         if options.tells_kept:
-            return "asked to tell among which tokens it drew"
+            return "returning the sampling support (kept token ids) is not supported"
         if options.routes:
-            return "asked for the experts of each token"
+            return "returning the expert routing is not supported"
         return None
 
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:

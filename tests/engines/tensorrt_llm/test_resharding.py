@@ -29,7 +29,7 @@ def _cut(whole: np.ndarray, cut) -> np.ndarray:
 @pytest.mark.parametrize(
     ("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"]
 )
-def test_the_workers_hold_the_trainers_weights_bit_for_bit(pool, directory, tensor, data):
+def test_workers_hold_the_trainers_weights_bitwise(pool, directory, tensor, data):
     results = pool.run(
         jobs.publish_and_generate, 4, directory, {"tensor": 2, "pipeline": 2}, tensor, data
     )
@@ -60,7 +60,7 @@ def test_a_rank_that_fails_before_it_hands_weights_over_is_named_on_every_rank(p
     begin = time.monotonic()
     said = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
     assert all(
-        "taking weights failed on rank 1" in one and "views of model.norm.weight" in one
+        "collecting weights failed on rank 1" in one and "views of model.norm.weight" in one
         for one in said
     )
     assert time.monotonic() - begin < 25
@@ -71,7 +71,7 @@ def test_a_worker_that_fails_fails_the_update_on_every_rank_and_is_named(pool, d
         assert "RuntimeError: out of memory" in said["publish"]
         assert said["version"] is None
         assert (
-            "the update to version 2 failed and had begun to overwrite them; publish again"
-            in said["generate"]
+            "the weight update to version 2 failed after it had started to overwrite them;"
+            " sync weights to the engine again" in said["generate"]
         )
         assert said["again"] == [3, 3]

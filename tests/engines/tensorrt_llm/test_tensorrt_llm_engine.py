@@ -133,7 +133,7 @@ def test_an_argument_that_a_release_lacks_is_left_out_or_named():
         "AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",)
     )
     assert known == {"model": "m", "load_format": "dummy"}
-    with pytest.raises(AlignerError, match="this release's AsyncLLM has no load_format"):
+    with pytest.raises(AlignerError, match="this release's AsyncLLM does not accept load_format"):
         llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
     with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
         llm_arguments.sleep_arguments({"model"})
@@ -152,7 +152,7 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
     with pytest.raises(
         ConfigError,
-        match=r"engine\.kv_cache_mib=1: it holds 2048 tokens .* has 4096; at least 2 are needed",
+        match=r"engine\.kv_cache_mib=1: holds 2048 tokens .* has 4096; must be at least 2",
     ):
         TensorRTLLMEngine(
             directory,
@@ -183,7 +183,7 @@ def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
     engine, _ = start(directory, context=10)
     publish(engine, directory, 0)
     with pytest.raises(
-        AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 that exceeds"
+        AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 the sequence exceeds"
     ):
         generate(engine, requests(), GREEDY)
     engine.shutdown()
@@ -229,7 +229,9 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
     update = engine.begin_update(2)
     write(engine, update, directory)
     assert engine.version is None
-    with pytest.raises(AlignerError, match="no weights: the update to version 2 is under way"):
+    with pytest.raises(
+        AlignerError, match="no weights: the weight update to version 2 is in progress"
+    ):
         texts(engine)
     update.commit()
     assert engine.version == 2
@@ -246,7 +248,7 @@ def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monk
         with pytest.raises(AlignerError, match="worker 0 failed in update_weights: False"):
             update.commit()
     assert engine.version is None
-    with pytest.raises(AlignerError, match="the update to version 3 failed"):
+    with pytest.raises(AlignerError, match="the weight update to version 3 failed"):
         texts(engine)
     publish(engine, directory, 4)
     assert texts(engine) == wanted
@@ -260,7 +262,7 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
     monkeypatch.setattr(llm, "workers", [])
     update = engine.begin_update(3)
     with pytest.raises(
-        AlignerError, match="update_weights: 0 of TensorRT-LLM's 1 workers answered"
+        AlignerError, match="update_weights: only 0 of 1 TensorRT-LLM workers answered"
     ):
         write(engine, update, directory)
     update.abort()
@@ -272,7 +274,7 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
 def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch):
     monkeypatch.setattr(FakeLLM, "device_uuid", lambda self, rank: f"CPU-{rank + 4}")
     with pytest.raises(
-        AlignerError, match="workers run on the GPUs CPU-4, the replica's ranks on CPU-0"
+        AlignerError, match="workers run on the GPUs CPU-4, but the replica's ranks run on CPU-0"
     ):
         start(directory)
 
@@ -298,7 +300,8 @@ def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
             start(directory)
     else:
         with pytest.raises(
-            AlignerError, match="no GPU is free; then TensorRT-LLM could not be ended: Ray is gone"
+            AlignerError,
+            match="no GPU is free; shutting down TensorRT-LLM then failed: Ray is gone",
         ):
             start(directory)
     assert len(ended) == 1
@@ -370,7 +373,9 @@ def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, mon
 
     monkeypatch.setattr("tests.engines.tensorrt_llm.fake.Output._draw", hang)
     generation = engine.start(requests(), GREEDY)
-    with pytest.raises(AlignerError, match=r"gave none of 4 responses a token within 0\.3 s"):
+    with pytest.raises(
+        AlignerError, match=r"generated no token for any of 4 responses within 0\.3 s"
+    ):
         advance(generation)
     engine.shutdown()
 
@@ -424,6 +429,7 @@ def test_the_environment_is_put_back(monkeypatch):
 def test_gpus_are_counted():
     assert gpu_index("5") == 5
     with pytest.raises(
-        AlignerError, match="CUDA_VISIBLE_DEVICES names GPU-1f: TensorRT-LLM needs GPU indices"
+        AlignerError,
+        match="CUDA_VISIBLE_DEVICES contains GPU-1f: TensorRT-LLM requires GPU indices",
     ):
         gpu_index("GPU-1f")

@@ -93,18 +93,15 @@ def drawn(directories: list[Path]) -> list[list[Sample]]:
         shared = _shared_memory(_leader(engine)) if is_first else []
         for version, directory in enumerate(directories):
             told = (
-                r"vLLM's model wants model\.layers\.3\.input_layernorm\.weight, .*, which did not"
-                r" come"
+                r"vLLM's model received no weights for model\.layers\.3\.input_layernorm\.weight, "
             )
             assert_refused(engine, told, num_layers=3)
             assert_refused(
                 engine,
-                r"vLLM's model has no place for model\.layers\.0\.self_attn\.q_proj\.bias",
+                r"vLLM's model has no parameter for model\.layers\.0\.self_attn\.q_proj\.bias",
                 qkv_bias=True,
             )
-            assert_refused(
-                engine, r"weights that are no numbers in .*model\.norm\.weight", torch.nan
-            )
+            assert_refused(engine, r"NaN weights in .*model\.norm\.weight", torch.nan)
             engines.publish(engine, directory, version)
             wanted = [
                 GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)
@@ -215,7 +212,7 @@ def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine
     shared = _shared_memory(leader)
     generation = engine.start(engines.requests(), SamplingOptions(30))
     os.kill(leader, signal.SIGKILL)
-    with pytest.raises(EngineGone, match="vLLM: its program is gone: it was killed by SIGKILL"):
+    with pytest.raises(EngineGone, match="vLLM: its process was killed by SIGKILL"):
         advance(generation)
     engine.shutdown()
     _is_gone(leader, shared)

@@ -102,7 +102,8 @@ def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, vis
 def test_a_replica_on_two_machines_is_refused(pretended, monkeypatch):
     monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
     with pytest.raises(
-        AlignerError, match=r"engine\.parallel\.tensor=2: .* must share a machine, got one, other"
+        AlignerError,
+        match=r"engine\.parallel\.tensor=2: .* must run on one machine, got one, other",
     ):
         start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=2, data=1))
     assert not pretended

@@ -96,11 +96,14 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
         with opened(handle["memory"], self.device) as memory:
             if (found := checksum(memory)) != handle["checksum"]:
                 raise ValueError(
-                    f"weights have the checksum {found:016x}, {handle['checksum']:016x} was sent"
+                    f"the received weights have checksum {found:016x}, expected"
+                    f" {handle['checksum']:016x}"
                 )
             self.model.load_weights(self._noticed(taken(memory, handle["pieces"], self.device)))
         if self._of_no_use:
-            raise ValueError(f"vLLM's model has no place for {', '.join(sorted(self._of_no_use))}")
+            raise ValueError(
+                f"vLLM's model has no parameter for {', '.join(sorted(self._of_no_use))}"
+            )
 
     def without_numbers(self) -> list[str]:
         """Parameters with a NaN in them. Those that a CPU's worker has packed are not looked
@@ -186,10 +189,10 @@ class AlignerWorker:
         """Raises ValueError naming parameters without weights, or whose weights are not all
         numbers: vLLM would serve them."""
         if names := sorted(self.weight_transfer_engine.unfilled):
-            raise ValueError(f"vLLM's model wants {', '.join(names)}, which did not come")
+            raise ValueError(f"vLLM's model received no weights for {', '.join(names)}")
         self.finish_weight_update()
         if names := self.weight_transfer_engine.without_numbers():
-            raise ValueError(f"vLLM's model has weights that are no numbers in {', '.join(names)}")
+            raise ValueError(f"vLLM's model has NaN weights in {', '.join(names)}")
 
     def give_up(self) -> None:
         """End an update that will not be complete. For a worker that failed to load it is over, but

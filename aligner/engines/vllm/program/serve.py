@@ -103,7 +103,7 @@ class Server:
             while not (await asyncio.wait([work], timeout=_LOOK_S))[0]:
                 if self._llm.errored:  # nobody will answer what waits for its engine
                     work.cancel()
-                    raise Gone("one of its processes has ended")
+                    raise Gone("one of its processes exited")
             work.result()
             self.answer(id=number, done=True)
         except Exception as error:
@@ -150,7 +150,7 @@ class Server:
 
     async def _forget(self) -> None:
         if not await self._llm.reset_prefix_cache():
-            raise RuntimeError("keys and values of the weights before could not be dropped")
+            raise RuntimeError("the KV cache of the previous weights could not be reset")
 
     async def _sleep(self) -> None:
         await self._llm.sleep(level=2)

@@ -102,7 +102,9 @@ class DeviceMemory:
         """Bytes [n] where they are, for a reader on `device`. Raises ValueError naming both GPUs
         where it is another one."""
         if (mine := device_uuid(device)) != (theirs := handle["device"]):
-            raise ValueError(f"weights are in the memory of {theirs}, and this worker is on {mine}")
+            raise ValueError(
+                f"the weights are in the memory of {theirs}, but this worker runs on {mine}"
+            )
         allocation, size, start, counter, place = handle["handle"]
         allocation, counter = base64.b64decode(allocation), base64.b64decode(counter)
         opened = torch.UntypedStorage._new_shared_cuda(
