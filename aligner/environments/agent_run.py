@@ -79,7 +79,7 @@ class AgentRun:
                 _kill(process.pid)
                 await process.wait()
         if process.returncode:
-            raise AgentFailed(f"{' '.join(self._command)} ended with code {process.returncode}")
+            raise AgentFailed(f"{' '.join(self._command)} exited with code {process.returncode}")
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ class AgentServer(OpenAIServer):
                 or not hmac.compare_digest(key.encode(), expected.encode())
             ):
                 raise Refused(
-                    401, "no episode under way has this address and key", "invalid_api_key"
+                    401, "no episode in flight has this URL and API key", "invalid_api_key"
                 )
             return await handler(session, request)
 

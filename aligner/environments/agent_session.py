@@ -143,9 +143,7 @@ class AgentSession:
         """
         for name in {*body.ignored} - self.means.told:
             self.means.told.add(name)
-            _log.warning(
-                "agents ask for %s=…, which is ignored: tokens are drawn as rollout.* says", name
-            )
+            _log.warning("agent requests set %s, which is ignored; set rollout.* instead", name)
         attempt = self.agent_key
         if self._asked.total() + body.n > self.means.settings.max_turns:
             self.is_cut = True
@@ -153,7 +151,7 @@ class AgentSession:
             most = self.means.settings.max_turns
             raise Refused(
                 400,
-                f"episode {self.name} is over: it has had environment.max_turns={most} turns",
+                f"episode {self.name} is over: it reached environment.max_turns={most}",
                 "episode_over",
             )
         try:
@@ -174,7 +172,7 @@ class AgentSession:
             raise
         if attempt != self.agent_key or any(ask.drawn.cancelled() for ask in asks):
             raise Refused(
-                401, f"episode {self.name} is over, or its agent was begun anew", "invalid_api_key"
+                401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
             )
         return [self._given(body, conversation, ask) for ask in asks]
 
@@ -189,16 +187,16 @@ class AgentSession:
             size = self.means.tokenizer.vocab_size
             if not body.prompt or not all(0 <= token < size for token in body.prompt):
                 raise Refused(
-                    400, f"prompt: token ids must be within 0 and {size - 1}, and at least one"
+                    400, f"prompt: must have at least one token id, each between 0 and {size - 1}"
                 )
             return None, torch.tensor(body.prompt, dtype=torch.int64)
         text, tokenizer = body.prompt, self.means.tokenizer
         if not text:
-            raise Refused(400, "prompt: must have a character at least")
+            raise Refused(400, "prompt: must not be empty")
         before = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
         if not before:
             if self.turns:
-                self._branch("what it asks with is no turn before with something behind it")
+                self._branch("the request does not continue an earlier turn")
             return None, tokenizer.encode(text, begins=True)
         turn = max(before, key=lambda each: (len(each.text), each.drawn.tolist()))
         return None, torch.cat([turn.read, turn.drawn, tokenizer.encode(text[len(turn.text) :])])
@@ -219,17 +217,17 @@ class AgentSession:
         ]
         if not before:
             if self.turns:
-                self._branch("what it asks with is no turn before with something behind it")
+                self._branch("the request does not continue an earlier turn")
             return chat.begin(messages, tools)
         turn = max(before, key=lambda each: (len(each.said), each.drawn.tolist()))
         assert turn.conversation is not None
         try:
             found = chat.go_on(turn.conversation, turn.drawn, messages[len(turn.said) :])
         except AlignerError as error:
-            self._branch("a turn was cut, and nothing can stand behind it", str(error))
+            self._branch("an earlier turn was truncated and cannot be continued", str(error))
             return chat.begin(messages, tools)
         if isinstance(found, Unsafe):
-            self._branch("messages cannot be appended", found.reason)
+            self._branch("the messages cannot be appended to the earlier turn", found.reason)
             return found.anew
         return found
 
@@ -238,7 +236,7 @@ class AgentSession:
         if kind not in self.means.told:
             self.means.told.add(kind)
             _log.info(
-                "episode %s begins a new branch, as others may: %s%s",
+                "episode %s starts a new branch (this reason is logged only once): %s%s",
                 self.name,
                 kind,
                 f" ({reason})" * bool(reason),
@@ -250,7 +248,8 @@ class AgentSession:
             most = self.means.context
             raise Refused(
                 400,
-                f"the prompt has {length} tokens; at most {most - 1} leave room",
+                f"the prompt has {length} tokens; must have at most {most - 1} to leave room for a"
+                " response",
                 "context_length_exceeded",
             )
         self.is_cut = True

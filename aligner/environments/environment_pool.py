@@ -50,7 +50,7 @@ class _Worker:
         try:
             return await asyncio.shield(self.starting)
         except ConfigError as error:  # another process had found it
-            raise EnvironmentFailed(f"was not imported: {error}") from error
+            raise EnvironmentFailed(f"the environment could not be imported: {error}") from error
 
     async def close(self) -> None:
         """End the process, whether it is ready or not."""
@@ -175,7 +175,7 @@ class EnvironmentPool:
             self._run(self._begin()).result()
         except EnvironmentFailed as error:
             self.close()
-            raise ConfigError(f"the environment {error}") from error
+            raise ConfigError(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -188,10 +188,12 @@ class EnvironmentPool:
         that is not JSON.
         """
         if self._thread is None:
-            raise AlignerError("the pool does not run: it must be started, and not be closed")
+            raise AlignerError(
+                "the environment pool is not running: it was not started, or it is closed"
+            )
         if episode in self._episodes:
             raise AlignerError(
-                f"episode {episode} is open; an episode is finished before it begins again"
+                f"episode {episode} is already open; finish it before resetting it again"
             )
         asked = ["reset", dict(task), seed]
         try:
@@ -209,16 +211,16 @@ class EnvironmentPool:
         done, lost or in a call."""
         opened = None if self._thread is None else self._episodes.get(episode)
         if opened is None:
-            raise AlignerError(f"episode {episode} is unknown; it must be reset before a step")
+            raise AlignerError(f"episode {episode} is unknown; reset it before a step")
         if not opened.answer.done():
             raise AlignerError(
-                f"episode {episode} has not got its last answer yet; a step must wait for that"
+                f"episode {episode} is still waiting for its previous answer; step again after that"
             )
         if opened.answer.cancelled() or opened.answer.exception() is not None:
             why = "it was cancelled" if opened.answer.cancelled() else opened.answer.exception()
-            raise AlignerError(f"episode {episode} is lost, and takes no step: {why}")
+            raise AlignerError(f"episode {episode} is lost and takes no more steps: {why}")
         if opened.answer.result().done:
-            raise AlignerError(f"episode {episode} is done, and takes no step")
+            raise AlignerError(f"episode {episode} is done and takes no more steps")
         opened.calls.append(["step", action])
         opened.digests.append(digest(opened.calls[-1]))
         opened.answer = self._run(self._answered(opened))
@@ -249,7 +251,7 @@ class EnvironmentPool:
         The journal keeps it. Raises AlignerError for an unknown one.
         """
         if episode not in self._episodes:
-            raise AlignerError(f"episode {episode} is unknown, or was finished before")
+            raise AlignerError(f"episode {episode} is unknown or already finished")
         finished = self._episodes.pop(episode)
         finished.answer.cancel()
         if self._thread is not None:
@@ -349,7 +351,7 @@ class EnvironmentPool:
                     await self._close_environment(episode.name, environment)
                 episode.failures += 1
                 _log.warning(
-                    "episode %s, in its %s, failure %d: %s",
+                    "episode %s: %s failed (failure %d): %s",
                     episode.name,
                     _named(call),
                     episode.failures,
@@ -357,7 +359,7 @@ class EnvironmentPool:
                 )
                 if episode.failures > (retries := self._limits.retries):
                     told = (
-                        f"episode {episode.name}, in its {_named(call)}: {error}; given up after"
+                        f"episode {episode.name}: {_named(call)} failed: {error}; gave up after"
                         f" {retries} retries"
                     )
                     raise EpisodeLost(told) from error
@@ -377,9 +379,9 @@ class EnvironmentPool:
             before = self._journal.told(episode.name, call, episode.digests[call])
             if before is not None and before != outcome:
                 raise EpisodeLost(
-                    f"episode {episode.name}, in its {_named(call)}: it answered differently when"
-                    f" it was replayed: first {_shown(before)}, then {_shown(outcome)}; answers"
-                    " must follow from task, seed and actions alone"
+                    f"episode {episode.name}: {_named(call)} returned a different answer on replay:"
+                    f" first {_shown(before)}, then {_shown(outcome)}; answers must depend only on"
+                    " task, seed and actions"
                 )
             environment.calls += 1
         return outcome
@@ -402,7 +404,7 @@ class EnvironmentPool:
         try:
             await environment.process.close_environment(environment.number, self._limits.deadline_s)
         except EnvironmentFailed as error:
-            _log.warning("episode %s: closing its environment: %s", episode, error)
+            _log.warning("episode %s: closing its environment failed: %s", episode, error)
 
 
 def _named(call: int) -> str:

@@ -139,13 +139,14 @@ def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
         raise ConfigError(
-            f"{name!r} has no {' and no '.join(missing) or 'call'}: it must be a class with both"
+            f"{name!r} has no {' and no '.join(missing) or 'constructor'}: must be a class with"
+            " `reset` and `step`"
         )
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{name!r} does not take the arguments {sorted(arguments)}: {error}"
+            f"{name!r} does not accept the arguments {sorted(arguments)}: {error}"
         ) from error
     except ValueError:  # it does not tell what it takes
         pass

@@ -64,23 +64,20 @@ async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters:
     called = getattr(environment, name)(*arguments)
     if not inspect.isawaitable(called):
         raise WrongAnswer(
-            f"{name} returned {_shown(called)} at once; it must be `async def {name}`"
+            f"{name} returned {_shown(called)} without await; define it as `async def {name}`"
         )
     answer = await called
     if name == "reset":
         return Outcome(_observation(answer, name, most_characters))
     if not isinstance(answer, (tuple, list)) or len(answer) != 3:
         raise WrongAnswer(
-            f"step returned {_shown(answer)}; it must be an observation, a reward and whether it is"
-            " done"
+            f"step returned {_shown(answer)}; must be a tuple (observation, reward, done)"
         )
     observation, reward, done = answer[0], _plain(answer[1]), _plain(answer[2])
     if not is_finite_number(reward):
-        raise WrongAnswer(f"step returned the reward {_shown(reward)}; it must be a finite number")
+        raise WrongAnswer(f"step returned reward={_shown(reward)}; must be a finite number")
     if not isinstance(done, bool):
-        raise WrongAnswer(
-            f"step returned {_shown(done)} for whether it is done; it must be True or False"
-        )
+        raise WrongAnswer(f"step returned done={_shown(done)}; must be True or False")
     return Outcome(_observation(observation, name, most_characters), float(reward), done)
 
 
@@ -93,20 +90,21 @@ def _observation(value: Any, name: str, most_characters: int) -> Observation:
             or not all(map(_is_text, message.values()))
         ):
             raise WrongAnswer(
-                f"{name} returned the observation {_shown(value)}; it must be a text or a list of"
-                " messages, each with exactly a `role` and a `content`, a tool's also a `name` and"
-                " a `tool_call_id`, texts that UTF-8 can hold"
+                f"{name} returned the observation {_shown(value)}; must be a string or a list of"
+                " messages, each with exactly `role` and `content`, and for a tool message also"
+                " `name` and `tool_call_id`; all values must be strings that can be encoded as"
+                " UTF-8"
             )
     if (
         characters := sum(len(text) for message in messages for text in message.values())
     ) > most_characters:
         raise WrongAnswer(
-            f"{name} returned an observation of {characters} characters; at most {most_characters}"
-            " are allowed"
+            f"{name} returned an observation of {characters} characters; must be at most"
+            f" {most_characters}"
         )
     if len(messages) > max(most_characters, 1):
         raise WrongAnswer(
-            f"{name} returned {len(messages)} messages; at most {most_characters} are allowed"
+            f"{name} returned {len(messages)} messages; must be at most {most_characters}"
         )
     return value if isinstance(value, str) else [dict(message) for message in messages]
 

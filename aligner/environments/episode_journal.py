@@ -88,8 +88,8 @@ class EpisodeJournal:
         with self._lock:
             if call > len(self._episodes.get(episode, [])):
                 raise AlignerError(
-                    f"episode {episode}: call {call} follows none; an episode that goes on must not"
-                    " be forgotten"
+                    f"episode {episode}: the journal has no entry before call {call}; do not forget"
+                    " an episode that is still in progress"
                 )
             self._apply(entry, self._write(entry))
 
@@ -137,12 +137,12 @@ class EpisodeJournal:
             for number, line in enumerate(stream, start=1):
                 try:
                     if not line.endswith(b"\n"):
-                        raise DamagedError("cut off")
+                        raise DamagedError("the line is truncated")
                     self._apply(unsealed(line[:-1].decode("ascii")), len(line))
                 except (DamagedError, KeyError, TypeError, ValueError) as error:
                     _log.warning(
-                        "%s:%d: %s; it and what follows, %d bytes, are dropped: environments are"
-                        " asked again",
+                        "%s:%d: %s; dropped this line and all later ones (%d bytes); the"
+                        " environment calls in them run again",
                         *(file, number, error, os.fstat(stream.fileno()).st_size - self._size),
                     )
                     os.truncate(file, self._size)

@@ -55,15 +55,15 @@ def tool_function(place: str) -> Callable[..., Any]:
     there is none."""
     named = callable_place(place)
     if named is None:
-        raise ConfigError("must be python, or module:function")
+        raise ConfigError("must be python or module:function")
     if find_spec("jsonschema") is None:
         raise ConfigError(
-            "a function as a tool needs the jsonschema package; install the tools extra, pip"
-            " install 'aligner[tools]'"
+            "a function as a tool requires the jsonschema package; install it with"
+            " pip install 'aligner[tools]'"
         )
     found = imported(*named)
     if not inspect.isroutine(found):
-        raise ConfigError(f"{named[1]!r} is no function but {type(found).__name__}")
+        raise ConfigError(f"{named[1]!r} is of type {type(found).__name__}; must be a function")
     return found
 
 

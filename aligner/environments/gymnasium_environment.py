@@ -51,15 +51,15 @@ class GymnasiumEnvironment:
         kind = type(space).__name__
         if parser is None and kind not in ("Discrete", "Text"):
             raise ConfigError(
-                f"id={id}: its actions are {space}, not Discrete or Text; give a parser,"
-                " module:callable"
+                f"id={id}: the action space is {space}, must be Discrete or Text; set"
+                " parser=module:callable for any other"
             )
         self._numbers = (
             range(int(space.start), int(space.start + space.n)) if kind == "Discrete" else None
         )
         if self._actions and (self._numbers is None or len(self._numbers) != len(self._actions)):
             raise ConfigError(
-                f"actions={self._actions}: must name each of {space}, in the order of their numbers"
+                f"actions={self._actions}: must name each action of {space}, in numerical order"
             )
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
@@ -122,12 +122,12 @@ def _made(id: str, arguments: Mapping[str, Any]) -> Any:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
-            f"Gymnasium is not there; install its extra, pip install 'aligner[gymnasium]': {error}"
+            f"requires Gymnasium; install it with pip install 'aligner[gymnasium]': {error}"
         ) from error
     try:
         return gymnasium.make(id, **arguments)
     except (gymnasium.error.Error, ImportError) as error:
         near = difflib.get_close_matches(id, gymnasium.registry, n=3)
         raise ConfigError(
-            f"id={id}: {error}" + (f"; there are {', '.join(near)}" if near else "")
+            f"id={id}: {error}" + (f"; similar ids: {', '.join(near)}" if near else "")
         ) from error

@@ -99,7 +99,7 @@ class _Session:
             await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 raise AlignerError(
-                    f"the server {server!r} does not start: {_reason(task.exception())}"
+                    f"the MCP server {server!r} did not start: {_reason(task.exception())}"
                 )
         except asyncio.CancelledError:
             task.cancel()
@@ -121,10 +121,10 @@ def listed_tools(server: str) -> list[ListedTool]:
         return asyncio.run(_listed(server))
     except ImportError as error:
         raise ConfigError(
-            f"needs the mcp package; install the mcp extra, pip install 'aligner[mcp]': {error}"
+            f"requires the mcp package; install it with pip install 'aligner[mcp]': {error}"
         ) from error
     except Exception as error:  # of the connection, by several libraries
-        raise ConfigError(f"its tools cannot be listed: {_reason(error)}") from error
+        raise ConfigError(f"listing the server's tools failed: {_reason(error)}") from error
 
 
 async def _listed(server: str) -> list[ListedTool]:
@@ -155,7 +155,7 @@ def _transport(server: str) -> "str | StdioServerParameters":
         return server
     command, *arguments = shlex.split(server) or [""]
     if shutil.which(command) is None:
-        raise AlignerError(f"there is no command {command!r}")
+        raise AlignerError(f"command {command!r} not found")
     # a server that hangs must not outlive who started it
     if (leash := shutil.which("setpriv")) is not None:
         return StdioServerParameters(

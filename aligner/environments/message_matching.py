@@ -23,7 +23,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, 
 
 def _template_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise Refused(400, f"messages.{place}.role: must be a text, got {message.get('role')!r}")
+        raise Refused(400, f"messages.{place}.role: must be a string, got {message.get('role')!r}")
     found = {key: value for key, value in message.items() if value is not None}
     found["content"] = _content(message, place)
     if found.get("tool_calls"):
@@ -32,8 +32,8 @@ def _template_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         except (KeyError, TypeError, AttributeError):
             raise Refused(
                 400,
-                f"messages.{place}.tool_calls: each must be a function call with name and"
-                " arguments",
+                f"messages.{place}.tool_calls: each must be a function call with `name` and"
+                " `arguments`",
             ) from None
     else:
         found.pop("tool_calls", None)
@@ -49,7 +49,7 @@ def _content(message: Mapping[str, Any], place: int) -> str:
     if content is not None and not isinstance(content, str):
         raise Refused(
             400,
-            f"messages.{place}.content: must be a text or parts of text, got"
+            f"messages.{place}.content: must be a string or a list of text parts, got"
             f" {str(content)[:100]!r}",
         )
     return content or ""

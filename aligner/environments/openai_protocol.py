@@ -129,7 +129,7 @@ class ChatBody(CompletionBody):
         if (kind := (self.response_format or {}).get("type", "text")) != "text":
             raise Refused(
                 400,
-                f"response_format={kind!r}: answers are not made to fit a format; allowed: text",
+                f"response_format={kind!r}: is not supported; must be text",
                 "unsupported",
             )
 
@@ -148,12 +148,17 @@ class ModelChatBody(ChatBody):
         if self.stops or self.tools:
             raise Refused(
                 400,
-                "stop, tools: answers end where the model ends them, and call nothing",
+                "stop, tools: are not supported; a response ends at the model's own stop tokens and"
+                " has no tool calls",
                 "unsupported",
             )
         if self.top_logprobs and (self.limit, self.top_p) != (1, 1):
-            told = f"top_logprobs={self.top_logprobs}: told of the first token alone, among all"
-            raise Refused(400, f"{told}; give max_tokens=1, and no top_p", "unsupported")
+            raise Refused(
+                400,
+                f"top_logprobs={self.top_logprobs}: is supported for the first token only, without"
+                " top_p; set max_tokens=1 and remove top_p",
+                "unsupported",
+            )
 
 
 class RewardBody(BaseModel):
@@ -171,7 +176,7 @@ def parsed(kind: type[BodyT], content: bytes) -> BodyT:
         body = kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
+        place = ".".join(map(str, first["loc"])) or "the request body"
         got = repr(first["input"])
         raise Refused(
             400, f"{place}: {first['msg']}; got {got if len(got) <= 100 else got[:100] + '…'}"

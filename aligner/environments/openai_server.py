@@ -69,7 +69,8 @@ class OpenAIServer(ABC):
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as error:
             raise AlignerError(
-                f"{self._key}={self._host}: must be an address of this machine: {error}"
+                f"{self._key}={self._host}: cannot listen on port {self._port}: {error}; must be an"
+                " address of this machine, with a free port"
             ) from error
         self._thread.start()
         end = time.monotonic() + _START_S
@@ -117,7 +118,9 @@ class OpenAIServer(ABC):
         gone.cancel()
         if not answering.done():
             answering.cancel()
-            _log.info("%s: a client has gone before it was answered", name or "endpoint")
+            _log.info(
+                "%s: the client disconnected before the response was complete", name or "endpoint"
+            )
             return Response(status_code=499)
         answers = answering.result()
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
@@ -136,10 +139,12 @@ class OpenAIServer(ABC):
                 content += part
                 if len(content) > self._most_bytes:
                     raise Refused(
-                        413, f"the body has more than {self._most_bytes} bytes", "request_too_large"
+                        413,
+                        f"the request body has more than {self._most_bytes} bytes",
+                        "request_too_large",
                     )
         except ClientDisconnect:
-            raise Refused(400, "the client has gone") from None
+            raise Refused(400, "the client disconnected") from None
         return bytes(content)
 
     def _run(self) -> None:

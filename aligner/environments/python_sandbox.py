@@ -80,19 +80,19 @@ import json, os, socket, sys, time
 witness, processes, memory = {given}
 found = []
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
-    found.append("the network is within reach")
+    found.append("the network is reachable")
 if os.path.exists(witness):
-    found.append("this machine's files are within reach")
+    found.append("the machine's files are readable")
 if sum(name.isdigit() for name in os.listdir("/proc")) > 3:
-    found.append("other processes are within reach, and what it leaves behind may live on")
+    found.append("other processes are reachable, and processes of a program may survive it")
 try:
     bytearray(memory)
-    found.append("more memory can be had")
+    found.append("the memory limit does not apply")
 except MemoryError:
     pass
 try:
     os.memfd_create("probe")
-    found.append("memory can be had that no limit counts")
+    found.append("memfd_create provides memory outside the limit")
 except OSError:
     pass
 children = []
@@ -102,7 +102,7 @@ try:
         if not children[-1]:
             time.sleep(60)
             os._exit(0)
-    found.append("more processes can be had")
+    found.append("the process limit does not apply")
 except BlockingIOError:
     pass
 for child in children:
@@ -137,7 +137,7 @@ class PythonSandbox:
         try:
             return [str(gap) for gap in json.loads(told)]
         except ValueError:
-            return [f"a program that tries the sandbox fails: {told[-300:] or 'it says nothing'}"]
+            return [f"the sandbox probe failed: {told[-300:] or 'no output'}"]
 
     async def run(self, program: str, timeout_s: float, most_characters: int) -> str:
         """What a program prints, errors too, and how it ended where it did not simply end.

@@ -57,8 +57,8 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
         if names.count(name) > 1:
             places = " and ".join(tool.place for tool in found if tool.name == name)
             raise ConfigError(
-                f"environment.tools, environment.mcp: {name!r} is the name of several tools, of"
-                f" {places}"
+                f"environment.tools, environment.mcp: several tools are named {name!r}: {places};"
+                " names must be unique"
             )
     return found
 
@@ -78,10 +78,9 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
     gaps = sandbox.gaps()
     if gaps and settings.sandbox == "required":
         raise ConfigError(
-            f"environment.tools: {PYTHON}: this machine does not enforce its sandbox:"
-            f" {'; '.join(gaps)}. Install bubblewrap (the sandbox extra, pip install"
-            " 'aligner[sandbox]') where the machine allows user namespaces, or accept it with"
-            " environment.sandbox=best_effort"
+            f"environment.tools: {PYTHON}: this machine does not enforce the sandbox:"
+            f" {'; '.join(gaps)}. Install bubblewrap (pip install 'aligner[sandbox]') on a machine"
+            " that allows user namespaces, or set environment.sandbox=best_effort to accept this"
         )
     return sandbox, gaps
 
@@ -100,8 +99,8 @@ def with_tool_arguments(
     form = format_of(tokenizer)
     if form is None:
         raise ConfigError(
-            "environment.tools: the model's chat template writes no tool calls, or in no format"
-            " that is known"
+            "environment.tools: the model's chat template does not write tool calls in a supported"
+            " format"
         )
     isolation = sandbox_here(settings)[0].isolation if PYTHON in settings.tools else "none"
     given = {
@@ -130,7 +129,7 @@ def describe_tools(settings: EnvironmentConfig) -> list[str]:
     if PYTHON in settings.tools:
         _, gaps = sandbox_here(settings)
         lines += [
-            f"note: environment.sandbox={settings.sandbox}: not enforced here: {gap}"
+            f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
             for gap in gaps
         ]
     return lines

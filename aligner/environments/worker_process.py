@@ -106,11 +106,11 @@ class WorkerProcess:
             line = await asyncio.wait_for(_stream(self._process.stdout).readline(), _START_S)
         except asyncio.TimeoutError:
             raise EnvironmentFailed(
-                f"was not imported within {_START_S:g} s; {await self._end()}"
+                f"the environment was not imported within {_START_S:g} s; {await self._end()}"
             ) from None
         answer = json.loads(line or "null")
         if answer is None:
-            raise EnvironmentFailed(f"was not imported; {await self._end()}")
+            raise EnvironmentFailed(f"the environment was not imported; {await self._end()}")
         if "refused" in answer:
             await self._end()
             raise ConfigError(answer["refused"])
@@ -129,7 +129,7 @@ class WorkerProcess:
         deadline, too.
         """
         if self.is_lost:
-            raise WorkerLost("its process has ended")
+            raise WorkerLost("its process exited")
         loop, call = asyncio.get_running_loop(), next(self._calls)
         answer = loop.create_future()
         self._waiting[call] = number, answer
@@ -189,13 +189,13 @@ class WorkerProcess:
             await asyncio.wait([answer], timeout=_LOOK_S)
             if answer.done():
                 return
-        late = f"gave no answer within {deadline_s:g} s"
+        late = f"timed out after {deadline_s:g} s"
         if (before := self._noted())[0] == number:
             await asyncio.wait([answer], timeout=_GRACE_S)
             if answer.done():
                 return
             if self._noted() == before:
-                self._give_up(number, f"{late} and kept its process busy")
+                self._give_up(number, f"{late} and blocked its process")
                 await asyncio.wait([answer])
                 return
         raise _Late(late)
@@ -232,7 +232,9 @@ class WorkerProcess:
             await requests.wait_closed()
         os.close(self._note)
         how = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
         )
         return f"its process {how}"
 

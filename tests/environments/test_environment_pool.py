@@ -106,26 +106,28 @@ def test_a_new_episode_waits_in_turn_for_a_place_and_open_ones_go_on(make, log):
 
 def test_what_cannot_be_asked_is_told_at_once(make):
     pool = make()
-    with pytest.raises(AlignerError, match="episode a is unknown; it must be reset before a step"):
+    with pytest.raises(AlignerError, match="episode a is unknown; reset it before a step"):
         pool.step("a", "say")
     opened(pool, "a", "b")
-    with pytest.raises(AlignerError, match="episode a is open"):
+    with pytest.raises(AlignerError, match="episode a is already open"):
         pool.reset("a", {}, 0)
     with pytest.raises(AlignerError, match=r"episode c: its task must be JSON: .*set"):
         pool.reset("c", {"name": {1}}, 0)
     under_way = pool.step("a", "sleep 0.2")
-    with pytest.raises(AlignerError, match="episode a has not got its last answer yet"):
+    with pytest.raises(AlignerError, match="episode a is still waiting for its previous answer"):
         pool.step("a", "say")
     under_way.result()
     pool.step("a", "done").result()
-    with pytest.raises(AlignerError, match="episode a is done, and takes no step"):
+    with pytest.raises(AlignerError, match="episode a is done and takes no more steps"):
         pool.step("a", "say")
     with pytest.raises(EpisodeLost):
         pool.step("b", "raise").result()
-    with pytest.raises(AlignerError, match=r"episode b is lost, and takes no step: .*nobody is in"):
+    with pytest.raises(
+        AlignerError, match=r"episode b is lost and takes no more steps: .*nobody is in"
+    ):
         pool.step("b", "say")
     pool.finish("a")
-    with pytest.raises(AlignerError, match="episode a is unknown, or was finished before"):
+    with pytest.raises(AlignerError, match="episode a is unknown or already finished"):
         pool.finish("a")
     opened(pool, "a")
 
@@ -138,40 +140,40 @@ def test_what_cannot_be_asked_is_told_at_once(make):
         ("memory", "step raised MemoryError"),
         (
             "answer ('', 0)",
-            "step returned ('', 0); it must be an observation, a reward and whether it is done",
+            "step returned ('', 0); must be a tuple (observation, reward, done)",
         ),
-        ("answer None", "step returned None; it must be an observation"),
+        ("answer None", "step returned None; must be a tuple (observation"),
         (
             "answer (None, 0, False)",
-            "step returned the observation None; it must be a text or a list of messages",
+            "step returned the observation None; must be a string or a list of messages",
         ),
         (
             "answer (['a'], 0, False)",
-            "step returned the observation ['a']; it must be a text or a list of messages",
+            "step returned the observation ['a']; must be a string or a list of messages",
         ),
-        ("answer ([{'role': 'user'}], 0, False)", "exactly a `role` and a `content`"),
-        ("answer ([{'role': 'user', 'content': 1}], 0, False)", "exactly a `role` and a `content`"),
+        ("answer ([{'role': 'user'}], 0, False)", "exactly `role` and `content`"),
+        ("answer ([{'role': 'user', 'content': 1}], 0, False)", "exactly `role` and `content`"),
         (
             "answer ([{'role': 'user', 'content': '', 'x': ''}], 0, False)",
-            "exactly a `role` and a `content`",
+            "exactly `role` and `content`",
         ),
-        ("answer ('\\ud800', 0, False)", "texts that UTF-8 can hold"),
+        ("answer ('\\ud800', 0, False)", "all values must be strings that can be encoded as UTF-8"),
         (
             "answer ('x' * 1001, 0, False)",
-            "step returned an observation of 1001 characters; at most 1000 are allowed",
+            "step returned an observation of 1001 characters; must be at most 1000",
         ),
         (
             "answer ([{'role': '', 'content': ''}] * 1001, 0, False)",
-            "step returned 1001 messages; at most 1000 are allowed",
+            "step returned 1001 messages; must be at most 1000",
         ),
         (
             "answer ('', float('nan'), False)",
-            "step returned the reward nan; it must be a finite number",
+            "step returned reward=nan; must be a finite number",
         ),
-        ("answer ('', 10**400, False)", "it must be a finite number"),
-        ("answer ('', '1', False)", "step returned the reward '1'; it must be a finite number"),
-        ("answer ('', True, False)", "step returned the reward True; it must be a finite number"),
-        ("answer ('', 1, 0)", "step returned 0 for whether it is done; it must be True or False"),
+        ("answer ('', 10**400, False)", "must be a finite number"),
+        ("answer ('', '1', False)", "step returned reward='1'; must be a finite number"),
+        ("answer ('', True, False)", "step returned reward=True; must be a finite number"),
+        ("answer ('', 1, 0)", "step returned done=0; must be True or False"),
     ],
 )
 def test_what_is_no_answer_loses_the_episode_and_tells_why(shared, action, told):
@@ -181,8 +183,8 @@ def test_what_is_no_answer_loses_the_episode_and_tells_why(shared, action, told)
     with pytest.raises(EpisodeLost) as caught:
         shared.step(name, action).result()
     assert told in str(caught.value)
-    assert str(caught.value).startswith(f"episode {name}, in its step 2: ")
-    assert str(caught.value).endswith("; given up after 0 retries")
+    assert str(caught.value).startswith(f"episode {name}: step 2 failed: ")
+    assert str(caught.value).endswith("; gave up after 0 retries")
     shared.finish(name)
 
 
@@ -197,11 +199,11 @@ def shared(tmp_path_factory):
 def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(make):
     pool = make(kind="Plain")
     with pytest.raises(
-        EpisodeLost, match=r"episode a, in its reset: reset returned the observation 1; "
+        EpisodeLost, match=r"episode a: reset failed: reset returned the observation 1; "
     ):
         opened(pool, "a", first="1")
     opened(pool, "b")
-    with pytest.raises(EpisodeLost, match=r"it must be `async def step`"):
+    with pytest.raises(EpisodeLost, match=r"define it as `async def step`"):
         pool.step("b", "say").result()
 
 
@@ -214,12 +216,12 @@ def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(
         (
             "tests.environments.acting:NoStep",
             {},
-            "'NoStep' has no step: it must be a class with both",
+            "'NoStep' has no step: must be a class with `reset` and `step`",
         ),
         (
             "tests.environments.acting:Told",
             {"logs": ""},
-            r"'Told' does not take the arguments \['logs'\]: ",
+            r"'Told' does not accept the arguments \['logs'\]: ",
         ),
         ("Told", {}, "No module named 'Told'"),
     ],
@@ -236,7 +238,7 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
     opened(pool, "late", "other")
     start = time.monotonic()
     with pytest.raises(
-        EpisodeLost, match=r"episode late, in its step 1: gave no answer within 0.6 s; given up"
+        EpisodeLost, match=r"episode late: step 1 failed: timed out after 0.6 s; gave up"
     ):
         pool.step("late", "sleep 60").result()
     assert time.monotonic() - start < 3
@@ -260,7 +262,7 @@ def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, 
     time.sleep(0.1)
     with pytest.raises(
         EpisodeLost,
-        match=r"episode guilty, in its step 1: .*(no answer within 1 s|ended with code 3)",
+        match=r"episode guilty: step 1 failed: .*(timed out after 1 s|exited with code 3)",
     ):
         pool.step("guilty", how).result()
     assert busy.result().observation.startswith("sleep 0.7: ")
@@ -293,7 +295,7 @@ def test_what_fails_once_goes_on_as_if_it_had_not(make, log, tmp_path):
     told = [pool.step("a", "say").result()]
     for kind in ("raise", "sleep 60"):
         told.append(pool.step("a", f"once {tmp_path / kind[:5]} {kind}").result())
-    with pytest.raises(EpisodeLost, match=r"episode a, in its step 4: .*given up after 2 retries"):
+    with pytest.raises(EpisodeLost, match=r"episode a: step 4 failed: .*gave up after 2 retries"):
         pool.step("a", "raise").result()
     for marker in ("raise", "sleep"):
         (tmp_path / marker).touch()
@@ -311,7 +313,7 @@ def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(mak
     call = "reset" if "pid" in first else "step 1"
     with pytest.raises(
         EpisodeLost,
-        match=rf"episode a, in its {call}: it answered differently when it was replayed: ",
+        match=rf"episode a: {call} returned a different answer on replay: ",
     ):
         pool.step("a", "say").result()
     opened(pool, "b")
@@ -343,6 +345,6 @@ def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
     assert "close" in log.asked("a") and "close" in log.asked("d")
     with pytest.raises(CancelledError):
         hanging[0].result()
-    with pytest.raises(AlignerError, match="the pool does not run"):
+    with pytest.raises(AlignerError, match="the environment pool is not running"):
         pool.reset("e", {}, 0)
     pool.close()

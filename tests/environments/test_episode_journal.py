@@ -60,7 +60,7 @@ def test_another_answer_takes_the_place_of_those_from_its_call_on(tmp_path):
     for each in (journal, EpisodeJournal(tmp_path)):
         assert read(each, "a") == [OUTCOMES[0], None, None] and read(each, "b") == OUTCOMES
         assert each.told("a", 1, digest(["step", "other"])) == OUTCOMES[2]
-    with pytest.raises(AlignerError, match="episode a: call 3 follows none"):
+    with pytest.raises(AlignerError, match="episode a: the journal has no entry before call 3"):
         journal.record("a", 3, ASKED[1], OUTCOMES[1])
 
 

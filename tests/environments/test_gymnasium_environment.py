@@ -106,8 +106,8 @@ def test_the_episodes_seed_is_the_environments() -> None:
     [
         ({"id": "FrozenLak-v1"}, r"id=FrozenLak-v1: .*FrozenLake"),
         ({"id": "no_such_module_here:Thing-v0"}, r"no_such_module_here"),
-        ({"id": "Pendulum-v1"}, r"its actions are Box\(.*give a parser"),
-        (LAKE | {"actions": ["left", "right"]}, r"must name each of Discrete\(4\)"),
+        ({"id": "Pendulum-v1"}, r"the action space is Box\(.*set parser=module:callable"),
+        (LAKE | {"actions": ["left", "right"]}, r"must name each action of Discrete\(4\)"),
     ],
 )
 def test_what_cannot_be_acted_in_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -90,7 +90,7 @@ def test_nothing_is_kept_from_one_program_to_the_next():
 
 
 @enforced
-def test_no_file_but_pythons_and_the_systems_is_within_reach(secret):
+def test_sandbox_sees_only_python_and_system_files(secret):
     assert "No such file" in run(f"print(open({str(secret)!r}).read())")
     assert str(secret.parent.name) not in run(
         f"import os; print(os.listdir({str(secret.parent.parent)!r}))"
@@ -120,7 +120,7 @@ def test_nothing_but_its_directory_can_be_written(place):
 
 
 @enforced
-def test_there_is_no_network():
+def test_sandbox_has_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.5)
         port = server.getsockname()[1]
@@ -313,8 +313,8 @@ print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20,
 
 
 @needs_root
-def test_what_is_not_enforced_is_said_and_refused_unless_it_is_accepted(monkeypatch, tmp_path):
-    assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["more processes can be had"], (
+def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
+    assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["the process limit does not apply"], (
         "root's are not counted"
     )
     assert len(PythonSandbox(LIMITS, "none").gaps()) == 5
@@ -331,9 +331,9 @@ def test_what_is_not_enforced_is_said_and_refused_unless_it_is_accepted(monkeypa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
         ConfigError,
-        match=r"does not enforce its sandbox: the network is within reach.*sandbox=best_effort",
+        match=r"does not enforce the sandbox: the network is reachable.*sandbox=best_effort",
     ):
         describe_tools(settings())
-    assert "not enforced here: the network is within reach" in "\n".join(
+    assert "not enforced on this machine: the network is reachable" in "\n".join(
         describe_tools(settings(sandbox="best_effort"))
     )

@@ -298,7 +298,7 @@ def test_a_server_that_cannot_be_started_again_is_a_failure_of_the_environment(t
             assert await told(made, call("count", by=2)) == ["2"]
             command.write_text("#!/bin/sh\nexit 3\n")
             await told(made, call("die"))
-            with pytest.raises(Exception, match="does not start"):
+            with pytest.raises(Exception, match="did not start"):
                 await made.step(call("count", by=1))
 
     run(episode(arguments(tools=[], mcp=[str(command)])))
@@ -328,11 +328,11 @@ def test_tools_are_told_of_as_the_template_takes_them():
         ({"tools": [f"{SAMPLES}:SAMPLES"]}, "environment.tools"),
         (
             {"mcp": ["no-such-server --now"]},
-            "environment.mcp: no-such-server --now: .*there is no command 'no-such-server'",
+            "environment.mcp: no-such-server --now: .*command 'no-such-server' not found",
         ),
-        ({"mcp": ["false"]}, "environment.mcp: false: its tools cannot be listed"),
-        ({"mcp": ["http://127.0.0.1:9/mcp"]}, "its tools cannot be listed"),
-        ({"mcp": [SERVER, SERVER]}, "is the name of several tools"),
+        ({"mcp": ["false"]}, "environment.mcp: false: listing the server's tools failed"),
+        ({"mcp": ["http://127.0.0.1:9/mcp"]}, "listing the server's tools failed"),
+        ({"mcp": [SERVER, SERVER]}, "several tools are named"),
     ],
     ids=lambda each: "" if isinstance(each, str) else str(each)[:40],
 )
@@ -342,5 +342,7 @@ def test_a_tool_that_is_not_there_is_refused_by_name(given, expected):
 
 
 def test_a_model_whose_template_writes_no_calls_has_no_tools():
-    with pytest.raises(ConfigError, match="chat template writes no tool calls"):
+    with pytest.raises(
+        ConfigError, match="chat template does not write tool calls in a supported format"
+    ):
         with_listed(settings(), "chatml")
