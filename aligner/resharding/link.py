@@ -177,7 +177,7 @@ class Link:
         cause: Exception | None = None
         try:
             if self._given_up:
-                raise AlignerError(f"{self._title} was given up")
+                raise AlignerError(f"{self._title} was aborted")
             yield
         except Exception as error:
             cause = error
@@ -237,8 +237,8 @@ class Link:
                 if not self._store.check([key])
             ]
             raise AlignerError(
-                f"{self._title}: {', '.join(missing)} did not come within"
-                f" {self.timeout.total_seconds():g} s"
+                f"{self._title}: {', '.join(missing)} did not connect within"
+                f" {self.timeout.total_seconds():g} s (engine.update_timeout_s)"
             ) from error
 
     def _connect(self) -> _Group:
@@ -259,7 +259,7 @@ class Link:
     def _open_group(self) -> _Group:
         if self._group is None:
             raise AlignerError(
-                f"{self._title} is broken, connect anew; what broke it: {self._broken}"
+                f"{self._title} is closed and must be reconnected; cause: {self._broken}"
             )
         return self._group
 
@@ -273,7 +273,7 @@ class Link:
                 if waited > self.timeout.total_seconds():
                     raise RuntimeError("timed out")
                 if waited > 1 and self._store.check([self._key("decision")]):
-                    raise LostPeer("it gave up, since another rank had failed", ())
+                    raise LostPeer("aborted because another rank failed", ())
                 time.sleep(1e-4 if waited < 1 else 0.05)
             self._pending[0][-1][0].wait(self.timeout)
         except RuntimeError as error:
@@ -282,7 +282,7 @@ class Link:
     def _lost(self, peers: tuple[int, ...], begin: float) -> LostPeer:
         who = " or ".join(self.labels[peer] for peer in peers) or "a rank"
         if time.monotonic() - begin < self.timeout.total_seconds():
-            return LostPeer(f"{who} broke the connection", peers)
+            return LostPeer(f"{who} closed the connection", peers)
         return LostPeer(f"{who} did not answer within {self.timeout.total_seconds():g} s", peers)
 
     def _key(self, what: str) -> str:
@@ -311,7 +311,7 @@ class Link:
             return True
         if cause is None:
             self._refuse(
-                _Ballot(f"it was not ready within {self.timeout.total_seconds():g} s", (self.rank,))
+                _Ballot(f"not ready within {self.timeout.total_seconds():g} s", (self.rank,))
                 if late
                 else _Ballot()
             )

@@ -65,14 +65,17 @@ class Publisher:
         """
         rank, problems = link.rank, []
         if plan.source.get(rank) and read is None:
-            problems.append("the plan has it send weights, it has none to read")
+            problems.append("the transfer plan makes it send weights, but it has none to read")
         if plan.target.get(rank) and begin_update is None:
-            problems.append("the plan writes into its engine, it has none")
+            problems.append("the transfer plan writes into its engine, but it has no engine")
         if len(plan.labels) != link.size:
-            problems.append(f"the plan has {len(plan.labels)} ranks, the link {link.size}")
+            problems.append(
+                f"the transfer plan has {len(plan.labels)} ranks, but the link has {link.size}"
+            )
         if dtype.itemsize != plan.itemsize:
             problems.append(
-                f"{dtype} has {dtype.itemsize} bytes an element, the plan {plan.itemsize}"
+                f"{dtype} has {dtype.itemsize} bytes per element, but the transfer plan has"
+                f" {plan.itemsize}"
             )
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
@@ -131,7 +134,7 @@ class Publisher:
             self._verify_every > 0 and self._count % self._verify_every == 0
         )
         self._count += 1
-        failure = f"weights version {version} was not published, the engine aborts its update"
+        failure = f"weight version {version} was not synced to the engine, which aborts its update"
         update: WeightUpdate | None = None
         staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
         compares = self._travels == "changes" and self.stats is not None
@@ -165,7 +168,7 @@ class Publisher:
                         if update is not None:
                             update.load(names)
             with self._link.agreement(
-                f"weights version {version} may serve on some ranks and not on others"
+                f"weight version {version} may be loaded on some engine ranks and not on others"
             ):
                 of_all = torch.tensor([moved, changed], device=self._link.device)
                 self._link.all_reduce(of_all)
@@ -222,10 +225,13 @@ class Publisher:
             elif tuple(views[name].shape) != shape or views[name].dtype != self._dtype:
                 has = f"{tuple(views[name].shape)} of {views[name].dtype}"
                 problems.append(
-                    f"{name}: the engine's is {has}, the plan writes {shape} of {self._dtype}"
+                    f"{name}: the engine's tensor is {has}, the transfer plan writes {shape} of"
+                    f" {self._dtype}"
                 )
         if problems:
-            raise AlignerError("the engine does not fit the plan:\n" + "\n".join(problems))
+            raise AlignerError(
+                "the engine does not match the transfer plan:\n" + "\n".join(problems)
+            )
 
 
 def _no_source(name: str) -> Tensor:

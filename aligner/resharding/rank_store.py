@@ -87,8 +87,8 @@ def _shut(listener: socket.socket, size: int) -> None:
     ]
     if len(inside) > size:
         raise AlignerError(
-            f"{len(inside)} connections to the store of {size} ranks at {here[0]}:{here[1]}:"
-            " someone else has come in; from"
+            f"the rank store at {here[0]}:{here[1]} has {len(inside)} connections for {size} ranks:"
+            " another client has connected; connections come from"
             f" {', '.join(sorted({each.raddr.ip for each in inside if each.raddr}))}"
         )
 
@@ -103,9 +103,9 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise AlignerError(
-            f"the ranks' store cannot listen on {host}:{port}: {error.strerror}; MASTER_ADDR must"
+            f"the rank store cannot listen on {host}:{port}: {error.strerror}; MASTER_ADDR must"
             " be an address of rank 0's machine (in a Slurm job its node's NodeAddr), and"
-            " MASTER_PORT free there"
+            " MASTER_PORT must be free on that machine"
         ) from error
     return listener
 
@@ -114,7 +114,5 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise AlignerError(
-            f"MASTER_ADDR={host}: no address of a machine: {error.strerror}"
-        ) from error
+        raise AlignerError(f"MASTER_ADDR={host}: cannot be resolved: {error.strerror}") from error
     return family, address

@@ -102,7 +102,7 @@ class Snapshots:
         with self._changed:
             if not self._changed.wait_for(lambda: version in self._kept, timeout_s):
                 raise AlignerError(
-                    f"weights version {version} was not taken within {timeout_s:g} s"
+                    f"no snapshot of weight version {version} was taken within {timeout_s:g} s"
                 )
             self._selected = self._kept[version]
 
@@ -252,7 +252,7 @@ class RemotePublisher:
                 if not calls.is_another(known or self._instance):
                     raise
                 _log.warning(
-                    "the generator was lost while weights moved, and gets them again: %s", error
+                    "the generator was lost during a weight sync; syncing again: %s", error
                 )
 
     def _move_to(self, calls: GeneratorCalls, version: int) -> None:
@@ -309,7 +309,7 @@ class RemotePublisher:
                 self._act(**move)
             except AlignerError as error:  # rank 0 knows: the link has told it
                 self._publisher = None
-                _log.warning("weights did not move: %s", error)
+                _log.warning("weight sync failed on trainer rank %d: %s", self._rank, error)
 
     def _act(self, link: int | None = None, version: int | None = None) -> None:
         """This rank's part of what was announced. Collective, with the generator's ranks."""
@@ -317,7 +317,7 @@ class RemotePublisher:
             self._publisher = self._join(link)
         elif version is not None:
             if self._publisher is None:
-                raise AlignerError("there is no link to the generator")
+                raise AlignerError("the trainer is not connected to the generator")
             self._snapshots.select(version, self._timeout.total_seconds())
             with on_stream(self._stream):
                 self.stats = self._publisher.publish(version)
@@ -405,5 +405,5 @@ class WeightReceiver:
         """Take the weights that the trainer publishes as `version`. Collective, with the trainer's
         ranks."""
         if self._publisher is None:
-            raise AlignerError("the generator is not connected to the trainer: connect comes first")
+            raise AlignerError("the generator is not connected to the trainer; call connect first")
         self._publisher.publish(version)

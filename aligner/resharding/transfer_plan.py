@@ -134,13 +134,13 @@ def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
         size = spec.shape[piece.axis] if piece.axis < len(spec.shape) else 0
         if not 0 <= piece.start < piece.stop <= size:
             raise AlignerError(
-                f"{spec.name} {spec.shape}: no slice [{piece.start}, {piece.stop}) along dimension"
-                f" {piece.axis}"
+                f"{spec.name} {spec.shape}: slice [{piece.start}, {piece.stop}) along dimension"
+                f" {piece.axis} is outside the tensor"
             )
     if len(axes) > 1:
         raise AlignerError(
-            f"{spec.name} {spec.shape} is cut along different dimensions {sorted(axes)}; one is"
-            " allowed"
+            f"{spec.name} {spec.shape} is cut along different dimensions {sorted(axes)}; must be"
+            " cut along one"
         )
     return axes.pop() if axes else None
 
@@ -170,7 +170,9 @@ def plan_resharding(
         *layout_problems("actor.parallel", trainer, shape),
         *engine_problems(engine, shape),
     ]:
-        raise AlignerError("the weights do not divide as the layouts say:\n" + "\n".join(problems))
+        raise AlignerError(
+            "the weights cannot be split by these parallel layouts:\n" + "\n".join(problems)
+        )
     table = weight_table(shape)
     return plan_transfers(
         table,
@@ -218,7 +220,7 @@ def plan_transfers(
     } - known
     if unknown:
         raise AlignerError(
-            f"slices of tensors that the table does not list: {', '.join(sorted(unknown))}"
+            f"slices of tensors that are not in the weight table: {', '.join(sorted(unknown))}"
         )
     transfers: list[Transfer] = []
     sent = dict.fromkeys(source, 0)
@@ -229,7 +231,7 @@ def plan_transfers(
         except AlignerError as error:
             problems.append(str(error))
     if problems:
-        raise AlignerError("the weights can not be resharded:\n" + "\n".join(problems))
+        raise AlignerError("the weights cannot be resharded:\n" + "\n".join(problems))
     return TransferPlan(tuple(table), source, target, tuple(transfers), itemsize)
 
 
@@ -256,7 +258,7 @@ def _plan_tensor(
             if not holders:
                 part = "" if axis is None else f" [{start}, {stop}) along dimension {axis}"
                 raise AlignerError(
-                    f"{spec.name}{part}: rank {rank} needs it and no source holds it"
+                    f"{spec.name}{part}: rank {rank} needs it, but no source rank has it"
                 )
             sender = (
                 rank if rank in holders else min(holders, key=lambda holder: (sent[holder], holder))

@@ -97,8 +97,7 @@ def part(
     """
     if tuple(tensor.shape) != slice_shape(spec, held):
         raise AlignerError(
-            f"{spec.name}: got shape {tuple(tensor.shape)}, the layout says"
-            f" {slice_shape(spec, held)}"
+            f"{spec.name}: got shape {tuple(tensor.shape)}, expected {slice_shape(spec, held)}"
         )
     return (
         tensor
@@ -194,7 +193,8 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
     if limit < widest:
         needed = _BATCHES_PER_BUCKET * widest * plan.itemsize
         raise AlignerError(
-            f"a bucket of {bucket_bytes} bytes is too small: a row of {name} needs one of {needed}"
+            f"a bucket of {bucket_bytes} bytes is too small: one row of {name} needs a bucket of"
+            f" {needed} bytes; raise engine.bucket_mib"
         )
     small = min(limit, _SMALL_BYTES // plan.itemsize)
 

@@ -128,7 +128,7 @@ def worlds() -> Iterator[Worlds]:
     ids=["while-it-sends", "when-it-has-received"],
 )
 @pytest.mark.slow
-def test_the_others_name_the_killed_rank_and_serve_the_old_version(
+def test_killed_rank_is_named_and_old_version_serves(
     worlds, generation, killed, name, timeout_s, limit_s
 ):
     worlds.order("connect", (generation, timeout_s))

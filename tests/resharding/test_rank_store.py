@@ -55,7 +55,7 @@ def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
 
 
 @other_user.needs_root
-def test_nobody_comes_into_a_world_that_is_complete(pool: WorkerPool) -> None:
+def test_complete_group_accepts_no_process(pool: WorkerPool) -> None:
     reached = pool.run(jobs.who_reaches_a_world, 2, free_port(), ["127.0.0.1", *elsewhere()])[0]
     assert reached == {"another user": [], "this user": []}
 
@@ -64,7 +64,7 @@ def test_a_world_with_someone_else_inside_does_not_begin(pool: WorkerPool) -> No
     port = free_port()
     told = pool.run(jobs.join_with_a_stranger, 2, port)
     assert re.search(
-        rf"3 connections to the store of 2 ranks at 127.0.0.1:{port}: someone else has come in",
+        rf"store at 127.0.0.1:{port} has 3 connections for 2 ranks: another client has connected",
         told[0],
     )
     assert told[1] != "joined"
