@@ -61,7 +61,7 @@ class PackedAttention(nn.Module):
         """
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError(
-                "attention runs on packed micro-batches only, got"
+                "attention requires packed micro-batches (PackedSequences), got"
                 f" {type(packed_seq_params).__name__}"
             )
         packed, grouped = packed_seq_params, query.shape[1] != key.shape[1]

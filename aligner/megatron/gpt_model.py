@@ -214,8 +214,8 @@ def build_model(
     fp8_recipe = settings.fp8_recipe if settings.precision == "fp8" else None
     if fp8_recipe is not None and not engine:
         raise ConfigError(
-            "precision=fp8: needs transformer-engine's layers, on a GPU where it is installed; give"
-            " bf16"
+            "precision=fp8: requires transformer-engine on a GPU; install transformer-engine, or"
+            " set precision=bf16"
         )
     config = transformer_config(
         shape, world.layout, dtype, recompute, transformer_engine=engine, fp8_recipe=fp8_recipe

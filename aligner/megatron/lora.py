@@ -186,7 +186,7 @@ class LoraWeights(NamedWeights):
             linear, weight = holders[identity], adapters[0].weight
             if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
                 raise AlignerError(
-                    f"{weight.name}: adapters need megatron-core's own linear layers, got"
+                    f"{weight.name}: LoRA adapters require megatron-core's linear layers, got"
                     f" {type(linear).__name__}"
                 )
             linear.adapter = _LayerAdapter(

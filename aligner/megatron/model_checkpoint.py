@@ -103,12 +103,13 @@ class CheckpointedModel:
             head=runner.head,
             source=portable_source(self._source, directory),
             holds={
-                "weights": "fp32 main weights where there are such, else as the model has them",
+                "weights": "fp32 main weights where they exist, otherwise in the model's precision",
                 "optimizer": (
-                    "Adam's moments, Muon's momentum where matrices are its, and the step count"
+                    "Adam's moments, Muon's momentum for matrices that Muon updates, and the step"
+                    " count"
                 ),
-                "schedule": "steps of the learning-rate schedule",
-                "rng": "nothing: every random stream follows from the seed and the step",
+                "schedule": "step of the learning-rate schedule",
+                "rng": "nothing: all random streams derive from the seed and the step",
             },
             layout=asdict(world.layout),
             optimizer=(
@@ -182,7 +183,9 @@ class CheckpointedModel:
         _check_optimizer(directory, manifest, runner.settings)
         problems = gather_json(_problems(runner, manifest, state))
         if everyone := sorted({problem for found in problems for problem in found}):
-            raise AlignerError(f"{directory}: a checkpoint of another model: {'; '.join(everyone)}")
+            raise AlignerError(
+                f"{directory}: the checkpoint is of another model: {'; '.join(everyone)}"
+            )
         for unit in _units(runner):
             kept = (
                 state.kinds(unit.parameter)
@@ -211,7 +214,7 @@ def _on_first_rank(world: World, directory: Path, action: Callable[[], str | Non
             error = str(problem)
     result, error = broadcast_json([result, error])
     if error:
-        raise AlignerError(f"the checkpoint {directory} could not be written: {error}")
+        raise AlignerError(f"{directory}: the checkpoint could not be written: {error}")
     return result
 
 
@@ -236,29 +239,32 @@ def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronMode
     )
     if manifest.adam_steps and manifest.optimizer_kind != kind:
         raise AlignerError(
-            f"{directory}: a checkpoint of optimizer.kind={manifest.optimizer_kind}, whose state is"
-            f" not that of optimizer.kind={kind}; go on with its own, or start a run from its"
-            " weights (`aligner convert`)"
+            f"{directory}: the checkpoint has the optimizer state of"
+            f" optimizer.kind={manifest.optimizer_kind}, which cannot be loaded with"
+            f" optimizer.kind={kind}; resume with optimizer.kind={manifest.optimizer_kind}, or"
+            " start a new run from its weights (`aligner convert`)"
         )
 
 
 def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) -> list[str]:
     if manifest.head != runner.head:
-        return [f"its head is {manifest.head}, the model's {runner.head}"]
+        return [f"its head is {manifest.head}, the model's head is {runner.head}"]
     if differences := model_differences(manifest.shape, runner.shape):
         return differences
     if manifest.lora != _lora(runner):
-        return [f"its adapters are {manifest.lora}, the model's {_lora(runner)}"]
+        return [f"its LoRA adapters are {manifest.lora}, the model's are {_lora(runner)}"]
     specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
     index = manifest.index
     missing = [
         f"{name} {spec.shape} is missing" for name, spec in specs.items() if name not in index
     ]
     unknown = [
-        f"{name} {entry.shape} is unknown" for name, entry in index.items() if name not in specs
+        f"{name} {entry.shape} is not in the model"
+        for name, entry in index.items()
+        if name not in specs
     ]
     misshapen = [
-        f"{name} is {entry.shape}, must be {specs[name].shape}"
+        f"{name} has shape {entry.shape}, must be {specs[name].shape}"
         for name, entry in index.items()
         if name in specs and entry.shape != specs[name].shape
     ]

@@ -242,14 +242,15 @@ class GuardedStep:
     def _describe_failure(self, norm: float) -> str:
         found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))
         named = (
-            ", ".join(found[:_NAMED_AT_MOST]) or "none of a single parameter, their sum overflows"
+            ", ".join(found[:_NAMED_AT_MOST])
+            or "none of a single parameter, but the sum of squares overflows"
         )
         more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
         return (
-            f"the gradients' norm was {norm} at {self.skipped_in_a_row} updates in a row, none of"
-            f" which was applied (optimizer.max_skipped_steps={self.settings.max_skipped_steps})."
-            f" Gradients that are not finite: {named}{more}. Look at the last samples and rewards,"
-            " lower optimizer.learning_rate, or resume from an earlier checkpoint"
+            f"the gradient norm was {norm} in {self.skipped_in_a_row} consecutive updates, which"
+            f" were skipped (optimizer.max_skipped_steps={self.settings.max_skipped_steps})."
+            f" Non-finite gradients: {named}{more}. Check the last samples and rewards, lower"
+            " optimizer.learning_rate, or resume from an earlier checkpoint."
         )
 
     def _not_finite(self) -> list[str]:

@@ -392,7 +392,7 @@ def token_budget_batches(
     for index, length in enumerate(lengths):
         if not 1 <= length <= budget:
             raise ValueError(
-                f"sequence {index} has {length} tokens; allowed: 1 to micro_batch_tokens={budget}"
+                f"sequence {index} has {length} tokens; must have 1 to micro_batch_tokens={budget}"
             )
     if count is not None:
         if not min(1, len(lengths)) <= count <= len(lengths):
@@ -400,7 +400,7 @@ def token_budget_batches(
         batches = _least_loaded(lengths, count)
         if not _fits(batches, lengths, budget):
             raise ValueError(
-                f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget}"
+                f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget} tokens"
             )
         return batches
     fewest = -(-sum(lengths) // budget)

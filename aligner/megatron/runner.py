@@ -231,8 +231,9 @@ class ModelRunner:
         )
         if routes.shape[2:] != wanted or not 0 <= most < shape.num_experts:
             raise AlignerError(
-                f"routes of {tuple(routes.shape[2:])} layers and experts a token, up to expert"
-                f" {most}: the model has {wanted}, of {shape.num_experts} experts"
+                "expert routing replay: the recorded routing has (layers, experts per token)="
+                f"{tuple(routes.shape[2:])} with expert ids up to {most}; the model has {wanted}"
+                f" with {shape.num_experts} experts"
             )
 
     def rows(

@@ -91,7 +91,9 @@ def join(ranks: int, timeout_s: float) -> torch.device:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != ranks:
-        raise AlignerError(f"the role's layout needs {ranks} ranks, but WORLD_SIZE is {size}")
+        raise AlignerError(
+            f"WORLD_SIZE={size}: must be {ranks}, the number of ranks in the role's parallel layout"
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -48,7 +48,7 @@ def test_nothing_to_batch_gives_no_batches():
 @pytest.mark.parametrize(
     ("lengths", "budget", "count", "message"),
     [
-        ([3, 9], 8, None, r"sequence 1 has 9 tokens; allowed: 1 to micro_batch_tokens=8"),
+        ([3, 9], 8, None, r"sequence 1 has 9 tokens; must have 1 to micro_batch_tokens=8"),
         ([3, 0], 8, None, r"sequence 1 has 0 tokens"),
         ([3, 3], 8, 3, r"2 sequences cannot fill exactly 3"),
         ([3, 3], 8, 0, r"2 sequences cannot fill exactly 0"),

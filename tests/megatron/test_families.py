@@ -132,7 +132,7 @@ def largest_errors(directory, results, expected) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("family", "name"), CELLS)
-def test_logits_loss_gradients_and_trained_weights_equal_those_of_transformers(
+def test_training_equals_transformers(
     pool, model, table, family, name
 ):
     directory, expected = model(family)

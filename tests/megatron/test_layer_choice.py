@@ -87,7 +87,7 @@ def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).fp8 is None
     settings = ActorConfig(precision="fp8")
     assert computing_dtype(settings, torch.device("cpu")) == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"precision=fp8: needs transformer-engine's layers"):
+    with pytest.raises(ConfigError, match=r"precision=fp8: requires transformer-engine on a GPU"):
         build_model(shape, SimpleNamespace(device=torch.device("cpu")), "vocabulary", settings)  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(
         (["critic.precision=fp8"], None),
         (
             ["actor.precision=fp8", "actor.lora.rank=8"],
-            r"actor\.precision=fp8: layers with adapters",
+            r"actor\.precision=fp8: is not supported with actor\.lora\.rank",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_fp8_is_refused_where_it_cannot_be_had(
 ) -> None:
     config = compose_config(["experiment=tiny_ppo", *more])
     monkeypatch.setenv("ALIGNER_GPUS", "0")
-    with pytest.raises(ConfigError, match=r"precision=fp8: needs GPUs with transformer-engine"):
+    with pytest.raises(ConfigError, match="precision=fp8: requires GPUs with transformer-engine"):
         check(config)
     monkeypatch.setenv("ALIGNER_GPUS", "8")
     with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
@@ -142,6 +142,6 @@ def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*layer_notes(compose_config(["experiment=tiny_ppo"]))] == []
     adapted = compose_config(["experiment=tiny_ppo", "actor.lora.rank=8", "critic.precision=fp32"])
     critic, trainer = layer_notes(adapted)
-    assert "trainer: with adapters" in trainer and "critic: in float32" in critic
+    assert "trainer: with LoRA" in trainer and "critic: in float32" in critic
     monkeypatch.setenv("ALIGNER_GPUS", "0")
     assert [*layer_notes(adapted)] == []

@@ -114,7 +114,7 @@ def assert_slices_equal(parts, tensors, **tolerance):
 
 
 @layouts()
-def test_logprobs_losses_gradients_and_updated_weights_agree_with_transformers(
+def test_training_equals_transformers_at_every_layout(
     pool, untied_llama, layout, settings
 ):
     assert_steps_agree(pool, untied_llama, layout, settings)

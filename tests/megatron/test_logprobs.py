@@ -172,7 +172,7 @@ LAYOUTS = pytest.mark.parametrize(
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @LAYOUTS
-def test_values_and_gradients_equal_the_dense_ones_at_every_chunk_size(
+def test_chunked_logprobs_equal_dense_logprobs(
     pool, size, sequence, kept, with_entropy
 ):
     check(

@@ -155,7 +155,7 @@ def guided(pool, untied_llama):
         slow({"context": 2, "data": 2}, {}),
     ],
 )
-def test_steps_are_muons_for_the_layers_matrices_and_adams_for_the_rest(guided, layout, changes):
+def test_muon_updates_matrices_and_adam_the_rest(guided, layout, changes):
     results, expected = guided(layout, **changes)
     # The key/value groups' queries, keys and values, gates and ups are matrices each: of a whole
     # parameter none would agree.
@@ -238,7 +238,7 @@ def alone(pool, family):
         slow("mixtral", "tp2-sp-pp2"),
     ],
 )
-def test_updates_are_the_same_at_every_layout(pool, family, alone, name, layout):
+def test_muon_updates_do_not_depend_on_the_layout(pool, family, alone, name, layout):
     expected, weights = alone(name)
     layout, _ = LAYOUTS[layout]
     assert_updates_agree(
@@ -255,7 +255,7 @@ def test_updates_are_the_same_at_every_layout(pool, family, alone, name, layout)
         slow({"tensor": 2, "sequence": True, "data": 2, "expert": 2, "expert_tensor": 1}),
     ],
 )
-def test_experts_are_dealt_out_over_their_own_ranks(pool, family, alone, layout):
+def test_muon_distributes_experts_over_expert_ranks(pool, family, alone, layout):
     expected, weights = alone("mixtral")
     results = pool.run(
         jobs.policy_step, ranks(layout), family("mixtral"), layout, {"optimizer": MUON}, 3

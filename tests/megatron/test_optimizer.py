@@ -176,7 +176,7 @@ def test_too_many_in_a_row_end_the_run_with_the_weights_named(pool, untied_llama
     for result in pool.run(*call, [1, 2, 3], {1: bad, 2: bad}):
         assert len(result["stats"]) == 2
         message = result["error"]
-        assert "the gradients' norm was nan at 2 updates in a row" in message
+        assert "the gradient norm was nan in 2 consecutive updates" in message
         assert "optimizer.max_skipped_steps=2" in message
         # The parameter's first three values are of the group's queries.
         assert "model.layers.0.self_attn.q_proj.weight (3 of 4096 values on rank 0)" in message
@@ -189,8 +189,8 @@ def test_an_overflowing_norm_is_told_from_a_gradient_that_is_not_finite(pool, un
     (result,) = pool.run(
         optimizer_jobs.guided_steps, 1, str(untied_llama), {}, settings, [1], poison
     )
-    assert "norm was inf at 1 updates in a row" in result["error"]
-    assert "none of a single parameter, their sum overflows" in result["error"]
+    assert "norm was inf in 1 consecutive updates" in result["error"]
+    assert "none of a single parameter, but the sum of squares overflows" in result["error"]
 
 
 @pytest.mark.parametrize("layout", [SINGLE, {"tensor": 2, "pipeline": 2}], ids=["single", "tp2pp2"])

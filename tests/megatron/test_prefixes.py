@@ -215,7 +215,7 @@ def test_rows_alone_are_bundles_of_one(lengths):
     [{"micro_batch_tokens": 64}, {"micro_batch_tokens": 40, "recompute": "full"}],
     ids=str,
 )
-def test_what_is_computed_once_teaches_what_it_teaches_in_each_row(
+def test_shared_prefix_gradients_equal_separate_rows(
     pool, untied_llama, layout, settings
 ):
     count = ParallelConfig(**layout).ranks

@@ -46,7 +46,7 @@ def model(tmp_path_factory):
         for recompute in ("none", "selective", "full")
     ],
 )
-def test_gradients_and_trained_weights_under_forced_routes_equal_those_of_transformers(
+def test_replayed_routing_trains_like_transformers(
     pool, model, family, name, recompute
 ):
     """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when
@@ -89,7 +89,7 @@ def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_refer
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_the_trainers_own_routes_forced_on_it_change_nothing(pool, model, family, recompute):
+def test_replaying_own_routing_changes_nothing(pool, model, family, recompute):
     directory, settings = str(model(family)[0]), {"recompute": recompute}
     (own,) = pool.run(route_jobs.replay_own, 1, directory, settings, replayed=False)
     (replayed,) = pool.run(route_jobs.replay_own, 1, directory, settings, replayed=True)
@@ -116,15 +116,15 @@ def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, f
         (
             ROUTES[:, :, :3],
             (
-                r"routes of (3, 2) layers and experts a token, up to expert 3: the model has (4,"
-                r" 2), of 4 experts"
+                "expert routing replay: the recorded routing has (layers, experts per token)="
+                "(3, 2) with expert ids up to 3; the model has (4, 2) with 4 experts"
             ),
         ),
         (
             ROUTES + 1,
             (
-                r"routes of (4, 2) layers and experts a token, up to expert 4: the model has (4,"
-                r" 2), of 4 experts"
+                "expert routing replay: the recorded routing has (layers, experts per token)="
+                "(4, 2) with expert ids up to 4; the model has (4, 2) with 4 experts"
             ),
         ),
     ],

@@ -25,7 +25,7 @@ def test_groups_wait_as_long_as_is_configured_to_the_second(pool):
 
 
 @pytest.mark.parametrize("family", ["llama2", "mixtral"])
-def test_what_sums_in_one_order_computes_on_a_cpu_what_it_does_anyway(pool, tmp_path, family):
+def test_deterministic_kernels_change_nothing_on_cpu(pool, tmp_path, family):
     directory, layout = str(families.save(family, tmp_path)), {"data": 2}
     expected = pool.run(families.family_steps, 2, directory, layout)
     found = pool.run(families.deterministic_steps, 2, directory, layout)
