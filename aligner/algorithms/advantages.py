@@ -148,7 +148,9 @@ def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
 def _groups(scores: Tensor, group_size: int) -> Tensor:
     """[B] to [B / group_size, group_size], in floating point."""
     if scores.ndim != 1:
-        raise ValueError(f"scores are {tuple(scores.shape)}, must be one a response, [B]")
+        raise ValueError(
+            f"scores: got shape {tuple(scores.shape)}, must be [B], one score per response"
+        )
     _check_groups(len(scores), group_size)
     return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
 
@@ -162,11 +164,13 @@ def _of_unequal(groups: Tensor, compared: Tensor) -> Tensor:
 def _check_groups(rows: int, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(
-            f"group_size={group_size}: a response is compared with others to its prompt, so it must"
-            " be 2 or more"
+            f"group_size={group_size}: must be >= 2, because responses to the same prompt are"
+            " compared"
         )
     if rows % group_size:
-        raise ValueError(f"{rows} rows do not make groups of group_size={group_size}")
+        raise ValueError(
+            f"the number of rows, {rows}, must be a multiple of group_size={group_size}"
+        )
 
 
 def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
@@ -183,12 +187,12 @@ def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
 
 
 def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
-    assert samples.step_ends is not None, "the reward speaks of steps"
+    assert samples.step_ends is not None, "requires a reward of steps"
     return grpo_steps(samples.rewards, samples.step_ends, samples.mask, samples.samples_per_prompt)
 
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    assert samples.values is not None, "gae has a critic"
+    assert samples.values is not None, "gae requires a critic"
     return gae(
         samples.rewards,
         samples.values,

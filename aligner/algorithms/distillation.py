@@ -50,7 +50,7 @@ def divergence(kind: str, teacher: Tensor, policy: Tensor, beta: float = 0.5) ->
         return _kl(policy, teacher)
     if kind != "jensen_shannon":
         raise ValueError(
-            f"unknown divergence {kind!r}; known: forward_kl, reverse_kl, jensen_shannon"
+            f"unknown divergence {kind!r}; allowed: forward_kl, reverse_kl, jensen_shannon"
         )
     mixture = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(policy, mixture)

@@ -22,10 +22,11 @@ def pass_at_k(correct: Tensor, samples: int, k: int) -> Tensor:
     not within 1 and `samples`, or more are right than there are.
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"k={k}: must be within 1 and the {samples} samples of a prompt")
+        raise ValueError(f"k={k}: must be in [1, {samples}], the number of samples per prompt")
     if bool(((correct < 0) | (correct > samples)).any()):
         raise ValueError(
-            f"correct={correct.tolist()}: must be within 0 and the {samples} samples of a prompt"
+            f"correct={correct.tolist()}: must be in [0, {samples}], the number of samples per"
+            " prompt"
         )
     # The share of draws without a right one, as a product: the i-th factor is 0 once there are too
     # few wrong ones.
@@ -49,7 +50,7 @@ def perplexity(logprobs: Tensor, mask: Tensor) -> float:
     """
     count = int(mask.sum())
     if count == 0:
-        raise ValueError("no token is in the mask")
+        raise ValueError("mask: must contain at least one token")
     return float(torch.exp(-torch.where(mask, logprobs, 0.0).double().sum() / count))
 
 
@@ -62,9 +63,7 @@ def wilson_interval(
     where it is not within 0 and `count`.
     """
     if count < 1 or not 0 <= successes <= count:
-        raise ValueError(
-            f"{successes} successes of {count}: must be within 0 and the count, which is at least 1"
-        )
+        raise ValueError(f"successes={successes}: must be in [0, count] with count={count} >= 1")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share, weight = successes / count, z * z / count
     center = (share + weight / 2) / (1 + weight)
@@ -81,7 +80,7 @@ def bootstrap_interval(
     The same values and seed give the same interval. Raises ValueError where there is none.
     """
     if values.numel() == 0:
-        raise ValueError("there are no values")
+        raise ValueError("values: must not be empty")
     numbers, generator = values.double().numpy(), np.random.default_rng(seed)
     at_once = max(1, _RESAMPLED_AT_ONCE // len(numbers))
     means = [

@@ -40,9 +40,9 @@ def find_selection(name: str) -> Select | None:
             key,
             isinstance(rows, Tensor) and rows.ndim == 1 and not rows.is_floating_point(),
             rows,
-            "int64 [N], rows",
+            "an integer tensor [N] of row indices",
         )
-        allowed = f"different rows within 0 and {count - 1}"
+        allowed = f"distinct row indices from 0 to {count - 1}"
         _require(
             key,
             bool(((rows >= 0) & (rows < count)).all()) and len(rows.unique()) == len(rows),
@@ -72,7 +72,7 @@ def find_estimator(name: str) -> Estimate:
             key,
             isinstance(found, tuple) and len(found) == 2,
             found,
-            "advantages and returns, for the critic learns these",
+            "a tuple of advantages and returns, because a critic is trained",
         )
         _require_tensor(key, "the advantages", found[0], (rows, of_tokens), samples.mask)
         _require_tensor(key, "the returns", found[1], (of_tokens,), samples.mask)
@@ -93,12 +93,12 @@ def find_loss(name: str) -> OnlineLoss:
             key,
             isinstance(found, tuple) and len(found) == 2,
             found,
-            "a loss and a dict of its statistics",
+            "a tuple of the loss and a dict of statistics",
         )
         value, stats = found
         _require_tensor(key, "the loss", value, ((),))
         _require(
-            key, value.requires_grad or not logprobs.requires_grad, value, "a loss with a gradient"
+            key, value.requires_grad or not logprobs.requires_grad, value, "a differentiable loss"
         )
         _require(key, isinstance(stats, dict), stats, "a dict of statistics")
         for statistic, number in stats.items():
@@ -113,18 +113,18 @@ def _own(key: str, name: str) -> tuple[str, Callable[..., Any]]:
     called = f"algorithm.{key}={name}"
     place = callable_place(name)
     if place is None:
-        raise ConfigError(f"{called}: must be a name of aligner's, or module:callable")
+        raise ConfigError(f"{called}: must be a built-in name or module:callable")
     module, attribute = place
     try:
         function = imported(module, attribute)
     except ConfigError as error:
         raise ConfigError(
-            f"{called}: {error}; the module must be in the working directory or on PYTHONPATH, and"
-            f" have {attribute!r}"
+            f"{called}: {error}; the module must be importable from the working directory or"
+            f" PYTHONPATH and define {attribute!r}"
         ) from error
     if not callable(function):
         raise ConfigError(
-            f"{called}: {attribute!r} is a {type(function).__name__}, must be callable"
+            f"{called}: {attribute!r} must be callable, got {type(function).__name__}"
         )
     return called, function
 
@@ -134,13 +134,13 @@ def _called(key: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except Exception as error:  # the function is the user's, and fails in its own ways
         _log.exception("%s failed", key)
-        raise AlignerError(f"{key}: it raised {type(error).__name__}: {error}") from error
+        raise AlignerError(f"{key}: the function raised {type(error).__name__}: {error}") from error
 
 
 def _require(key: str, holds: bool, found: object, allowed: str) -> None:
     if not holds:
         shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
-        raise AlignerError(f"{key}: it returned {shown[:200]}, must be {allowed}")
+        raise AlignerError(f"{key}: the function returned {shown[:200]}, must be {allowed}")
 
 
 def _require_tensor(
@@ -153,7 +153,7 @@ def _require_tensor(
     """Numbers of one of these shapes, finite within the mask where they are numbers of tokens."""
     allowed = " or ".join(str(list(shape)) for shape in shapes)
     fits = isinstance(found, Tensor) and tuple(found.shape) in shapes
-    _require(key, fits, found, f"{what}, a tensor {allowed}")
+    _require(key, fits, found, f"{what} as a tensor of shape {allowed}")
     assert isinstance(found, Tensor)
     numbers = found if mask is None or found.shape != mask.shape else found[mask]
     if not bool(torch.isfinite(numbers).all()):

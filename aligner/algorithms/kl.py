@@ -21,7 +21,7 @@ def approximate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str 
         return difference.square() / 2
     if estimator == "k3":
         return torch.expm1(-difference) + difference
-    raise ValueError(f"unknown KL estimator {estimator!r}; known: k1, k2, k3")
+    raise ValueError(f"unknown KL estimator {estimator!r}; allowed: k1, k2, k3")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class KLController:
 
     def __post_init__(self) -> None:
         if self.target is not None and (self.target <= 0 or self.horizon <= 0):
-            raise ValueError(f"target={self.target} and horizon={self.horizon} must be above 0")
+            raise ValueError(f"target={self.target} and horizon={self.horizon}: must be > 0")
 
     def resume(self, coefficient: float) -> None:
         """Go on from a checkpoint's coefficient; without a target, or from nothing, it stays as it
@@ -54,6 +54,6 @@ class KLController:
         if self.target is None:
             return
         if not math.isfinite(current):
-            raise ValueError(f"the KL is {current}")
+            raise ValueError(f"the mean KL divergence is {current}, must be finite")
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * steps / self.horizon

@@ -79,10 +79,7 @@ def policy_loss(
     `proximal_logprobs`, a `dual_clip` below 1, and unknown names.
     """
     if behavior_weight_cap is not None and proximal_logprobs is None:
-        raise ValueError(
-            f"behavior_weight_cap={behavior_weight_cap} has nothing to cap: give proximal_logprobs"
-            " as well"
-        )
+        raise ValueError(f"behavior_weight_cap={behavior_weight_cap}: requires proximal_logprobs")
     mask = mask.bool()
     total = total_over(mask, weights, denominator)
     difference = _difference(
@@ -132,10 +129,10 @@ def behavior_weights(
     """
     levels = {"token": "token", "sequence": "sequence_product"}
     if level not in levels:
-        raise ValueError(f"unknown level of the behavior weights {level!r}; known: token, sequence")
+        raise ValueError(f"unknown level of behavior weights {level!r}; allowed: token, sequence")
     if above_cap not in ("drop", "truncate"):
         raise ValueError(
-            f"unknown treatment of weights above the cap {above_cap!r}; known: drop, truncate"
+            f"unknown treatment of weights above the cap {above_cap!r}; allowed: drop, truncate"
         )
     mask = mask.bool()
     weights = _ratio(_difference(proximal_logprobs, behavior_logprobs, mask), mask, levels[level])
@@ -218,8 +215,8 @@ def contrastive_policy_gradient_loss(
     """
     if group_size < 2 or len(scores) % group_size:
         raise ValueError(
-            f"{len(scores)} rows do not make groups of group_size={group_size}, which must be 2 or"
-            " more"
+            f"group_size={group_size}: must be >= 2, and the number of rows, {len(scores)}, a"
+            " multiple of it"
         )
     mask = mask.bool()
     count = float(max(len(scores), 1)) if denominator is None else denominator
@@ -292,7 +289,9 @@ def _difference(logprobs: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
 def _ratio(difference: Tensor, mask: Tensor, level: str) -> Tensor:
     """exp of the log-probs' difference, which is 0 outside the mask, at a level; [B, T]."""
     if level not in ("token", "sequence", "sequence_product"):
-        raise ValueError(f"unknown ratio_level {level!r}; known: token, sequence, sequence_product")
+        raise ValueError(
+            f"unknown ratio_level {level!r}; allowed: token, sequence, sequence_product"
+        )
     if level != "token":
         total = difference.sum(-1, keepdim=True)
         if level == "sequence":
@@ -305,7 +304,7 @@ def _dual_clipped(terms: Tensor, advantages: Tensor, bound: float) -> tuple[Tens
     """The terms, at most -bound·A where A < 0, and which of them were more."""
     if bound < 1:
         raise ValueError(
-            f"dual_clip={bound} must be 1 or more: it bounds how much a ratio above 1 may cost"
+            f"dual_clip={bound}: must be >= 1, because it bounds the loss of importance ratios > 1"
         )
     bounded = (advantages < 0) & (terms > -bound * advantages)
     return torch.where(bounded, -bound * advantages, terms), bounded

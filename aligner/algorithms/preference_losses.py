@@ -52,7 +52,7 @@ def pair_loss(
         loss, imitation_weight = odds_ratio_loss(chosen, rejected, beta, **shared), 1.0
     elif settings.has_margin:
         if margins is None:
-            raise ValueError(f"kind={settings.kind} goes by the pairs' margins, and there are none")
+            raise ValueError(f"kind={settings.kind}: requires the margins of the pairs")
         distance = settings.kind.removeprefix("rpo_")
         loss = rpo_loss(*answers, margins, beta, settings.reward_scale, distance, **shared)
     else:
@@ -85,11 +85,11 @@ def dpo_loss(
     smoothing that is not within 0 and 0.5 or that ipo gets.
     """
     if beta <= 0:
-        raise ValueError(f"beta={beta} must be above 0")
+        raise ValueError(f"beta={beta}: must be > 0")
     if not 0 <= label_smoothing <= 0.5:
         raise ValueError(
-            f"label_smoothing={label_smoothing} must be within 0 and 0.5: above it the labels are"
-            " turned round"
+            f"label_smoothing={label_smoothing}: must be in [0, 0.5]; larger values invert the"
+            " labels"
         )
     preference = (policy_chosen - policy_rejected) - (reference_chosen - reference_rejected)
     if kind == "sigmoid":
@@ -98,12 +98,12 @@ def dpo_loss(
     elif kind == "ipo":
         if label_smoothing:
             raise ValueError(
-                f"label_smoothing={label_smoothing} is for kind='sigmoid': kind='ipo' has no"
-                " smoothed form"
+                f"label_smoothing={label_smoothing}: is not supported with kind='ipo'; set 0 or"
+                " kind='sigmoid'"
             )
         losses = (preference - 1 / (2 * beta)).square()
     else:
-        raise ValueError(f"unknown preference loss {kind!r}; known: sigmoid, ipo")
+        raise ValueError(f"unknown preference loss {kind!r}; allowed: sigmoid, ipo")
     return _mean(losses, denominator, weights)
 
 
@@ -169,7 +169,7 @@ def rpo_loss(
     elif distance == "bwd_kl":
         losses = _bernoulli_kl(given, implied)
     else:
-        raise ValueError(f"unknown distance {distance!r}; known: sq, fwd_kl, bwd_kl")
+        raise ValueError(f"unknown distance {distance!r}; allowed: sq, fwd_kl, bwd_kl")
     return _mean(losses, denominator, weights)
 
 

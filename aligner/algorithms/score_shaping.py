@@ -19,12 +19,12 @@ def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: T
     """
     if kl.shape != mask.shape or scores.shape != kl.shape[:1]:
         raise ValueError(
-            f"scores {tuple(scores.shape)}, kl {tuple(kl.shape)} and mask {tuple(mask.shape)} do"
-            " not fit together"
+            f"scores: got shape {tuple(scores.shape)}, kl: {tuple(kl.shape)}, mask:"
+            f" {tuple(mask.shape)}; expected [B], [B, S-1] and [B, S-1]"
         )
     mask = mask.bool()
     if not bool(mask.any(dim=1).all()):
-        raise ValueError("a sequence has no response token to put its score on")
+        raise ValueError("mask: every sequence must have a response token for its score")
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
@@ -38,7 +38,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     2025, "DAPO", equation 13). Raises ValueError for a buffer that is not within 1 and max_length.
     """
     if not 1 <= buffer <= max_length:
-        raise ValueError(f"buffer={buffer} must be within 1 and max_length={max_length}")
+        raise ValueError(f"buffer={buffer}: must be in [1, max_length={max_length}]")
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 

@@ -168,14 +168,18 @@ def test_whitening_makes_nothing_of_equal_values(value):
     ],
 )
 def test_groups_that_are_none_are_refused(estimate):
-    with pytest.raises(ValueError, match=r"group_size=1: .* must be 2 or more"):
+    with pytest.raises(ValueError, match="group_size=1: must be >= 2"):
         estimate(torch.zeros(6), 1)
-    with pytest.raises(ValueError, match="6 rows do not make groups of group_size=4"):
+    with pytest.raises(
+        ValueError, match="the number of rows, 6, must be a multiple of group_size=4"
+    ):
         estimate(torch.zeros(6), 4)
 
 
 def test_scores_of_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"scores are \(4, 2\), must be one a response"):
+    with pytest.raises(
+        ValueError, match=r"scores: got shape \(4, 2\), must be \[B\], one score per response"
+    ):
         advantages.rloo(torch.zeros(4, 2), 2)
 
 

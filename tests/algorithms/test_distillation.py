@@ -311,7 +311,7 @@ def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kl
         found = divergence("jensen_shannon", teacher, policy, beta) / share
         torch.testing.assert_close(found, divergence(kind, teacher, policy), rtol=1e-4, atol=1e-9)
     with pytest.raises(
-        ValueError, match="unknown divergence 'kl'; known: forward_kl, reverse_kl, jensen_shannon"
+        ValueError, match="unknown divergence 'kl'; allowed: forward_kl, reverse_kl, jensen_shannon"
     ):
         divergence("kl", teacher, policy)
 

@@ -164,7 +164,7 @@ def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_ask
     value, _ = pair_loss(certain, certain, MASK, PreferenceConfig(kind="orpo"), pairs=1)
     value.backward()
     assert value.isfinite() and certain.grad is not None and certain.grad.isfinite().all()
-    with pytest.raises(ValueError, match="kind=rpo_sq goes by the pairs' margins"):
+    with pytest.raises(ValueError, match="kind=rpo_sq: requires the margins of the pairs"):
         pair_loss(LOGPROBS, REFERENCE, MASK, PreferenceConfig(kind="rpo_sq"), pairs=1)
 
 

@@ -172,23 +172,23 @@ def rows_twice(samples):
 @pytest.mark.parametrize(
     ("key", "function", "told"),
     [
-        ("advantage", "raising", "it raised ValueError: no such luck"),
+        ("advantage", "raising", "the function raised ValueError: no such luck"),
         (
             "advantage",
             "of_wrong_shape",
             (
-                r"it returned torch.float32 \[3, 2\], must be the advantages, a tensor \[12\] or"
-                r" \[12, "
+                r"the function returned torch.float32 \[3, 2\], must be the advantages as a tensor of"
+                r" shape \[12\] or \[12, "
             ),
         ),
         ("advantage", "not_finite", "the advantages must be finite, got nan"),
-        ("loss", "raising", "it raised ValueError: no such luck"),
-        ("loss", "loss_alone", "must be a loss and a dict of its statistics"),
+        ("loss", "raising", "the function raised ValueError: no such luck"),
+        ("loss", "loss_alone", "must be a tuple of the loss and a dict of statistics"),
         ("loss", "loss_that_is_not_finite", "the loss must be finite, got "),
-        ("loss", "loss_without_gradient", "must be a loss with a gradient"),
-        ("loss", "of_wrong_shape", r"it returned torch.float32 \[3, 2\], must be a loss"),
-        ("train_on", "of_wrong_shape", r"must be int64 \[N\], rows"),
-        ("train_on", "rows_twice", r"it returned \[0, 0\], must be different rows within 0 and 11"),
+        ("loss", "loss_without_gradient", "must be a differentiable loss"),
+        ("loss", "of_wrong_shape", r"returned torch.float32 \[3, 2\], must be a tuple of the loss"),
+        ("train_on", "of_wrong_shape", r"must be an integer tensor \[N\] of row indices"),
+        ("train_on", "rows_twice", r"returned \[0, 0\], must be distinct row indices from 0 to 11"),
     ],
 )
 def test_a_function_that_goes_wrong_is_told_by_its_name(key, function, told):
@@ -202,7 +202,7 @@ def test_a_function_that_goes_wrong_is_told_by_its_name(key, function, told):
 def test_a_critic_has_to_be_told_what_to_learn():
     config = composed("ppo", f"algorithm.advantage={HERE}:not_finite", "algorithm.with_critic=true")
     with pytest.raises(
-        AlignerError, match="must be advantages and returns, for the critic learns these"
+        AlignerError, match="must be a tuple of advantages and returns, because a critic is trained"
     ):
         step(config)
 
@@ -213,12 +213,12 @@ def test_a_critic_has_to_be_told_what_to_learn():
         (
             "no_such_module:loss",
             (
-                "No module named 'no_such_module'; the module must be in the working directory or"
-                " on PYTHONPATH, and have 'loss'"
+                "No module named 'no_such_module'; the module must be importable from the working"
+                " directory or PYTHONPATH and define 'loss'"
             ),
         ),
         (f"{HERE}:nothing", "has no attribute 'nothing'"),
-        (f"{HERE}:EACH", "'EACH' is a int, must be callable"),
+        (f"{HERE}:EACH", "'EACH' must be callable, got int"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):

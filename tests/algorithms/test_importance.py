@@ -184,7 +184,7 @@ def test_weights_above_the_cap_drop_out_of_the_loss_unless_asked_otherwise():
 
 
 def test_a_cap_without_a_proximal_policy_is_refused():
-    with pytest.raises(ValueError, match=r"behavior_weight_cap=2\.0 has nothing to cap"):
+    with pytest.raises(ValueError, match=r"behavior_weight_cap=2\.0: requires proximal_logprobs"):
         policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, behavior_weight_cap=2.0)
 
 

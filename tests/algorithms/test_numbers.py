@@ -58,12 +58,12 @@ def test_fixed_kl_coefficient_stays():
 
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10000), (6.0, 0)])
 def test_adaptive_kl_needs_a_target_and_a_horizon(target, horizon):
-    with pytest.raises(ValueError, match=f"target={target} and horizon={horizon} must be above 0"):
+    with pytest.raises(ValueError, match=f"target={target} and horizon={horizon}: must be > 0"):
         KLController(0.15, target, horizon)
 
 
 def test_unknown_kl_estimator_is_refused():
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; known: k1, k2, k3"):
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; allowed: k1, k2, k3"):
         approximate_kl(DIFFERENCES, DIFFERENCES, "k4")
 
 

@@ -136,7 +136,7 @@ def test_every_online_algorithm_is_a_file_of_conf():
     }
 
 
-def test_how_a_minibatch_is_cut_changes_neither_gradient_nor_statistics(name):
+def test_micro_batching_changes_no_gradient_or_statistic(name):
     algorithm, experience, _, after = step(composed(name))
     rows = torch.arange(experience.tokens.shape[0])
     units = rows.view(-1, algorithm.group)
@@ -151,7 +151,7 @@ def test_how_a_minibatch_is_cut_changes_neither_gradient_nor_statistics(name):
     assert whole[2].abs().max() > 0 and bool(whole[2].isfinite().all())
 
 
-def test_an_only_updates_own_log_probs_are_those_from_before_it(name):
+def test_single_update_uses_its_own_forward_logprobs(name):
     algorithm, experience, _, _ = step(composed(name))
     at_the_start = torch.where(experience.mask, experience.old_logprobs, 0.0)
     rows = [torch.arange(experience.tokens.shape[0])]
@@ -196,7 +196,7 @@ def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(
     "branching", [name for name in ONLINE if name not in ("copg", "online_dpo", "best_of_n")]
 )
 @pytest.mark.parametrize("over", ["batch", "prompt"])
-def test_a_branch_is_learned_from_with_its_episodes_score_which_counts_once(branching, over):
+def test_branch_trains_with_episode_score_counted_once(branching, over):
     """Its rows are a copy of its sample's here, so that it has to come to the same advantages."""
     config = composed(
         branching, "algorithm.whiten_advantages=false", "algorithm.whiten_rewards=false"
@@ -515,7 +515,7 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
 
 
 @pytest.mark.slow
-def test_layout_and_packing_change_no_algorithms_update(pool, tmp_path):
+def test_updates_do_not_depend_on_layout_or_packing(pool, tmp_path):
     """Through Megatron: gradients of pairs and whole responses, cut over ranks and into
     micro-batches of a few rows."""
     directory = str(families.save("llama3", tmp_path))

@@ -66,7 +66,7 @@ def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place
         finished = launch.finish(60)
     assert finished.code == 2
     assert (
-        f"algorithm.loss={MODULE}:hard_clip" in finished.error and "on PYTHONPATH" in finished.error
+        f"algorithm.loss={MODULE}:hard_clip" in finished.error and "or PYTHONPATH" in finished.error
     )
     assert not (finished.paths.root / "logs" / "trainer-0.log").exists()
 
@@ -83,5 +83,8 @@ def test_a_function_that_goes_wrong_ends_a_run_and_is_named(place: Path) -> None
     ) as launch:
         finished = launch.finish(120)
     assert finished.code == 1
-    assert "algorithm.loss=broken:loss: it raised RuntimeError: no such luck" in finished.error
+    assert (
+        "algorithm.loss=broken:loss: the function raised RuntimeError: no such luck"
+        in finished.error
+    )
     assert 'broken.py", line 2' in (finished.paths.root / "logs" / "trainer-0.log").read_text()
