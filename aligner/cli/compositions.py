@@ -47,8 +47,9 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     _tell(choices)
     if data is not None and data.bypasses_template:
         print(
-            "aligner: note: the model has a chat template, and prompts that are texts are given to"
-            " it without: records with messages instead are chats (docs/data.md)",
+            "aligner: note: the model has a chat template, but the data has plain-text prompts, to"
+            " which the template is not applied; use `messages` instead of `prompt` for chats"
+            " (docs/data.md)",
             file=sys.stderr,
         )
     return _with_chosen(config, [choice.key for choice in choices])
@@ -83,7 +84,7 @@ def _with_chosen(config: Config, keys: list[str]) -> Config:
 
 def _tell(choices: tuple[Choice, ...]) -> None:
     """Those with one reason in one line."""
-    print("aligner: chosen, each to be had otherwise as key=value:", file=sys.stderr)
+    print("aligner: chosen automatically; override any of these with key=value:", file=sys.stderr)
     for reason, same in itertools.groupby(choices, key=lambda choice: choice.reason):
         pairs = " ".join(f"{choice.key}={_shown(choice.value)}" for choice in same)
         print(f"  {pairs}\n      {reason}", file=sys.stderr)

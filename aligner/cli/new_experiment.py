@@ -15,9 +15,9 @@ _FILES = {
 }
 _ARGUMENTS = "--config-dir . experiment=my_experiment model.path=DIRECTORY_OR_NAME"
 _NEXT = f"""\
-edit them, above all data.jsonl and my_reward.py, and then:
+Edit these files, at least data.jsonl and my_reward.py. Then:
     cd {{directory}}
-    aligner validate {_ARGUMENTS}    # what is chosen, and why
+    aligner validate {_ARGUMENTS}    # prints each chosen value and the reason
     aligner launch   {_ARGUMENTS}
     aligner launch   {_ARGUMENTS} cluster=my_slurm --dry-run"""
 
@@ -32,7 +32,7 @@ def new_experiment(parsed: argparse.Namespace) -> None:
     }
     if there := [str(file) for file in files if file.exists()]:
         raise ConfigError(
-            f"{', '.join(there)}: exists already and stays as it is; give another directory"
+            f"{', '.join(there)}: already exists and is not overwritten; give another directory"
         )
     try:
         for file, text in files.items():
@@ -40,5 +40,5 @@ def new_experiment(parsed: argparse.Namespace) -> None:
             file.write_text(text, encoding="utf-8")
             print(file)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot be written to: {error}") from error
+        raise ConfigError(f"{directory}: cannot write the files: {error}") from error
     print(_NEXT.format(directory=shlex.quote(str(directory))))

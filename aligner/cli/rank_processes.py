@@ -48,7 +48,7 @@ def train(parsed: argparse.Namespace) -> None:
     # the launcher may tell it again, and Python's own end would let it die of that
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     if not is_finished:
-        raise Stopped("told to stop, with a checkpoint")
+        raise Stopped("stopped on request after saving a checkpoint")
 
 
 def serve(parsed: argparse.Namespace) -> None:
@@ -58,11 +58,12 @@ def serve(parsed: argparse.Namespace) -> None:
     config = _start(parsed)
     if len(groups) != 1 or groups[0] not in server_ranks(config):
         raise ConfigError(
-            f"role={','.join(groups)}: give one role; allowed: {', '.join(server_ranks(config))}"
+            f"role={','.join(groups)}: expected exactly one role; allowed:"
+            f" {', '.join(server_ranks(config))}"
         )
     configure_logs(config.logging.format, groups[0])
     show_life(config, groups[0])
-    tell_stage(config, groups[0], "loading")
+    tell_stage(config, groups[0], "importing libraries and loading the model")
     role = groups[0].partition(".")[0]
     replica = groups if role in ("reward", "teacher") else ()
     _run(role, config, *replica)
@@ -83,17 +84,17 @@ def _start(parsed: argparse.Namespace) -> Config:
         plan = plan_run(composed(parsed), parsed.config_dir)
         if plan.config.dry_run.scale != "none":
             raise ConfigError(
-                f"dry_run.scale={plan.config.dry_run.scale}: for `aligner launch` and `aligner"
-                " validate` alone"
+                f"dry_run.scale={plan.config.dry_run.scale}: is supported only by `aligner launch`"
+                " and `aligner validate`"
             )
         if missing := ", ".join(first.name for first in plan.missing):
             raise ConfigError(
-                f"{missing}: an experiment whose result is needed has not run yet; `aligner launch`"
-                " runs it first"
+                f"{missing}: the run needs the result of this experiment, which has not run yet;"
+                " `aligner launch` runs it first"
             )
         return plan.config
     if parsed.overrides or parsed.config_dir:
-        raise ConfigError("--config FILE is a whole configuration; give either it, or overrides")
+        raise ConfigError("--config: cannot be combined with overrides or --config-dir")
     return stored_config(parsed.config)
 
 

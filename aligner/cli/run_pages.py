@@ -18,8 +18,8 @@ def view(parsed: argparse.Namespace) -> None:
     require_packages("aligner view")
     if missing := [directory for directory in parsed.directories if not directory.is_dir()]:
         raise ConfigError(
-            f"{missing[0]}: no such directory; give run directories or directories with some, or"
-            f" none for ./{_RUNS}"
+            f"{missing[0]}: no such directory; give run directories or directories that contain"
+            f" runs (default: ./{_RUNS})"
         )
     from aligner.view.web_server import HOST, serve
 
@@ -27,7 +27,8 @@ def view(parsed: argparse.Namespace) -> None:
         listening = socket.create_server((HOST, parsed.port))
     except OSError as error:
         raise ConfigError(
-            f"--port {parsed.port}: {error.strerror}; give another, or none for one that is free"
+            f"--port {parsed.port}: {error.strerror}; give another port, or omit --port to use a"
+            " free port"
         ) from error
     key = secrets.token_urlsafe(24)
     with contextlib.suppress(KeyboardInterrupt), listening:

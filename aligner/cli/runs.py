@@ -32,8 +32,8 @@ def launch(parsed: argparse.Namespace) -> None:
     if plan.config.dry_run.scale != "none":
         if is_dry:
             raise ConfigError(
-                "--dry-run prints a Slurm job's script, dry_run.scale=tiny runs here; give one of"
-                " both"
+                "--dry-run: is not supported with dry_run.scale=tiny; --dry-run prints the Slurm"
+                " job script, and dry_run.scale=tiny runs a tiny model on this machine"
             )
         launch_dry_run(plan)
     elif plan.config.cluster.kind == "slurm":
@@ -43,7 +43,8 @@ def launch(parsed: argparse.Namespace) -> None:
             submit(plan)
     elif is_dry:
         raise ConfigError(
-            "--dry-run prints a Slurm job's script; give cluster=slurm, or see `aligner validate`"
+            "--dry-run: requires cluster=slurm, because it prints the Slurm job script; to check a"
+            " configuration, use `aligner validate`"
         )
     else:
         launch_here(plan)
@@ -60,9 +61,11 @@ def validate(parsed: argparse.Namespace) -> None:
     shape = plan.check(described)
     for first in plan.prerequisites:
         done = (
-            f"done, {first.result}" if first.is_complete else f"to be run first, in {first.entry}"
+            f"complete, result: {first.result}"
+            if first.is_complete
+            else f"will run first, in {first.entry}"
         )
-        print(f"experiment {first.name}: {first.gives}; {done}")
+        print(f"prerequisite experiment {first.name} ({first.gives}): {done}")
     if plan.config.environment.has_tools:
         from aligner.environments.tool_catalogue import describe_tools  # imports torch
 
@@ -112,9 +115,9 @@ def _described(plan: RunPlan) -> ExpectedInputs:
     }
     for path, shape in described.items():
         how = (
-            "its records are not checked"
+            "its records cannot be checked"
             if shape is None
-            else "its shape is taken from the configuration"
+            else "its shape is read from the configuration"
         )
-        print(f"aligner: note: {path} is not there yet: {how}", file=sys.stderr)
+        print(f"aligner: note: {path} does not exist yet; {how}", file=sys.stderr)
     return described

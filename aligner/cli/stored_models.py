@@ -60,7 +60,8 @@ def generate_samples(parsed: argparse.Namespace) -> None:
     )
     if scores := [score for score in done.rewards if not math.isnan(score)]:
         print(
-            f"mean score {sum(scores) / len(scores):.4g}; {len(done.rewards) - len(scores)} lost",
+            f"mean score {sum(scores) / len(scores):.4g}; episodes that failed:"
+            f" {len(done.rewards) - len(scores)}",
             file=sys.stderr,
         )
     print(parsed.output)
@@ -118,8 +119,8 @@ def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
     if wrong := [key for key in keys if key != "experiment" and not key.startswith("environment.")]:
         raise ConfigError(
-            f"{wrong[0]}: not read here; allowed: environment.KEY=VALUE, and experiment=NAME for"
-            " its environment"
+            f"{wrong[0]}: is not supported by `aligner generate`; allowed: environment.KEY=VALUE,"
+            " and experiment=NAME to use its environment"
         )
     chosen = None
     if keys:
@@ -129,7 +130,7 @@ def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
         keys or parsed.min_score is not None or parsed.as_messages
     ):
         raise ConfigError(
-            "--min-score, --as-messages and environment.KEY are of episodes; give"
+            "--min-score, --as-messages and environment.KEY require an environment; set"
             " environment.target=module:Class"
         )
     return chosen
@@ -141,8 +142,8 @@ def _judge(parsed: argparse.Namespace) -> JudgeSource | None:
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
     if wrong := [key for key in keys if not key.startswith("evaluation.judge.")]:
         raise ConfigError(
-            f"{wrong[0]}: not read here; allowed: evaluation.judge.judge_url=URL and the other"
-            " judge_… keys"
+            f"{wrong[0]}: is not supported by `aligner evaluate`; allowed:"
+            " evaluation.judge.judge_url=URL and the other judge_… keys"
         )
     # which is how Hydra takes an entry of a mapping
     added = [f"+{text.lstrip('+')}" for text in parsed.overrides]
@@ -188,7 +189,7 @@ def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
 def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
     """Shows how far a job of so many samples is."""
     with _progress(MofNCompleteColumn()) as progress:
-        task = progress.add_task("reading the model", total=samples)
+        task = progress.add_task("loading the model", total=samples)
 
         def show(now: Generated) -> None:
             progress.update(

@@ -82,9 +82,15 @@ def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) 
     ("overrides", "message"),
     [
         ([], "experiment=NAME is missing; experiments: arithmetic, "),
-        (OWN[1:], "or, without one, your own: model.path=DIRECTORY_OR_NAME"),
+        (
+            OWN[1:],
+            (
+                "without an experiment, set your own model, data and reward:"
+                " model.path=DIRECTORY_OR_NAME"
+            ),
+        ),
         (OWN[:3], "reward.function=NAME is missing"),
-        ([*OWN[:2], OWN[3]], "data: no prompts or other records; give data.path=FILE"),
+        ([*OWN[:2], OWN[3]], "data: no prompts or other records; set data.path=FILE"),
         ([*OWN, "data.path=absent.jsonl"], "data.path=absent.jsonl: no such file"),
         (["model.path=absent", *OWN[1:]], "model.path=absent: no such model directory"),
         (["model.path=org/absent", *OWN[1:]], "run `hf download org/absent`"),
@@ -167,7 +173,7 @@ def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty:
     done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run")
     assert done.returncode == 0 and "#SBATCH --partition=gpu" in done.stdout, done.stderr
     done = aligner(empty, "new", "mine")
-    assert done.returncode == 2 and "exists already and stays as it is" in done.stderr
+    assert done.returncode == 2 and "already exists and is not overwritten" in done.stderr
 
 
 def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(empty: Path) -> None:
@@ -197,7 +203,7 @@ def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
     done = aligner(tmp_path, "lanch", *OWN)
     assert (
         done.returncode == 2
-        and "lanch: no such command; did you mean launch? commands: launch, validate,"
+        and "lanch: unknown command; did you mean launch? available commands: launch, validate,"
         in done.stderr
     )
 

@@ -152,7 +152,7 @@ def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> Non
         "critic.parallel.pipeline=2",
     )
     assert done.returncode == 0, done.stderr
-    placed, _, memory = done.stdout.partition("memory of a device, MiB")
+    placed, _, memory = done.stdout.partition("memory per device in MiB")
     rows = {
         line.split("│")[1].strip(): line for line in placed.splitlines() if line.startswith("│")
     }
@@ -163,8 +163,8 @@ def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> Non
         ["critic", "1/2"],
     ]
     assert (
-        "4 layers, hidden 64, 4 heads, 2 key-value heads, vocabulary 64, 0.2 M parameters"
-        in done.stdout
+        "4 layers, hidden size 64, 4 heads, 2 key-value heads, vocabulary size 64, 0.2 M"
+        " parameters" in done.stdout
     )
     assert not list(tmp_path.iterdir())
     assert seconds < 5
@@ -182,7 +182,7 @@ def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_
     )
     table = [
         line.split()
-        for line in done.stdout.partition("memory of a device, GiB of 136")[2].splitlines()
+        for line in done.stdout.partition("memory per device in GiB (limit 136)")[2].splitlines()
     ]
     # Of the 405.9 billion weights an eighth of the last of nine stages, its 14 layers and the head,
     # at 2 bytes each.
@@ -198,10 +198,10 @@ def test_validate_refuses_what_does_not_fit_and_names_what_would(tmp_path: Path)
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_70b_ppo", "reward.parallel.tensor=1")
     assert done.returncode == 2
     assert (
-        "cluster.device_memory_gib=76: reward needs 134.0 GiB a device in scoring: weights 129.5,"
-        " activations" in done.stderr
+        "cluster.device_memory_gib=76: too small for the reward, which needs 134.0 GiB per device"
+        " during scoring: weights 129.5, activations" in done.stderr
     )
-    assert "what usually helps: more ranks in reward.parallel.tensor" in " ".join(
+    assert "to reduce memory use, try more ranks in reward.parallel.tensor" in " ".join(
         done.stderr.split()
     )
 
@@ -212,16 +212,14 @@ def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "TP1 PP2 DP1, engine TP1 DP2" in done.stdout
     assert (
-        "30 layers, hidden 576, 9 heads, 3 key-value heads, vocabulary 49152, 134.5 M parameters"
-        in done.stdout
+        "30 layers, hidden size 576, 9 heads, 3 key-value heads, vocabulary size 49152, 134.5 M"
+        " parameters" in done.stdout
     )
     done, seconds = aligner(
         tmp_path, "validate", "experiment=smollm2_sentiment", "actor.parallel.tensor=2"
     )
     assert done.returncode == 2
-    assert (
-        "actor.parallel.tensor=2: the model's 9 attention heads do not divide by 2" in done.stderr
-    )
+    assert "actor.parallel.tensor=2: must divide the model's 9 attention heads" in done.stderr
     assert seconds < 5
 
 

@@ -1,4 +1,4 @@
-"""The reward of an experiment: one finite number for each response, in their order."""
+"""Reward function of your experiment."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,13 @@ from aligner.rewards.scorers import ScoringRequest
 
 
 def score(requests: Sequence[ScoringRequest]) -> list[float]:
-    """1 for a response that has the answer in it, less a little for its length.
+    """Return one finite reward for each request, in the order of the requests.
 
-    A request has `prompt` and `response`, texts, and `metadata`: what the record has beside its
-    prompt.
+    This example gives 1 to a response that contains the answer, minus a small penalty for length.
+
+    Args:
+        requests: each has the texts `prompt` and `response`, and `metadata`, a mapping with the
+            other fields of the data record.
     """
     return [
         float(request.metadata["answer"] in request.response) - 0.001 * len(request.response)
