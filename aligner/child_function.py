@@ -126,7 +126,7 @@ class ChildFunction:
                 None if deadline_s is None else max(0.0, end - time.monotonic()) * 1000
             ):
                 self._end()
-                raise ChildTooSlow(f"gave no answer within {deadline_s:g} s, and was ended")
+                raise ChildTooSlow(f"returned no result within {deadline_s:g} s and was killed")
             if not (more := os.read(descriptor, 1 << 16)):
                 raise self._lost(process)
             line += more
@@ -137,10 +137,10 @@ class ChildFunction:
         self._end()
         if code == -signal.SIGPROF:
             return ChildTooSlow(
-                f"took more than {self._processor_s:g} s of processor time, and was ended"
+                f"used more than {self._processor_s:g} s of CPU time and was killed"
             )
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended in the middle"
-        return ChildLost(f"{how}: its process ended with code {code}")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "exited during a call"
+        return ChildLost(f"{how}: exit code {code}")
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -182,7 +182,7 @@ def serve() -> None:
             (None if through is None else imported(*through.split(":"))),
         )
         if not callable(function):
-            raise ConfigError(f"{name!r} is a {type(function).__name__}, must be callable")
+            raise ConfigError(f"{name!r} must be callable, got {type(function).__name__}")
         if takes is not None:
             _require_arguments(name, function, takes)
     except ConfigError as error:

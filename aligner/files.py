@@ -37,7 +37,7 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
+        return f"process {self.pid} on {self.host} since {self.since}"
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -87,7 +87,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
             if not directory.is_dir():
                 raise
             raise FileExistsError(
-                error.errno, "it was made by someone else in the meantime", str(directory)
+                error.errno, "another process has created it in the meantime", str(directory)
             ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -200,8 +200,8 @@ def full_disk(error: BaseException) -> str | None:
         return None
     what = error.filename or "standard output"
     return (
-        f"{what}: {error.strerror}; make room, and go on from the last complete checkpoint with"
-        " run.resume=auto"
+        f"{what}: {error.strerror}; free disk space, and resume from the latest complete checkpoint"
+        " with run.resume=auto"
     )
 
 

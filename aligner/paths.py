@@ -167,7 +167,9 @@ class RunPaths:
 def run_paths(config: Config) -> RunPaths:
     """The run directory's files; `run.dir` must be resolved (the launcher does so)."""
     if config.run.dir is None:
-        raise ConfigError("run.dir is not set; the launcher sets it, or give run.dir=DIRECTORY")
+        raise ConfigError(
+            "run.dir: is not set; set run.dir=DIRECTORY, or start the run with `aligner launch`"
+        )
     return RunPaths(Path(config.run.dir))
 
 

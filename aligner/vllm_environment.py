@@ -38,8 +38,8 @@ def vllm_python(settings: VLLMConfig) -> str:
             else f"engine.vllm.python={settings.python}"
         )
         raise ConfigError(
-            f"{key}: there is no Python at {python}; `aligner install-vllm` makes an environment"
-            " with vLLM"
+            f"{key}: no Python at {python}; create an environment with vLLM with `aligner"
+            " install-vllm`"
         )
     return python
 
@@ -57,8 +57,8 @@ def vllm_architectures(settings: VLLMConfig) -> set[str]:
     )
     if found.returncode:
         raise ConfigError(
-            f"engine.vllm.python={python}: it has no vLLM; `aligner install-vllm` makes an"
-            " environment with it"
+            f"engine.vllm.python={python}: vLLM is not installed there; create an environment with"
+            " vLLM with `aligner install-vllm`"
         )
     file = Path(found.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
     if not file.is_file():
@@ -92,10 +92,13 @@ def install_vllm(place: Path, package: str) -> Path:
     if (place / "package").is_file() and (place / "package").read_text() == package:
         return place / "bin" / "python"
     shutil.rmtree(made, ignore_errors=True)
-    _run("making an environment", [sys.executable, "-m", "venv", str(made)])
+    _run("creating a virtual environment", [sys.executable, "-m", "venv", str(made)])
     pip = [str(made / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run(f"installing {package}, some 3 GB", [*pip, "install", package])
-    _run("removing what does not fit", [*pip, "uninstall", "--yes", *_UNFIT])
+    _run(f"installing {package}, about 3 GB", [*pip, "install", package])
+    _run(
+        f"removing incompatible packages ({', '.join(_UNFIT)})",
+        [*pip, "uninstall", "--yes", *_UNFIT],
+    )
     stamp.write_text(package)
     shutil.rmtree(place, ignore_errors=True)
     # it knows where it is by the first lines of its commands alone, which nobody here runs
@@ -108,7 +111,7 @@ def _run(what: str, command: list[str]) -> None:
     result = subprocess.run(command, env=_environment(), check=False)
     if result.returncode:
         raise AlignerError(
-            f"{what} failed: {' '.join(command)} ended with code {result.returncode}"
+            f"{what} failed: {' '.join(command)} exited with code {result.returncode}"
         )
 
 

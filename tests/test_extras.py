@@ -122,10 +122,10 @@ def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
 def test_a_numpy_that_tritons_processes_would_misread_is_told(monkeypatch, tmp_path: Path) -> None:
     assert unfit_numpy() is None
     monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
-    told = "PyTriton needs numpy below 2, and 2.5.2 is installed; pip install 'numpy<2'"
+    told = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; pip install 'numpy<2'"
     assert unfit_numpy() == told
     with pytest.raises(
-        ConfigError, match=re.escape(f"this run has servers (critic, reward): {told}")
+        ConfigError, match=re.escape(f"this run starts servers (critic, reward): {told}")
     ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
     monkeypatch.setattr(extras, "find_spec", lambda module: None)

@@ -52,8 +52,8 @@ def test_a_full_disk_is_told_with_the_file_and_what_was_complete_stays(tmp_path)
                 fill(disk.directory / "large", b"\0" * 100_000)
             assert (
                 full_disk(caught.value)
-                == f"{disk.directory / 'large'}: No space left on device; make room, and go on from"
-                " the last complete checkpoint with run.resume=auto"
+                == f"{disk.directory / 'large'}: No space left on device; free disk space, and resume"
+                " from the latest complete checkpoint with run.resume=auto"
             )
             left = (disk.directory / "large").exists()
             assert left == (fill is append)
@@ -96,7 +96,7 @@ def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp
         (directory / "a").write_text("first")
         assert [*(tmp_path / "new").iterdir()] == [directory]
     with (
-        pytest.raises(FileExistsError, match="by someone else"),
+        pytest.raises(FileExistsError, match="another process has created it"),
         new_directory(tmp_path / "new" / "model") as directory,
     ):
         (directory / "a").write_text("second")

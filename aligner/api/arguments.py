@@ -111,9 +111,10 @@ def json_lines(data: "Records | pd.DataFrame") -> str:
             return "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"data: not JSON: {error}; give records of texts, numbers and lists of them"
+            f"data: cannot be written as JSON: {error}; records may contain only JSON values, such"
+            " as strings, numbers and lists"
         ) from error
-    raise ConfigError("data: give a path, a list of dicts, or a DataFrame")
+    raise ConfigError("data: must be a path, a list of dicts, or a DataFrame")
 
 
 def place_records(
@@ -132,7 +133,8 @@ def place_records(
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
         raise ConfigError(
-            f"data: {file} has other records, of the run that is there; give run.dir=, or data=PATH"
+            f"data: the run in this directory uses other records, {file}; give another run.dir, or"
+            " data=PATH"
         )
     paths.root.mkdir(PRIVATE, parents=True, exist_ok=True)
     write_file(file, records)
@@ -147,17 +149,17 @@ def importable(function: Callable[..., Any]) -> tuple[str, Path | None]:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(function, FunctionType) or not module or not name:
         raise ConfigError(
-            f"reward={function!r}: give a function, a name such as gsm8k, or module:function"
+            f"reward={function!r}: must be a function, a name such as gsm8k, or module:function"
         )
     why = next(_obstacles(module, name), None)
     if why is None:
         return f"{module}:{name}", _root(module)
     plain = name if name.isidentifier() else "score"
     raise ConfigError(
-        f"reward={name}: {why}, and the run's processes, which import it, would not find it. Write"
-        " it to a file, in a notebook with a cell that begins with\n    %%writefile"
-        " my_reward.py\nhas the function and all that it imports, and then\n    from my_reward"
-        f" import {plain}\n    run = aligner.launch(…, reward={plain})"
+        f"reward={name}: {why}, so the processes of the run cannot import it. Write the function to"
+        " a file. In a notebook, put the function and its imports in a cell that begins with\n"
+        "    %%writefile my_reward.py\nand then run\n"
+        f"    from my_reward import {plain}\n    run = aligner.launch(…, reward={plain})"
     )
 
 

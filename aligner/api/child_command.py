@@ -65,7 +65,7 @@ class ChildCommand:
         """
         if code := self.exit_code:
             printed, error = self._parts()
-            last = (printed.splitlines() or [f"ended with exit code {code}"])[-1]
+            last = (printed.splitlines() or [f"exited with code {code}"])[-1]
             raise error_of(code, error or otherwise or last)
 
     def finish(self) -> None:

@@ -114,7 +114,7 @@ class Run:
         has_files = self._paths.config.is_file()
         return (
             f"<Run {self.directory}:"
-            f" {describe_status(self.status()) if has_files else 'no files of a run'}>"
+            f" {describe_status(self.status()) if has_files else 'no files yet'}>"
         )
 
     @property
@@ -202,8 +202,8 @@ class Run:
             self._watch(deadline)  # another process has started it, or Slurm will
         except KeyboardInterrupt:
             print(
-                "the run goes on; run.stop() ends it, and"
-                f" aligner.load_run({str(self.directory)!r}) finds it again"
+                "the run continues in the background; run.stop() stops it, and"
+                f" aligner.load_run({str(self.directory)!r}) returns a handle to it"
             )
             raise
         return self
@@ -227,7 +227,9 @@ class Run:
 
     def _check(self, deadline: float | None) -> None:
         if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{self.directory}: has not ended in time; it goes on")
+            raise TimeoutError(
+                f"{self.directory}: timed out waiting for the end of the run; the run continues"
+            )
 
     def stop(self, *, now: bool = False) -> None:
         """Have the run take a checkpoint and end, or end at once, and wait for that; nothing where
@@ -243,8 +245,8 @@ class Run:
             if state is None or state.job is not None or state.host != os.uname().nodename:
                 job = "JOB" if state is None or state.job is None else state.job
                 raise AlignerError(
-                    f"{self.directory}: not on this machine; a Slurm job: scancel --batch"
-                    f" --signal=USR1 {job}"
+                    f"{self.directory}: the run is not on this machine; stop it there, or, if it is"
+                    f" a Slurm job, with: scancel --batch --signal=USR1 {job}"
                 )
             os.kill(state.pid, number)
         while self._is_launched_here or self.state not in OVER:
@@ -256,6 +258,6 @@ def _pandas(what: str) -> Any:
         import pandas
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs pandas; install the notebook extra: pip install 'aligner[notebook]'"
+            f"{what} requires pandas; install the notebook extra: pip install 'aligner[notebook]'"
         ) from error
     return pandas

@@ -91,7 +91,7 @@ def test_records_are_placed_in_the_run_directory_but_not_over_those_of_another_r
         and file.parent.stat().st_mode & 0o777 == 0o700
     )
     (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="has other records"):
+    with pytest.raises(ConfigError, match="uses other records"):
         place_records("[]\n", [f"run.dir={tmp_path / 'run'}"], None)
 
 
@@ -119,7 +119,7 @@ def nested() -> Any:
     [
         (lambda requests: [], "a lambda has no name"),
         (nested(), "it is defined inside a function"),
-        (print, "give a function"),
+        (print, "must be a function"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_with_the_way_out(function: Any, why: str) -> None:

@@ -65,7 +65,11 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
     assert run.directory == place / "run" and run.state in ("starting", "running")
     assert run.wait() is run and run.state == "finished"
     out = capsys.readouterr().out
-    assert "step 3/3  reward" in out and "next:" in out and f"aligner view {run.directory}" in out
+    assert (
+        "step 3/3  reward" in out
+        and "next steps:" in out
+        and f"aligner view {run.directory}" in out
+    )
     stored = yaml.safe_load((place / "run" / "config.yaml").read_text())
     assert (
         stored["reward"]["function"] == f"{scorers.__name__}:raising"
@@ -98,7 +102,7 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
         aligner.launch(
             **TINY, data=records, reward="digit_fraction", run={"steps": 3, "dir": "run"}
         )
-    with pytest.raises(aligner.ConfigError, match="has other records"):
+    with pytest.raises(aligner.ConfigError, match="uses other records"):
         aligner.launch(
             **TINY, data=records[:1], reward="digit_fraction", run={"steps": 3, "dir": "run"}
         )
@@ -113,7 +117,7 @@ def test_a_run_is_stopped_with_a_checkpoint_from_another_process_and_goes_on(pla
         assert run.state in ("starting", "running")
     aligner.load_run("run").stop()
     assert run.state == "stopped"
-    with pytest.raises(aligner.Stopped, match="told to stop"):
+    with pytest.raises(aligner.Stopped, match="stopped on request after saving a checkpoint"):
         run.wait()
     with pytest.raises(aligner.Stopped, match="resume it with"):
         aligner.load_run("run").wait()

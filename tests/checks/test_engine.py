@@ -49,9 +49,13 @@ def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(
         )
     packages, gpu = str(caught.value).splitlines()
     assert packages.startswith(
-        "engine.kind=tensorrt_llm: tensorrt_llm and ray cannot be imported; run in a TensorRT-LLM"
+        "engine.kind=tensorrt_llm: requires the Python packages tensorrt_llm and ray, not"
+        " installed here; run in a TensorRT-LLM"
     )
-    assert gpu == "engine.kind=tensorrt_llm: this machine has no GPU; use engine=embedded"
+    assert (
+        gpu
+        == "engine.kind=tensorrt_llm: requires a GPU, but this machine has none; use engine=embedded"
+    )
 
 
 def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(
@@ -78,15 +82,18 @@ def test_tensorrt_llm_runs_what_it_can() -> None:
     [
         (
             {"precision": "fp32"},
-            "engine.precision=fp32: TensorRT-LLM computes in bf16; allowed: auto, bf16",
+            (
+                "engine.precision=fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which"
+                " computes in bf16"
+            ),
         ),
         (
             {"update": "atomic"},
-            "engine.update=atomic: TensorRT-LLM overwrites its weights; allowed: in_place",
+            "engine.update=atomic: must be in_place with engine.kind=tensorrt_llm",
         ),
         (
             {"shape": dataclasses.replace(DENSE, family="gpt2")},
-            "it does not run models of the gpt2 kind, it does: llama,",
+            "does not support the model family gpt2; supported: llama,",
         ),
     ],
 )
@@ -114,15 +121,17 @@ def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, sou
 
     checked("LlamaForCausalLM")
     told = (
-        "engine.kind=vllm: the vLLM that is installed has no model LlamaForSequenceClassification;"
-        " use engine=embedded"
+        "engine.kind=vllm: the installed vLLM does not support the architecture"
+        " LlamaForSequenceClassification; use engine=embedded"
     )
     with pytest.raises(ConfigError, match=told):
         checked("LlamaForSequenceClassification")
 
 
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
-    told = f"engine.vllm.python={sys.executable}: it has no vLLM; `aligner install-vllm` makes"
+    told = (
+        f"engine.vllm.python={sys.executable}: vLLM is not installed there; create an environment"
+    )
     with pytest.raises(ConfigError, match=told):
         check(
             compose_config(
@@ -140,20 +149,26 @@ def test_the_embedded_engine_needs_nothing_of_it() -> None:
     [
         (
             ["actor.parallel.tensor=2", "engine.parallel.data=2"],
-            "actor.parallel.tensor=2: engine.exact=true needs layers whole",
+            "actor.parallel.tensor=2: must be 1 with engine.exact=true",
         ),
         (
             ["engine.parallel.tensor=2", "actor.parallel.data=2"],
-            "engine.parallel.tensor=2: engine.exact=true needs layers whole",
+            "engine.parallel.tensor=2: must be 1 with engine.exact=true",
         ),
-        (["engine.precision=bf16"], "engine.precision=bf16: engine.exact=true needs float32"),
-        (["actor.precision=bf16"], "actor.precision=bf16: engine.exact=true needs float32"),
-        (["actor.lora.rank=4"], "actor.lora.rank=4: engine.exact=true needs one weight"),
+        (
+            ["engine.precision=bf16"],
+            "engine.precision=bf16: must be auto or fp32 with engine.exact=true",
+        ),
+        (
+            ["actor.precision=bf16"],
+            "actor.precision=bf16: must be auto or fp32 with engine.exact=true",
+        ),
+        (["actor.lora.rank=4"], "actor.lora.rank=4: must be 0 with engine.exact=true"),
         (
             ["cluster.threads_per_rank=2"],
-            "cluster.threads_per_rank=2: engine.exact=true computes with one thread a rank",
+            "cluster.threads_per_rank=2: must be 1 or null with engine.exact=true",
         ),
-        (["cluster=slurm"], "engine.exact=true: it was made for CPUs"),
+        (["cluster=slurm"], "engine.exact=true: is supported on CPUs only"),
     ],
 )
 def test_log_probs_cannot_be_exact_where_their_bits_hang_on_more_than_the_sequence(
@@ -173,10 +188,10 @@ def test_an_exact_engine_and_its_trainer_compute_in_one_thread(tmp_path) -> None
     check(config)
     assert roles.threads_per_rank(config) == 1
     shapes = (
-        (EXPERTS, "mixture of experts"),
+        (EXPERTS, "mixture-of-experts"),
         (
             dataclasses.replace(DENSE, ffn_hidden_size=40),
-            "40, is no multiple of 32",
+            "multiple of 32, but the model has 40",
         ),
     )
     for shape, told in shapes:
