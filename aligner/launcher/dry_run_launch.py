@@ -67,13 +67,13 @@ def _exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
         "time/reshard" in step or "time/snapshot" in step for step in steps
     ):
         where = "the generator's" if has_generator(config) else "the engine's"
-        parts.append(f"weights resharded into {where} layout, equal by checksum")
+        parts.append(f"weights resharded into {where} layout, verified by checksum")
     # Of samples that older weights drew it would measure the training between.
     fresh = [step for step in steps if not step.get("staleness/max")]
     if mismatches := [
         step["mismatch/logprob_abs"] for step in fresh if "mismatch/logprob_abs" in step
     ]:
-        parts.append(f"log-probs of engine and trainer {max(mismatches):.1e} apart at most")
+        parts.append(f"engine and trainer log-probs differ by at most {max(mismatches):.1e}")
     return "; ".join(parts)
 
 

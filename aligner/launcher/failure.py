@@ -54,9 +54,11 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
         else message
     )
     messages = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
-    before = f"what started it says:\n{messages}\n" if messages else ""
+    before = f"srun reported:\n{messages}\n" if messages else ""
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    told = f"{message}; {before}the end of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+    told = (
+        f"{message}; {before}last lines of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+    )
     return AlignerError(told, summary=summary)
 
 
@@ -103,13 +105,13 @@ def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
     if rank.killed_for is not None:
         return f"{rank.role} rank {rank.rank} {rank.killed_for} and was killed"
     how = (
-        f"was ended by {signal.Signals(-code).name}"
+        f"was killed by {signal.Signals(-code).name}"
         if code is not None and code < 0
-        else f"ended with exit code {code}"
+        else f"exited with code {code}"
     )
     names = " and ".join(f"{each.role} rank {each.rank}" for each in missing)
     late = (
-        f": {names} did not come to a collective within cluster.collective_timeout_s"
+        f": {names} did not join a collective within cluster.collective_timeout_s"
         if missing
         else ""
     )

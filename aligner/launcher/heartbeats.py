@@ -101,7 +101,7 @@ class LifeWatch:
             elif rank in self._silent_s and rank.exit_code is None:
                 self._silent_s[rank] += min(elapsed, 2 * self._pause_s)
                 if self._silent_s[rank] > self._limit_s:
-                    ranks.kill_for(f"showed no life for {self._limit_s:g} s ({self._key})", rank)
+                    ranks.kill_for(f"sent no heartbeat for {self._limit_s:g} s ({self._key})", rank)
 
 
 def _touched(file: Path) -> int | None:

@@ -16,8 +16,10 @@ class Interrupts:
     """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells
     of an early end."""
 
-    def __init__(self, console: Console, goes_on: str = "with run.resume=auto") -> None:
-        """`goes_on` is told of a run that was stopped: how it goes on."""
+    def __init__(
+        self, console: Console, goes_on: str = "resume the run with run.resume=auto"
+    ) -> None:
+        """`goes_on` is printed after a stop: how the run resumes."""
         self._console, self._goes_on = console, goes_on
         self._received: int | None = None
         self.told_to_stop = False
@@ -40,14 +42,15 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if isinstance(error, Interrupted):
-            print_line(self._console, f"{error}; every process of the run has ended")
+            print_line(self._console, f"{error}; all processes of the run have exited")
             if self._received == signal.SIGINT:
                 hint = (
-                    "kill -USR1 PID in place of Ctrl-C has a run take a checkpoint before it ends"
+                    "to save a checkpoint before the run ends, send SIGUSR1 to the launcher instead"
+                    " of Ctrl-C: kill -USR1 PID"
                 )
                 print_line(self._console, hint)
         elif isinstance(error, Stopped):
-            print_line(self._console, f"stopped; the run goes on {self._goes_on}")
+            print_line(self._console, f"stopped; {self._goes_on}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == STOP_SIGNAL:
@@ -65,7 +68,7 @@ class Interrupts:
         would be lost."""
         self.check()
         if self.told_to_stop:
-            self.stop("told to stop before it trained")
+            self.stop("stopped on request before training started")
 
     def stop(self, why: str) -> NoReturn:
         """Tell why the run ends early, at once, for its processes may take long to end, and raise

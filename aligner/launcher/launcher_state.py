@@ -72,7 +72,7 @@ class LauncherState:
         if self.ended is not None:
             return self.reason
         where = f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
-        return f"its launcher, {where}, is gone without having ended it"
+        return f"its launcher ({where}) is no longer running and did not record an end of the run"
 
     def write(self, path: Path) -> None:
         """Write the file, whole."""
@@ -88,7 +88,7 @@ def read_state(path: Path) -> LauncherState | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise AlignerError(f"{path} is not what a launcher writes: {error}") from error
+        raise AlignerError(f"{path}: not a valid status file: {error}") from error
 
 
 class StateRecorder:

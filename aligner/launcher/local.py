@@ -55,8 +55,8 @@ def launch(
     """
     if told := os.environ.get(PRETENDED_GPUS):
         raise ConfigError(
-            f"{PRETENDED_GPUS}={told}: with GPUs that it is told of aligner validates, and launches"
-            " nothing"
+            f"{PRETENDED_GPUS}={told}: is supported only by `aligner validate`; unset it to launch"
+            " a run"
         )
     root, console = run_paths(plan.config).root, Console()
     print(f"run directory: {root}", flush=True)
@@ -93,7 +93,8 @@ def _complete(
         if not waiting:
             print_line(
                 console,
-                f"waiting for experiment {first.name}, which {error.holder} runs: {first.entry}",
+                f"waiting for prerequisite experiment {first.name} in {first.entry}, which"
+                f" {error.holder} is running",
             )
             waiting = True
         interrupts.check_before_training()
@@ -105,13 +106,14 @@ def _complete(
                 root = run_paths(first.config).root
                 print_line(
                     console,
-                    f"first: experiment {first.name} ({first.gives}), run directory: {root}",
+                    f"running prerequisite experiment {first.name} ({first.gives}) first; run"
+                    f" directory: {root}",
                 )
                 try:
                     _make(first, run, interrupts)
                 except AlignerError as error:
                     raise type(error)(f"prerequisite experiment {first.name}: {error}") from error
-    print_line(console, f"experiment {first.name}: {first.result}")
+    print_line(console, f"prerequisite experiment {first.name}: result in {first.result}")
 
 
 def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts) -> None:

@@ -52,7 +52,7 @@ def locked(
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(
-                f"run.dir={directory}: cannot be written to: {why}; give another run.dir"
+                f"run.dir={directory}: is not writable: {why}; give another run.dir"
             ) from error
         with file:
             try:
@@ -104,8 +104,8 @@ def _locked_file(
 def _locked_error(directory: Path, file: IO[str]) -> LockedError:
     holder = _holder(file) or LockedError.holder  # it has the lock, and may not have written yet
     error = LockedError(
-        f"run.dir={directory}: in use by {holder}; wait for its end or stop it, or give another"
-        " run.dir or run.name"
+        f"run.dir={directory}: in use by {holder}; wait until it ends, stop it, or give"
+        " another run.dir or run.name"
     )
     error.holder = holder
     return error
@@ -134,12 +134,12 @@ def _is_free_by_name(file: IO[str], error: OSError) -> bool:
     another's cannot."""
     holder, unseen = _holder(file), ""
     if holder is not None and holder.host != socket.gethostname():
-        unseen = f"; {holder} is taken to have ended"
+        unseen = f"; assuming that {holder} has ended"
     elif holder is not None and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
         return False
     print(
-        f"aligner: note: {file.name}: no locks here ({error.strerror}): launches on two machines"
-        f" are not kept apart{unseen}",
+        f"aligner: note: {file.name}: the file system does not support locks ({error.strerror}), so"
+        f" simultaneous launches on two machines are not detected{unseen}",
         file=sys.stderr,
     )
     return True

@@ -30,36 +30,39 @@ def resume_command(config: Config, *more: str) -> str:
 
 def next_steps(config: Config, step: int) -> list[str]:
     """A line a command, with what it does, for a run that has ended after so many steps."""
-    return ["next:", *(f"  {command}  # {does}" for command, does in _commands(config, step))]
+    return ["next steps:", *(f"  {command}  # {does}" for command, does in _commands(config, step))]
 
 
 def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     run, algorithm = shlex.quote(str(run_paths(config).root)), config.algorithm
-    yield f"aligner view {run}", "its metrics, timeline and samples in a browser"
+    yield f"aligner view {run}", "view metrics, timeline and samples in a browser"
     has_model = algorithm.learns and can_resume(config)
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
         prompts = f"--prompts {shlex.quote(_prompts(config))}"
-        yield f"aligner generate {run} {prompts} --output samples.jsonl", "draw responses"
+        yield f"aligner generate {run} {prompts} --output samples.jsonl", "generate responses"
         # evaluations read a number a response
         function = None if config.reward.step_rewards else config.reward.function
         if algorithm.generates and config.reward.kind == "function" and function is not None:
             yield (
                 f"aligner evaluate {run} {prompts} --function {shlex.quote(function)}",
-                "score greedy ones",
+                "score greedy responses",
             )
     if has_model:
-        yield f"aligner convert {run} MODEL", "the model as a Hugging Face directory"
+        yield f"aligner convert {run} MODEL", "export the model as a Hugging Face directory"
     if config.cluster.kind == "local":
         if early_end(run_paths(config)) is not None:
             without = [f"{key}=null" for key in config.run.ends]
             yield (
                 resume_command(config, *without, f"run.changes=[{','.join(config.run.ends)}]"),
-                "go on to the last step",
+                "continue to the last step",
             )
         elif step < config.run.steps:
-            yield resume_command(config), "go on"
+            yield resume_command(config), "resume the run"
         elif has_model:
-            yield resume_command(config, f"run.steps={2 * config.run.steps}"), "as many steps again"
+            yield (
+                resume_command(config, f"run.steps={2 * config.run.steps}"),
+                f"train {config.run.steps} more steps",
+            )
 
 
 def _prompts(config: Config) -> str:

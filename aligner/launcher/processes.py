@@ -148,7 +148,7 @@ class Processes:
         while rest := self._descendants():
             self._kill(rest)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"processes that cannot be killed: {', '.join(map(str, rest))}")
+                raise RuntimeError(f"cannot kill these processes: {', '.join(map(str, rest))}")
         self._watcher.kill()
         self._watcher.communicate()
         for rank in self._ranks:
@@ -206,7 +206,7 @@ def end_with_launcher() -> None:
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(launcher):
-        raise AlignerError("the launcher died while this rank was starting")
+        raise AlignerError("the launcher exited while this rank was starting")
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -91,9 +91,9 @@ def adopt_environment() -> None:
             names, places = given.split(","), [int(place) for place in chosen.split(",")]
             if max(places) >= len(names):
                 raise AlignerError(
-                    f"this role's devices are numbers {chosen} of its node's, and Slurm gives the"
-                    f" step {_VISIBLE}={given} alone; see cluster.devices_per_node and"
-                    " cluster.slurm.roles.ROLE.devices"
+                    f"cluster.slurm.roles.ROLE.devices: this role uses devices {chosen} of its"
+                    f" node, but Slurm gave its job step only {_VISIBLE}={given}; correct"
+                    " cluster.devices_per_node or cluster.slurm.roles.ROLE.devices"
                 )
             chosen = ",".join(names[place] for place in places)
         os.environ[_VISIBLE] = chosen

@@ -101,9 +101,13 @@ class RankGroup(ABC):
         self.life = LifeWatch(self._config, self.name, self.ranks)
 
     def _begin_to_replace(self) -> None:
-        cause = describe_end(root_failure(self.ended), self.missing)
+        first = root_failure(self.ended)
+        cause = describe_end(first, self.missing)
         self.is_replaced, self.restarts = True, self.restarts + 1
-        self._tell(f"{cause}; starting {self.name} again ({self.restarts} of {self._max_restarts})")
+        self._tell(
+            f"{cause}; restarting {self.name} ({self.restarts} of {self._max_restarts})."
+            f" Log: {first.log}"
+        )
         self._all.send(signal.SIGTERM, self.ranks)
         self._kill_at = time.monotonic() + self._config.cluster.stop_timeout_s
 
@@ -182,7 +186,8 @@ class ServerGroup(RankGroup):
         elif now - self._started > timeout:
             which = f" after restart {self.restarts}" if self.restarts else ""
             raise rank_error(
-                f"{self.name} was not healthy within server.start_timeout_s={timeout:g} s{which}",
+                f"{self.name} did not become healthy within server.start_timeout_s={timeout:g}"
+                f" s{which}",
                 self.ranks[0],
             )
 

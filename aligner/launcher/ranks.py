@@ -96,7 +96,7 @@ def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
     log = run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:
-        told = f"{role} is started again ({restarts} of {max_restarts(config, role)})"
+        told = f"restarting {role} ({restarts} of {max_restarts(config, role)})"
         with log.open("a") as lines:
             lines.write(launcher_line(config.logging.format, role, rank, told))
     return log

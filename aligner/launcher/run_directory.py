@@ -55,7 +55,7 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
             try:
                 write_trace(paths)
             except (AlignerError, OSError) as error:  # the run does not fail for want of it
-                print_line(console, f"{paths.trace} was not written: {error}")
+                print_line(console, f"could not write {paths.trace}: {error}")
         metrics = read_metrics(paths.metrics)
         print_summary(metrics, paths, console)
         if (ended := early_end(paths)) is not None:
@@ -85,13 +85,13 @@ def _set_training_aside(paths: RunPaths, console: Console) -> None:
                 path.rename(aside / path.name)
         except OSError as error:
             raise ConfigError(
-                f"run.dir={paths.root}: what is there cannot be set aside: {error}; give another"
-                " run.dir"
+                f"run.dir={paths.root}: files of an earlier start cannot be moved aside: {error};"
+                " give another run.dir"
             ) from error
         print_line(
             console,
-            "no complete checkpoint: the run begins anew, and what it had written is set aside as"
-            f" {aside}",
+            "no complete checkpoint: the run starts again from step 0. Files of the earlier start"
+            f" were moved to {aside}",
         )
     for path in left:
         if path.is_dir():

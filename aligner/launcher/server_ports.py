@@ -63,9 +63,7 @@ class FreePorts(contextlib.ExitStack):
                 port_is_free(address, port) for address in self._addresses
             ):
                 return port
-        raise AlignerError(
-            f"no port is left that is free on {' and '.join(sorted(self._addresses))}"
-        )
+        raise AlignerError(f"no free port left on {' and '.join(sorted(self._addresses))}")
 
     def _claim(self, port: int) -> bool:
         claim = socket.socket(socket.AF_UNIX)

@@ -71,13 +71,13 @@ def read_status(run: Path) -> RunStatus:
     """The status of a run directory. Raises ConfigError where `run` is none."""
     if not run.is_dir():
         raise ConfigError(
-            f"{run}: no such directory; give a run directory, as `aligner launch` prints it first"
+            f"{run}: no such directory; give a run directory, whose path `aligner launch` prints"
         )
     paths = RunPaths(run.absolute())
     if not paths.config.is_file():
         raise ConfigError(
-            f"{run}: not a run directory, it has no config.yaml; `aligner launch` prints a run's"
-            " directory first"
+            f"{run}: not a run directory, because it has no config.yaml; `aligner launch` prints"
+            " the path of the run directory"
         )
     return status_of(paths, load_config(paths.config), read_metrics(paths.metrics))
 
@@ -218,20 +218,20 @@ def _note(
         f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
     )
     if in_queue:
-        how = f"Slurm has its job in the queue, and it goes on by itself: {jobs}"
+        how = f"its Slurm job is in the queue and resumes the run: {jobs}"
     elif state == "queued":
         log = paths.job_log("*" if launcher is None else str(launcher.job))
-        return f"its job waits for its start: {jobs}; where it does not any more, {log} says why"
+        return f"its Slurm job is waiting to start: {jobs}; if it is no longer queued, see {log}"
     elif state in ("failed", "stopped"):
         command = (
             f"sbatch {shlex.quote(str(paths.job_script))}"
             if config.cluster.kind == "slurm"
             else resume_command(config)
         )
-        how = f"{'resume it' if resumable else 'start it again'} with: {command}"
+        how = f"{'resume' if resumable else 'restart'} it with: {command}"
         if in_queue is None:
-            how = f"where its job is in the queue ({jobs}) it goes on by itself, otherwise {how}"
+            how = f"if its job is still queued ({jobs}), it resumes the run; otherwise {how}"
     else:
         return early_end(paths) if state == "finished" else None
-    why = "it has no status.json" if launcher is None else launcher.why_ended
+    why = "no status.json" if launcher is None else launcher.why_ended
     return f"{why}; {how}" if why else how

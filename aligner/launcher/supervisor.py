@@ -96,8 +96,8 @@ class Supervisor:
         against each other."""
         directory, timeout = model_directory(self.config), self.config.server.start_timeout_s
         (rank,) = self._ranks.start("prepare")
-        what = "checking" if directory.exists() else "making"
-        print_line(self.console, f"{what} the model: {directory}")
+        what = "checking" if directory.exists() else "creating"
+        print_line(self.console, f"{what} the model directory: {directory}")
         began = told = time.monotonic()
         while rank.exit_code is None:
             self._tick()
@@ -106,11 +106,11 @@ class Supervisor:
                 told = now
                 print_line(
                     self.console,
-                    f"still {what} the model, and reading the data: {now - began:.0f} s so far",
+                    f"still {what} the model directory and reading the data: {now - began:.0f} s",
                 )
             if now - began > timeout:
                 raise rank_error(
-                    f"prepare did not end within server.start_timeout_s={timeout:g} s", rank
+                    f"prepare did not finish within server.start_timeout_s={timeout:g} s", rank
                 )
         if rank.exit_code == REFUSED:
             raise ConfigError(reported_error(rank))
@@ -119,9 +119,7 @@ class Supervisor:
             self._stop_if_ended_from_outside([rank])
             raise failure_error([rank])
         self._ranks.kill([rank])  # and what came of it
-        print_line(
-            self.console, f"the model and the data are ready after {time.monotonic() - began:.1f} s"
-        )
+        print_line(self.console, f"model and data are ready after {time.monotonic() - began:.1f} s")
         self.interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
@@ -166,13 +164,13 @@ class Supervisor:
                 self._shorten_logs()
         if any(rank.exit_code == RESUMABLE for rank in trainer.ranks):
             # Without the servers' draining: who is told to stop has little time.
-            self.interrupts.stop("told to stop, with all that it trained in a checkpoint")
+            self.interrupts.stop("stopped on request after saving a checkpoint")
 
     def _forget_critic(self) -> None:
         """Have a critic start anew: it has learned with a trainer that has left no checkpoint."""
         for server in self._servers:
             if server.name == "critic":
-                server.begin_anew("has learned with a trainer that begins again")
+                server.begin_anew("has updates of a trainer that restarts from step 0")
 
     def _tick(self) -> None:
         self.interrupts.check()
@@ -222,7 +220,7 @@ class Supervisor:
         begins so."""
         for rank in ranks:
             if rank.exit_code == -signal.SIGTERM:
-                self.interrupts.stop(f"{describe_end(rank)}, which came from outside")
+                self.interrupts.stop(f"{describe_end(rank)}, which the launcher did not send")
 
     def _check_stragglers(self) -> None:
         """Raise AlignerError where a trainer rank still runs long after the first has ended: they
@@ -232,7 +230,8 @@ class Supervisor:
         running = [rank for rank in ranks if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > timeout:
             raise rank_error(
-                f"trainer rank {running[0].rank} still runs {timeout:g} s after another rank ended",
+                f"trainer rank {running[0].rank} is still running {timeout:g} s"
+                " (cluster.collective_timeout_s) after another trainer rank exited",
                 running[0],
             )
 
@@ -242,7 +241,7 @@ class Supervisor:
         if not self.interrupts.told_to_stop or now < self._tell_at:
             return
         if not self._tell_at:
-            view.note("told to stop: the run takes a checkpoint after this step, and ends")
+            view.note("stop requested: the run saves a checkpoint after this step and then ends")
         self._tell_at = now + _TELL_AGAIN_S
         self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 
@@ -278,18 +277,18 @@ class RunView:
         if roles == self._waiting:
             return
         is_first, self._waiting = self._waiting is None, roles
-        text = f"waiting for {', '.join(roles)}" if roles else "all servers are healthy"
+        text = f"waiting for servers: {', '.join(roles)}" if roles else "all servers are healthy"
         if is_first:
             self._progress.status(text if roles else "starting the trainer; the run has no servers")
         else:
-            self._progress.status(f"{text} after {time.monotonic() - self._began:.1f} s")
+            self._progress.status(f"{text} (after {time.monotonic() - self._began:.1f} s)")
 
     def update(self) -> None:
         """Show what is new."""
         for file in sorted(set(self._damaged()) - self._set_aside):
             self._set_aside.add(file)
             self.note(
-                f"a checkpoint was damaged, and is set aside as {file.parent}:"
+                f"a checkpoint is damaged and was moved to {file.parent}:"
                 f" {file.read_text().strip()}"
             )
         self._stages.poll()

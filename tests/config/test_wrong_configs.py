@@ -37,21 +37,21 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "did you mean experiment=tiny_ppo?",
         "arithmetic",
     ),
-    ("tiny_ppo", "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
-    ("~run.steps", "~run.steps: keys cannot be deleted; give another value"),
+    ("tiny_ppo", "tiny_ppo: expected an override key=value; did you mean experiment=tiny_ppo?"),
+    ("~run.steps", "~run.steps: keys cannot be deleted; set another value"),
     # The value is of another type, or none that Hydra reads.
     ("run.steps=ten", "run.steps=ten: expected int"),
     ("run.steps=null", "run.steps=null: expected int"),
-    ("run.dir=???", "run.dir=???: stands for a value that is still to be given"),
-    ("run.steps=1,2", "run.steps=1,2: one value is expected", "run.steps=[a,b]"),
+    ("run.dir=???", "run.dir=???: requires a value; set run.dir=VALUE"),
+    ("run.steps=1,2", "run.steps=1,2: expected one value", "run.steps=[a,b]"),
     ("data.prompts=hello", "data.prompts=hello: expected list[str]", "write data.prompts=[hello]"),
-    ("actor.parallel=2", "actor.parallel=2: a section", "actor.parallel.tensor="),
-    ("model.config=tiny", "model.config=tiny: expected entries", "+model.config.NAME=VALUE"),
-    ("data.prompts=[a,b", "data.prompts=[a,b", "quote a value with special characters"),
+    ("actor.parallel=2", "actor.parallel=2: is a section", "actor.parallel.tensor="),
+    ("model.config=tiny", "model.config=tiny: expected a mapping", "+model.config.NAME=VALUE"),
+    ("data.prompts=[a,b", "data.prompts=[a,b", "quote values that contain special characters"),
     ("run.name=${nope}", "run.name: Interpolation key 'nope' not found", "\\${"),
     # Bounds and choices.
     ("run.steps=0", "run.steps=0: must be at least 1"),
-    ("run.date=tomorrow", "run.date=tomorrow: must be a date such as 2026-11-23"),
+    ("run.date=tomorrow", "run.date=tomorrow: expected a date such as 2026-11-23"),
     (
         "run.steps=999999999999999999999999",
         "run.steps=999999999999999999999999: must be at most 1000000000",
@@ -66,75 +66,85 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "free_memory_fraction=0.0: must be at least 0.01",
     ),
     ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
-    ("run.name=a/b", "run.name=a/b: allowed are letters, digits"),
+    ("run.name=a/b", "run.name=a/b: must consist of letters, digits"),
     # Layouts and sizes that do not go together.
-    ("actor.parallel.pipeline=3", "actor.parallel.pipeline=3", "4 layers do not divide by 3"),
-    ("actor.parallel.tensor=3", "actor.parallel.tensor=3", "4 attention heads do not divide by 3"),
+    ("actor.parallel.pipeline=3", "actor.parallel.pipeline=3", "must divide the model's 4 layers"),
+    (
+        "actor.parallel.tensor=3",
+        "actor.parallel.tensor=3",
+        "must divide the model's 4 attention heads",
+    ),
     ("actor.parallel.sequence=true", "actor.parallel.sequence=true", "tensor"),
     (
         "actor.parallel.data=2 engine.parallel.data=1",
         (
-            "engine.parallel: tensor 1 x data 1 is 1 ranks, but a colocated engine spans the"
-            " trainer's 2 ranks"
+            "engine.parallel: tensor=1 x data=1 is 1 ranks, but a colocated engine must use all 2"
+            " ranks"
         ),
-        "tensor x data that fit: 1x2 or 2x1",
+        "tensor x data can be 1x2 or 2x1",
     ),
     ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
-    ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must hold", "32 tokens"),
+    ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must be at least", "32 tokens"),
     (
         "server.max_sequence_length=31",
-        "server.max_sequence_length=31: the servers would refuse",
-        "give 32 or more",
+        "server.max_sequence_length=31: must be at least 32, the longest sequence",
+        "set a larger value or null",
     ),
     (
         "server.max_request_tokens=1000 server.max_batch_size=8",
         (
-            "server.max_request_tokens=1000: a request for an update of the critic with 32 rows of"
-            " up to 32 tokens"
+            "server.max_request_tokens=1000: too small for a request for a critic update with 32"
+            " sequences of up to 32 tokens"
         ),
-        "give 1024 or more, or more algorithm.minibatches",
+        "set 1024 or more, or more algorithm.minibatches",
     ),
     (
         "server.max_request_tokens=1000",
-        "a request for scores or values of 32 rows",
+        "a request for scores or values of 32 sequences",
         "or a smaller server.max_batch_size",
     ),
     (
         "server.max_request_tokens=100 engine.placement=server rollout.prompts_per_step=32",
-        "a request for samples for 16 rows of up to 16 tokens",
-        "give 256 or more, or more rollout.micro_batches",
+        "a request to generate from 16 sequences of up to 16 tokens",
+        "set 256 or more, or more rollout.micro_batches",
     ),
     (
         (
             "server.max_request_tokens=2000 engine.placement=server evaluation.every=1"
             " evaluation.path=a.txt evaluation.count=200"
         ),
-        "a request for the evaluation's samples for 200 rows of up to 16 tokens",
-        "give 3200 or more, or a smaller evaluation.count",
+        "a request to generate for an evaluation from 200 sequences of up to 16 tokens",
+        "set 3200 or more, or a smaller evaluation.count",
     ),
     (
         (
             "server.max_request_tokens=2000 evaluation.every=1 evaluation.path=a.txt"
             " evaluation.samples=70"
         ),
-        "a request for the evaluation's scores of 256 rows of up to 32 tokens",
+        "a request for evaluation scores of 256 sequences of up to 32 tokens",
         "or a smaller server.max_batch_size",
     ),
     (
         "reward.kind=model reward.path=short",
-        "reward.path=short: it has 31 positions, the longest sequence 32 tokens",
+        "reward.path=short: the model has 31 positions, but the longest sequence has 32 tokens",
     ),
     (
         "reward.kind=model reward.path=narrow",
-        "reward.path=narrow: it knows 32 tokens, the policy writes 64; give a model",
+        (
+            "reward.path=narrow: the model has 32 tokens in its vocabulary, but the policy"
+            " generates 64; set a model"
+        ),
     ),
     ("critic.path=nowhere", "critic.path=nowhere: no such model directory"),
     (
         "critic.path=narrow",
-        "critic.path=narrow: it knows 32 tokens, the policy writes 64; give a model",
+        (
+            "critic.path=narrow: the model has 32 tokens in its vocabulary, but the policy"
+            " generates 64; set a model"
+        ),
     ),
     # Keys that contradict each other.
-    ("rollout.max_staleness=1", "rollout.max_staleness=1", "give engine.placement=server"),
+    ("rollout.max_staleness=1", "rollout.max_staleness=1", "set engine.placement=server"),
     (
         "engine.in_flight=interrupt",
         "engine.in_flight=interrupt: not read",
@@ -143,8 +153,11 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
     (
         "engine=tensorrt_llm engine.placement=server engine.sleep=false",
-        "server.start_timeout_s=180: the generator is healthy once its engine has started",
-        "engine.tensorrt_llm.timeout_s=900 s; give 900 or more",
+        (
+            "server.start_timeout_s=180: must be at least 900, because the generator becomes"
+            " healthy only after its engine has started"
+        ),
+        "which may take engine.tensorrt_llm.timeout_s=900 s",
     ),
     (
         (
@@ -152,63 +165,78 @@ WRONG: tuple[tuple[str, ...], ...] = (
             " cluster.collective_timeout_s=900"
         ),
         (
-            "cluster.collective_timeout_s=900: a replica's other ranks wait so long for its engine"
-            " to start"
+            "cluster.collective_timeout_s=900: must be above 900, because the other ranks of a"
+            " replica wait for its engine to start"
         ),
-        "engine.tensorrt_llm.timeout_s=900 s; give more than that",
+        "which may take engine.tensorrt_llm.timeout_s=900 s",
     ),
     (
         "server.start_timeout_s=240",
-        "server.request_timeout_s=300: a request waits for its server to be started again",
         (
-            "server.health_timeout_s=60 s, cluster.stop_timeout_s=10 s, server.start_timeout_s=240"
-            " s; give more than 310"
+            "server.request_timeout_s=300: must be above 310, because a request waits while its"
+            " server is restarted"
+        ),
+        (
+            "server.health_timeout_s=60 s + cluster.stop_timeout_s=10 s +"
+            " server.start_timeout_s=240 s; set a larger value"
         ),
         "server.max_restarts=0",
     ),
     (
         "critic.parallel.data=2 cluster.collective_timeout_s=100",
-        "cluster.collective_timeout_s=100: the critic's other ranks wait so long for its rank 0",
-        "server.start_timeout_s=180 s to start; give that or more",
+        (
+            "cluster.collective_timeout_s=100: must be at least server.start_timeout_s=180,"
+            " because the other ranks of the critic"
+        ),
+        "server wait for its rank 0 to start",
     ),
     (
         "critic.ports.http=29991 reward.ports.http=29991",
-        "reward.ports.http=29991: critic.ports.http has the same port",
+        "reward.ports.http=29991: critic.ports.http is the same port",
     ),
     (
         "critic.ports.http={port}",
         "critic.ports.http={port}: the port is in use",
-        "0 for a free one",
+        "0 for a free port",
     ),
     ("server.interface=eth99", "server.interface=eth99", "lo (127.0.0.1)"),
-    ("evaluation.every=2", "evaluation.every=2", "give evaluation.path=FILE"),
+    ("evaluation.every=2", "evaluation.every=2", "set evaluation.path=FILE"),
     # Models, data and scorers that are missing or broken.
     ("model.source=directory model.path=gone", "model.path=gone: no such model directory"),
-    ("model.source=directory model.path=empty", "model.path=empty: it has no config.json"),
-    ("model.source=directory model.path=broken", "model.path=broken: its config.json is not"),
+    ("model.source=directory model.path=empty", "model.path=empty: has no config.json"),
+    ("model.source=directory model.path=broken", "model.path=broken: config.json is not"),
     (
         "model.source=directory model.path=listed",
-        "model.path=listed: a config.json is an object of entries, got list",
+        "model.path=listed: config.json must be a JSON object, got list",
     ),
     ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
     ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
-    ("model.config.num_attention_heads=5", "64 does not divide by 5 attention heads"),
+    (
+        "model.config.num_attention_heads=5",
+        "the hidden size, 64, must be a multiple of the number of attention heads, 5",
+    ),
     ("data.path=gone.txt", "data.path=gone.txt: no such file"),
     ("data.path=prompts.csv", "data.path=prompts.csv: allowed are .jsonl and .txt files"),
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: expected preferences"),
-    ("actor.frozen=[head.*]", "actor.frozen: the pattern 'head.*' matches no weight; there are"),
+    (
+        "actor.frozen=[head.*]",
+        "actor.frozen: the pattern 'head.*' matches no weight; examples of weight names: ",
+    ),
     (
         "reward.function=digits",
         "reward.function=digits: must be one of digit_fraction, ",
         "or module:callable",
     ),
     # The run directory.
-    ("run.dir=full", "full: exists already, and has no config.yaml", "give another run.dir"),
-    ("run.dir=/proc/run", "run.dir=/proc/run: cannot be written to", "give another run.dir"),
-    (f"run.name={'x' * 300}", "File name too long; give another run.dir"),
-    ("run.resume=true run.dir=gone", "run.resume=true: there is no run in", "leave run.resume out"),
-    ("run.resume=auto", "run.resume=auto: say which run with run.dir=DIRECTORY or run.name=NAME"),
+    ("run.dir=full", "full: exists already, and has no config.yaml", "set another run.dir"),
+    ("run.dir=/proc/run", "run.dir=/proc/run: is not writable", "give another run.dir"),
+    (f"run.name={'x' * 300}", "File name too long; set another run.dir"),
+    ("run.resume=true run.dir=gone", "run.resume=true: no run found in", "leave run.resume out"),
+    (
+        "run.resume=auto",
+        "run.resume=auto: requires the run to resume; set run.dir=DIRECTORY or run.name=NAME",
+    ),
     # Files of one's own.
     ("--config-dir mine experiment=typo", "did you mean run.steps? (in experiment/typo.yaml)"),
     (
@@ -219,7 +247,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("--config-dir mine experiment=broken", "experiment/broken.yaml", "line 2", "',' or ']'"),
     ("--config-dir mine experiment=bare", "`# @package _global_`", "(in experiment/bare.yaml)"),
     ("--config-dir mine experiment=choice", "'algorithm/nope'", "grpo"),
-    ("--config-dir mine experiment=circle", "experiment=circle: defaults that lead in a circle"),
+    ("--config-dir mine experiment=circle", "experiment=circle: circular defaults"),
     (
         "--config-dir mine experiment=number",
         "experiment=number: Unsupported type in defaults : int",
@@ -232,23 +260,26 @@ WRONG: tuple[tuple[str, ...], ...] = (
     # What a Slurm job could not be.
     (
         "cluster=slurm cluster.slurm.time=5",
-        "cluster.slurm.time=5: the job is told to stop",
-        "smaller grace_s",
+        "cluster.slurm.time=5: must be longer than cluster.slurm.grace_s=",
+        "because the job receives its stop signal",
     ),
     (
         "cluster=slurm checkpoint.every_minutes=0",
-        "cluster.slurm.requeue=true: none of run.steps=",
-        "checkpoint.every=0, checkpoint.every_minutes=0",
-        "give checkpoint.every_minutes=MINUTES",
+        "cluster.slurm.requeue=true: with checkpoint.every=0",
+        "with checkpoint.every=0 and checkpoint.every_minutes=0",
+        "set checkpoint.every_minutes=MINUTES",
     ),
     (
         "cluster.kind=slurm",
-        "server.interface=127.0.0.1: servers are asked at their nodes' own addresses",
+        (
+            "server.interface=127.0.0.1: must be 0.0.0.0 with cluster=slurm, because the servers"
+            " are reached"
+        ),
         "give 0.0.0.0",
     ),
     (
         "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",
-        "cluster.slurm.roles.reward.nodes=3: 2 replicas of 1 ranks do not go evenly",
+        "cluster.slurm.roles.reward.nodes=3: 2 replicas of 1 ranks cannot be distributed evenly",
     ),
 )
 

@@ -26,7 +26,7 @@ def is_given(port: int) -> bool:
         try:
             return next(ports) == port
         except AlignerError as error:
-            assert str(error) == "no port is left that is free on 127.0.0.1"
+            assert str(error) == "no free port left on 127.0.0.1"
             return False
 
 

@@ -18,7 +18,7 @@ def test_a_rank_that_could_not_write_why_it_ended_is_told_with_the_full_disk(
         run = disk.directory / "run"
         code, _, error = finish(start(run, {"trainer": "fill_disk"}), run)
         assert code == 1
-        assert error.startswith("trainer rank 0 ended with exit code 1")
+        assert error.startswith("trainer rank 0 exited with code 1")
         assert f"no space left on device for {run}: 0 bytes of 1048576 are free" in error
         assert "Traceback" not in error
         (run / "large").unlink()

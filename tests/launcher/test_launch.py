@@ -85,7 +85,10 @@ def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) 
     assert "step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00" in lines
     assert r"answer 7\n\x1b[2J" in out and "prompt [red]text[/red]" in out
     assert re.search(r"reward +│ +0\.3000 │ +0\.5000 │ \+0\.2000", out)
-    assert "largest mismatch/logprob_abs: 7.00e-06 (step 7)" in lines
+    assert (
+        "largest engine-trainer log-prob difference (mismatch/logprob_abs): 7.00e-06 at step 7"
+        in lines
+    )
     assert "total: 7 steps, 3.5 s, 14 samples (4.0/s)" in lines
     assert {file.name for file in (run / "logs").iterdir()} == {
         "prepare-0.log",
@@ -103,7 +106,7 @@ def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(r
     )
     assert code == 1
     assert error.startswith(
-        "trainer rank 1 ended with exit code 1 (then trainer rank 0 failed); the end of its log:\n"
+        "trainer rank 1 exited with code 1 (then trainer rank 0 failed); last lines of its log:\n"
     )
     assert "  | aligner: error: step 3: the reward is nan for the prompt 'abc'" in error
     assert error.rstrip().endswith(f"log: {run / 'logs' / 'trainer-1.log'}")
@@ -112,14 +115,14 @@ def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(r
 def test_a_killed_server_is_named_with_its_signal(run: Path) -> None:
     code, _, error = finish(start(run, {"critic": "killed", "trainer": "hang"}), run)
     assert code == 1
-    assert error.startswith("critic rank 0 was ended by SIGKILL; the end of its log:\n")
+    assert error.startswith("critic rank 0 was killed by SIGKILL; last lines of its log:\n")
     assert "  | about to be killed" in error
 
 
 def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> None:
     code, _, error = finish(start(run, {"reward": "exit", "trainer": "hang"}), run)
     assert code == 1
-    assert error.startswith("reward rank 0 ended with exit code 0; the end of its log:\n")
+    assert error.startswith("reward rank 0 exited with code 0; last lines of its log:\n")
 
 
 @pytest.mark.slow
@@ -130,9 +133,9 @@ def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Pat
     )
     assert code == 1
     assert time.monotonic() - started < 20
-    assert "waiting for reward" in out
+    assert "waiting for servers: reward" in out
     assert error.startswith(
-        "reward was not healthy within server.start_timeout_s=4 s; the end of its log:\n"
+        "reward did not become healthy within server.start_timeout_s=4 s; last lines of its log:\n"
     )
     assert "  | loading something that never loads" in error
 
@@ -140,7 +143,7 @@ def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Pat
 def test_a_failing_preparation_ends_the_run_before_any_role_starts(run: Path) -> None:
     code, _, error = finish(start(run, {"prepare": "killed"}), run)
     assert code == 1
-    assert error.startswith("prepare rank 0 was ended by SIGKILL")
+    assert error.startswith("prepare rank 0 was killed by SIGKILL")
     assert [file.name for file in (run / "logs").iterdir()] == ["prepare-0.log"]
 
 
@@ -148,7 +151,10 @@ def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> N
     overrides = ("actor.parallel.pipeline=2", "cluster.collective_timeout_s=1")
     code, _, error = finish(start(run, {"trainer": "rank_1_hangs"}, *overrides), run)
     assert code == 1
-    assert error.startswith("trainer rank 1 still runs 1 s after another rank ended")
+    assert error.startswith(
+        "trainer rank 1 is still running 1 s (cluster.collective_timeout_s) after another trainer"
+        " rank exited"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_a_signal_to_the_launcher_ends_every_process(
     launcher.send_signal(number)
     exit_code, out, _ = finish(launcher, run)
     assert exit_code == code
-    assert f"stopped by {number.name}; every process of the run has ended" in out
+    assert f"stopped by {number.name}; all processes of the run have exited" in out
     assert ("kill -USR1" in out) == (number == signal.SIGINT)
 
 
@@ -241,7 +247,7 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
         "trainer": "train_until_done",
     }
     launcher = start(run, behaviors, "critic.parallel.tensor=2", "reward.replicas=2")
-    read_until(launcher, "waiting for critic, reward, reward.1", "all servers are healthy")
+    read_until(launcher, "waiting for servers: critic, reward, reward.1", "all servers are healthy")
     endpoints = (run / "endpoints.json").read_text()
     old = [
         process
@@ -258,8 +264,8 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
             process.kill()
     read_until(
         launcher,
-        "critic rank 1 was ended by SIGKILL; starting critic again (1 of 3)",
-        "reward.1 rank 0 was ended by SIGKILL; starting reward.1 again (1 of 3)",
+        "critic rank 1 was killed by SIGKILL; restarting critic (1 of 3)",
+        "reward.1 rank 0 was killed by SIGKILL; restarting reward.1 (1 of 3)",
         "critic is healthy again",
         "reward.1 is healthy again",
     )
@@ -273,11 +279,11 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
     ports = []
     for rank in (0, 1):
         log = (run / "logs" / f"critic-{rank}.log").read_text()
-        before, after = log.split("--- critic is started again (1 of 3) ---\n")
+        before, after = log.split("--- restarting critic (1 of 3) ---\n")
         assert f"critic rank {rank} of 2" in before and f"critic rank {rank} of 2" in after
         ports.append(re.findall(r"master port (\d+)", log))
     assert ports[0] == ports[1] and ports[0][0] != ports[0][1]
-    assert "started again" not in (run / "logs" / "reward-0.log").read_text()
+    assert "restarting" not in (run / "logs" / "reward-0.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -287,8 +293,8 @@ def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how
     behaviors = {"critic": "die_when_healthy", "trainer": "hang"}
     code, out, error = finish(start(run, behaviors, f"server.max_restarts={restarts}"), run)
     assert code == 1
-    assert out.count("starting critic again") == restarts
-    assert error.startswith(f"critic rank 0 ended with exit code 3{how}; the end of its log:\n")
+    assert out.count("restarting critic") == restarts
+    assert error.startswith(f"critic rank 0 exited with code 3{how}; last lines of its log:\n")
     assert error.count("healthy, and dead") == 1, "an earlier start's words are not the cause"
 
 
@@ -297,7 +303,7 @@ def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(
     launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
     read_until(
         launcher,
-        "reward rank 0 ended with exit code 75; starting reward again (1 of 3)",
+        "reward rank 0 exited with code 75; restarting reward (1 of 3)",
         "all servers are healthy",
     )
     (run / "done").touch()
@@ -311,8 +317,8 @@ def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> N
     code, _, error = finish(start(run, behaviors, "server.start_timeout_s=4"), run)
     assert code == 1
     assert error.startswith(
-        "reward was not healthy within server.start_timeout_s=4 s after restart 1; the end of its"
-        " log:\n"
+        "reward did not become healthy within server.start_timeout_s=4 s after restart 1; last lines of"
+        " its log:\n"
     )
     assert "  | loading something that never loads again" in error
 
@@ -324,10 +330,10 @@ def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_star
     code, out, error = finish(start(run, behaviors), run)
     assert code == 1
     assert error.startswith(
-        "trainer rank 0 ended with exit code 1 (then critic rank 0 failed); the end of its log:\n"
+        "trainer rank 0 exited with code 1 (then critic rank 0 failed); last lines of its log:\n"
     )
     assert "  | aligner: error: step 3: the reward is nan" in error
-    assert "starting critic again" not in out
+    assert "restarting critic" not in out
 
 
 @pytest.mark.parametrize(
@@ -344,8 +350,8 @@ def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_beg
     launcher.send_signal(signal.SIGUSR1)
     code, out, error = finish(launcher, run)
     assert (code, error) == (75, "")
-    assert "told to stop before it trained\n" in out
-    assert "stopped; the run goes on with run.resume=auto" in out
+    assert "stopped on request before training started\n" in out
+    assert "stopped; resume the run with run.resume=auto" in out
     code, _, error = finish(start(run, None, "run.resume=auto"), run)
     assert code == 0, error
 
@@ -357,8 +363,8 @@ def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run
     trainer.terminate()
     code, out, error = finish(launcher, run)
     assert (code, error) == (75, "")
-    assert "trainer rank 0 was ended by SIGTERM, which came from outside\n" in out
-    assert "stopped; the run goes on with run.resume=auto" in out
+    assert "trainer rank 0 was killed by SIGTERM, which the launcher did not send\n" in out
+    assert "stopped; resume the run with run.resume=auto" in out
 
 
 @pytest.mark.slow
@@ -366,7 +372,7 @@ def test_a_log_stays_bounded_while_its_rank_writes_and_has_the_ranks_last_words(
     log = run / "logs" / "trainer-0.log"
     launcher = start(run, {"trainer": "flood"}, "logging.file_mib=1")
     code, _, error = finish(launcher, run)
-    assert code == 1 and "trainer rank 0 ended with exit code 1" in error
+    assert code == 1 and "trainer rank 0 exited with code 1" in error
     assert "step 3: the reward is nan" in error and "  | 19999: xxx" in error
     lines = log.read_text().splitlines()
     assert log.stat().st_size <= 1 << 20 and len(lines) > 4000

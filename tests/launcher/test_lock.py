@@ -37,7 +37,7 @@ def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(
     directory = tmp_path / "run"
     other = holder(directory)
     told = (
-        rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()}, since"
+        rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()} since"
         r" 20\d\d-\S+ \S+ \S+; wait"
     )
     try:
@@ -100,13 +100,15 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
     other.kill()
     other.communicate()
     with locked(tmp_path / "run"):
-        assert "launches on two machines are not kept apart\n" in capsys.readouterr().err
+        assert (
+            "so simultaneous launches on two machines are not detected\n" in capsys.readouterr().err
+        )
     (tmp_path / "lock").write_text(
         json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"})
     )
     with locked(tmp_path):
         assert (
-            "process 1 on elsewhere, since yesterday is taken to have ended\n"
+            "; assuming that process 1 on elsewhere since yesterday has ended\n"
             in capsys.readouterr().err
         )
 
@@ -120,8 +122,8 @@ def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(r
         _, error = second.communicate(timeout=30)
         assert second.returncode == 2
         assert re.match(
-            rf"run\.dir={run}: in use by process {first.pid} on \S+, since .+; wait for its end or"
-            r" stop it",
+            rf"run\.dir={run}: in use by process {first.pid} on \S+ since .+; wait until it"
+            r" ends, stop it",
             error,
         )
     assert processes_of(run), "the first goes on"

@@ -14,7 +14,7 @@ def commands(run: Path, step: int, *overrides: str) -> list[list[str]]:
     """The arguments of each command, which the command line takes."""
     config = compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={run}", *overrides])
     head, *lines = next_steps(config, step)
-    assert head == "next:"
+    assert head == "next steps:"
     found = [shlex.split(line, comments=True) for line in lines]
     assert all(words[0] == "aligner" and parse_arguments(words[1:]) for words in found)
     return [words[1:] for words in found]

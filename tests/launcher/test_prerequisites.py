@@ -83,9 +83,11 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
     lines = out.splitlines()
     assert lines[0] == f"run directory: {place / 'run'}", "the launch's own comes first"
     first = lines.index(
-        f"first: experiment pairs (preferences), run directory: {entry(place) / 'run'}"
+        "running prerequisite experiment pairs (preferences) first; run directory:"
+        f" {entry(place) / 'run'}"
     )
-    done = lines.index(f"experiment pairs: {entry(place) / 'result'}")
+    result = f"prerequisite experiment pairs: result in {entry(place) / 'result'}"
+    done = lines.index(result)
     assert first < lines.index("step 7/7  reward 0.700  KL 0.0100  0.50 s/step  ETA 0:00:00") < done
     assert sum(line.startswith("step 7/7") for line in lines[done:]) == 1
     config = yaml.safe_load((place / "run" / "config.yaml").read_text())
@@ -94,8 +96,8 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
 
     code, out, error = finish(start(place, "again"), place)
     assert code == 0, error
-    assert "first:" not in out
-    assert f"experiment pairs: {entry(place) / 'result'}" in out.splitlines()
+    assert "running prerequisite" not in out
+    assert result in out.splitlines()
     assert trainer_starts(place) == 1
 
 
@@ -111,8 +113,8 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
             shown = waiting.stdout.readline()
             assert shown, finish(waiting, place)
         told = (
-            rf"waiting for experiment pairs, which process {one.pid} on \S+, since .+ runs:"
-            rf" {entry(place)}\n"
+            rf"waiting for prerequisite experiment pairs in {entry(place)}, which process {one.pid}"
+            r" on \S+ since .+ is running\n"
         )
         assert re.fullmatch(told, shown), shown
     three.send_signal(signal.SIGINT)
@@ -120,13 +122,13 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     assert three.returncode == 130, "one that waits ends when it is told to"
     four.send_signal(signal.SIGUSR1)
     out, _ = four.communicate(timeout=30)
-    assert (four.returncode, "told to stop before it trained" in out) == (75, True)
+    assert (four.returncode, "stopped on request before training started" in out) == (75, True)
     one.send_signal(signal.SIGTERM)
     one.communicate(timeout=30)
     assert one.returncode == 143
     code, out, error = finish(two, place)
     assert code == 0, error
-    assert "first: experiment pairs" in out
+    assert "running prerequisite experiment pairs" in out
     resume = yaml.safe_load((entry(place) / "run" / "config.yaml").read_text())["run"]["resume"]
     assert resume == "true", "it went on where the other was"
     assert trainer_starts(place) == 2
@@ -141,7 +143,7 @@ def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -
     code, out, error = finish(launch, place)
     assert (code, error) == (75, "")
     assert out.endswith(
-        "told to stop before it trained\nstopped; the run goes on with run.resume=auto\n"
+        "stopped on request before training started\nstopped; resume the run with run.resume=auto\n"
     )
 
 
@@ -149,7 +151,7 @@ def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
     code, _, error = finish(start(place, trainer="raise"), place)
     assert code == 1
     told = (
-        "prerequisite experiment pairs: trainer rank 0 ended with exit code 1; the end of its log:"
+        "prerequisite experiment pairs: trainer rank 0 exited with code 1; last lines of its log:"
     )
     assert error.startswith(f"{told}\n")
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")

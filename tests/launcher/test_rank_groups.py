@@ -20,7 +20,7 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
         start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run
     )
     assert code == 0, error
-    assert "trainer rank 0 was ended by SIGKILL; starting trainer again (1 of 3)" in out
+    assert "trainer rank 0 was killed by SIGKILL; restarting trainer (1 of 3)" in out
     assert load_config(run / "config.yaml").run.resume == "true"
     assert (state := read_state(run / "status.json")) is not None
     assert {name: role.restarts for name, role in state.roles.items()} == {
@@ -32,7 +32,7 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
         log = (run / "logs" / f"trainer-{rank}.log").read_text()
         assert (
             log.count(f"trainer rank {rank} of 2") == 2
-            and "--- trainer is started again (1 of 3) ---" in log
+            and "--- restarting trainer (1 of 3) ---" in log
         )
 
 
@@ -43,8 +43,8 @@ def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path)
     )
     assert code == 0, error
     assert (
-        "critic rank 0 has learned with a trainer that begins again and was killed; starting critic"
-        " again (1 of 3)" in out
+        "critic rank 0 has updates of a trainer that restarts from step 0 and was killed;"
+        " restarting critic (1 of 3)" in out
     )
     assert (state := read_state(run / "status.json")) is not None
     assert {name: role.restarts for name, role in state.roles.items()} == {
@@ -57,5 +57,5 @@ def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path)
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_again_and_again_ends_the_run(run: Path) -> None:
     code, out, error = finish(start(run, {"trainer": "killed"}, "run.max_restarts=1"), run)
-    assert code == 1 and out.count("starting trainer again") == 1
-    assert error.startswith("trainer rank 0 was ended by SIGKILL after 1 restart")
+    assert code == 1 and out.count("restarting trainer") == 1
+    assert error.startswith("trainer rank 0 was killed by SIGKILL after 1 restart")

@@ -96,7 +96,7 @@ def test_another_user_sees_nothing_of_a_run() -> None:
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [("", "empty"), (" \n", "empty"), ("a\nb\n", "not one"), ("\xff\n", "not one")],
+    [("", "empty"), (" \n", "empty"), ("a\nb\n", "not valid"), ("\xff\n", "not valid")],
 )
 def test_a_file_that_is_no_access_key_is_told_before_anything_starts(
     tmp_path: Path, content: str, what: str
@@ -104,7 +104,8 @@ def test_a_file_that_is_no_access_key_is_told_before_anything_starts(
     paths = begin(tmp_path / "run")
     paths.access_key.write_text(content, encoding="latin-1")
     with pytest.raises(
-        ConfigError, match=rf"access key {paths.access_key} is {what}; .* remove the file"
+        ConfigError,
+        match=f"access key of the run, {paths.access_key}, is {what}; .* remove the file",
     ):
         begin(paths.root, "run.resume=auto")
     paths.access_key.unlink()

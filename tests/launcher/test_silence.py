@@ -58,8 +58,8 @@ def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(
     stopped = rank_of(run, "critic", behavior, rank)
     stopped.suspend()
     wait_for(lambda: read_status(run).roles["critic"].health == "not answering", "word of it")
-    told = f"critic rank {rank} showed no life for 8 s (server.health_timeout_s) and was killed"
-    read_until(launcher, f"{told}; starting critic again (1 of 3)", "critic is healthy again")
+    told = f"critic rank {rank} sent no heartbeat for 8 s (server.health_timeout_s) and was killed"
+    read_until(launcher, f"{told}; restarting critic (1 of 3)", "critic is healthy again")
     assert not stopped.is_running()
     assert (state := read_state(run / "status.json")) is not None and not state.roles[
         "reward"
@@ -89,7 +89,7 @@ def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_
         code, _, error = finish(launcher, directory)
         assert code == 1
         assert error.startswith(
-            f"{role} rank 0 showed no life for 3 s ({key}) and was killed; the end of its log:\n"
+            f"{role} rank 0 sent no heartbeat for 3 s ({key}) and was killed; last lines of its log:\n"
         )
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_launcher_not_even_a_stopped_rank_or_what_hides_from_it(
+def test_no_process_outlives_a_killed_launcher(
     run: Path,
 ) -> None:
     launcher = start(
@@ -146,9 +146,9 @@ def test_the_error_of_a_collective_names_who_did_not_come(run: Path) -> None:
     )
     assert code == 1
     assert error.startswith(
-        "trainer rank 0 ended with exit code 1: trainer rank 2 did not come to a collective within"
-        " cluster.collective_timeout_s (then trainer rank 1, trainer rank 3 failed); the end of its"
-        " log:\n"
+        "trainer rank 0 exited with code 1: trainer rank 2 did not join a collective within"
+        " cluster.collective_timeout_s (then trainer rank 1, trainer rank 3 failed); last lines of"
+        " its log:\n"
     )
 
 

@@ -298,9 +298,9 @@ def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(
     log.touch()
     error = rank_error("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
     message = str(error)
-    assert ("what started it says" in message) == bool(told)
+    assert ("srun reported" in message) == bool(told)
     assert told in message and told in error.summary
-    assert message.endswith(f"the end of its log:\n  (its log is empty)\nlog: {log}")
+    assert message.endswith(f"last lines of its log:\n  (its log is empty)\nlog: {log}")
 
 
 def as_task(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None) -> None:
@@ -343,7 +343,7 @@ def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyP
     as_task(monkeypatch, "0,1", "6,7")
     with pytest.raises(
         AlignerError,
-        match="numbers 6,7 of its node's, and Slurm gives the step CUDA_VISIBLE_DEVICES=0,1 alone",
+        match="devices 6,7 of its node, but Slurm gave its job step only CUDA_VISIBLE_DEVICES=0,1;",
     ):
         adopt_environment()
 
@@ -388,7 +388,7 @@ def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(
     stand_in(tmp_path, monkeypatch, "squeue", "")
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
     with pytest.raises(
-        ConfigError, match="Slurm refuses the job: sbatch: QOSMaxSubmitJobPerUserLimit"
+        ConfigError, match="Slurm rejected the job: sbatch: QOSMaxSubmitJobPerUserLimit"
     ):
         submit(plan_run(compose_config(given)))
     assert not (tmp_path / "run").exists()
@@ -432,7 +432,7 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
     stand_in(tmp_path, monkeypatch, "squeue", "")
     monkeypatch.setattr(submitting, "_QUEUEING_S", 0.5)
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", "run.name=mine"]
-    told = f"{said}: it is not known whether the job is queued; `squeue --me --name=mine` tells"
+    told = f"{said}: it is unknown whether the job was queued. Check with `squeue --me --name=mine`"
     with pytest.raises(AlignerError, match=told):
         submit(plan_run(compose_config(given)))
     paths = RunPaths(tmp_path / "run")
@@ -450,8 +450,8 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
         (
             "--parsable",
             (
-                "interrupted: it is not known whether the job is queued; `squeue --me --name=run`"
-                " tells; where it is not, launch again with run.resume=auto"
+                "interrupted: it is unknown whether the job was queued. Check with `squeue --me"
+                " --name=run`; if it is not queued, launch again with run.resume=auto"
             ),
             True,
         ),
@@ -509,11 +509,12 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
 @pytest.mark.parametrize(
     ("cluster", "code", "told"),
     [
-        ("local", 2, "cluster.kind=local; `aligner launch` runs it"),
+        ("local", 2, "cluster.kind=local: must be slurm; start this run with `aligner launch`"),
         (
             "slurm",
             1,
-            "SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job",
+            "SLURM_JOB_ID is not set: `aligner supervise` must be called by the script of a Slurm"
+            " job",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     finish(launcher, run)
     status = read_status(run)
     assert (status.state, status.exit_code, status.seconds_left) == ("stopped", 143, None)
-    assert status.note == f"stopped by SIGTERM; start it again with: {resumed(run)}"
+    assert status.note == f"stopped by SIGTERM; restart it with: {resumed(run)}"
     assert set(healths(run).values()) == {"gone"}
 
 
@@ -95,16 +95,16 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
         (
             "fail_rank_1",
             (
-                "rank 1 ended with exit code 1 (then trainer rank 0 failed): step 3: the reward is"
+                "rank 1 exited with code 1 (then trainer rank 0 failed): step 3: the reward is"
                 " nan for the prompt 'abc'"
             ),
         ),
         slow(
             "raise",
-            "rank {rank} ended with exit code 1 (then trainer rank {other} failed): ValueError: the"
+            "rank {rank} exited with code 1 (then trainer rank {other} failed): ValueError: the"
             " scorer returned nan",
         ),
-        slow("killed", "rank {rank} was ended by SIGKILL (then trainer rank {other} failed)"),
+        slow("killed", "rank {rank} was killed by SIGKILL (then trainer rank {other} failed)"),
     ],
 )
 def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(
@@ -149,8 +149,8 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     assert (status.state, status.exit_code) == ("stopped", None)
     assert status.note is not None and f"process {launcher.pid} on " in status.note
     assert (
-        "is gone without having ended it; start it again with: aligner launch experiment=tiny_ppo"
-        in status.note
+        "is no longer running and did not record an end of the run; restart it with: aligner launch"
+        " experiment=tiny_ppo" in status.note
     )
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
@@ -187,13 +187,13 @@ def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path
     assert (
         status.state == "stopped"
         and status.note is not None
-        and status.note.startswith("its launcher, job 4242, is gone")
+        and status.note.startswith("its launcher (job 4242) is no longer running")
     )
 
 
-SBATCH = "start it again with: sbatch {run}/job.sh"
-IN_QUEUE = "Slurm has its job in the queue, and it goes on by itself: squeue --jobs=4242"
-UNKNOWN = "where its job is in the queue (squeue --jobs=4242) it goes on by itself, otherwise "
+SBATCH = "restart it with: sbatch {run}/job.sh"
+IN_QUEUE = "its Slurm job is in the queue and resumes the run: squeue --jobs=4242"
+UNKNOWN = "if its job is still queued (squeue --jobs=4242), it resumes the run; otherwise "
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
     why = (
         "stopped by SIGTERM"
         if exit_code
-        else "its launcher, job 4242, is gone without having ended it"
+        else "its launcher (job 4242) is no longer running and did not record an end of the run"
     )
     assert (status.state, status.note) == (state, f"{why}; {note.format(run=run)}")
 
@@ -291,12 +291,12 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     ):
         read_status(tmp_path / "absent")
     with pytest.raises(
-        ConfigError, match=f"{tmp_path}: not a run directory, it has no config.yaml"
+        ConfigError, match=f"{tmp_path}: not a run directory, because it has no config.yaml"
     ):
         read_status(tmp_path)
     run = made_run(tmp_path / "run", None, 1)
     (run / "status.json").write_text("[]")
-    with pytest.raises(AlignerError, match=r"status\.json is not what a launcher writes"):
+    with pytest.raises(AlignerError, match=r"status\.json: not a valid status file"):
         read_status(run)
 
 

@@ -107,8 +107,8 @@ def test_a_mistake_in_the_large_layout_is_refused_before_anything_starts(place: 
     run = launched(place, "refused", "actor.parallel.pipeline=5")
     assert run.code == 2
     assert run.error.startswith(
-        "aligner: error: actor.parallel.pipeline=5: 32 layers do not divide by 5; sizes that fit:"
-        " 1, 2, 4"
+        "aligner: error: actor.parallel.pipeline=5: must divide the model's 32 layers; valid"
+        " sizes: 1, 2, 4"
     )
     assert not list(place.glob("refused*"))
 

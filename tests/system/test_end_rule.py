@@ -22,7 +22,7 @@ GIVEN = (
 )
 
 
-def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path: Path) -> None:
+def test_run_ends_at_target_and_continues_without_it(tmp_path: Path) -> None:
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()  # both runs have one name, which checkpoints hold
     run = run_to_end(tmp_path / "whole" / "run", *GIVEN)
@@ -53,7 +53,7 @@ def test_a_run_ends_at_its_target_says_so_and_goes_on_without_it_alone(tmp_path:
 
     again = run_to_end(directory, *GIVEN, "run.resume=true")
     assert f"\n{why}\n" in again.out and len(again.metrics) == last
-    on = next(line for line in again.out.splitlines() if "go on to the last step" in line)
+    on = next(line for line in again.out.splitlines() if "continue to the last step" in line)
     words = [
         word
         for word in shlex.split(on, comments=True)

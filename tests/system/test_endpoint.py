@@ -78,7 +78,7 @@ def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: F
     )
 
 
-def test_the_generator_answers_agents_as_the_trainers_ranks_do(
+def test_generator_answers_agents_like_the_trainer(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")
@@ -87,7 +87,7 @@ def test_the_generator_answers_agents_as_the_trainers_ranks_do(
     assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
 
 
-def test_a_run_whose_endpoint_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(
+def test_killed_agent_endpoint_keeps_the_weights(
     tmp_path: Path,
 ) -> None:
     """Drawn ahead, by the generator, and with a trainer that is killed, too."""
@@ -123,7 +123,7 @@ def test_a_run_whose_agents_and_endpoint_on_the_trainers_ranks_are_killed_ends_w
         assert launch.processes() == []
     assert run.code == 0, run.report()
     assert killed >= 2
-    assert run.out.count("; starting trainer again") == 1
+    assert run.out.count("; restarting trainer") == 1
     assert_identical(run, undisturbed)
 
 

@@ -40,7 +40,7 @@ def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: 
     assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
 
 
-def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(
+def test_run_with_every_role_killed_keeps_the_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     """And trains on the same samples in the same order: in one launch, although the trainer is
@@ -55,7 +55,7 @@ def test_a_run_of_which_every_role_is_killed_ends_with_the_same_weights(
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
-def test_a_trainer_that_is_killed_alone_goes_on_from_its_checkpoint_beside_the_critic_that_it_had(
+def test_killed_trainer_resumes_with_the_running_critic(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     with Launch(tmp_path / "run", *OVERRIDES) as launch:
@@ -63,14 +63,12 @@ def test_a_trainer_that_is_killed_alone_goes_on_from_its_checkpoint_beside_the_c
         launch.rank("trainer", 0).kill()
         run = launch.finish(200)
     assert run.code == 0, run.report()
-    assert "; starting trainer again" in run.out and "; starting critic again" not in run.out, (
-        run.out
-    )
+    assert "; restarting trainer" in run.out and "; restarting critic" not in run.out, run.out
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
-def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as_if_nothing_had_happened(
+def test_suspended_reward_and_critic_are_replaced(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     with Launch(
@@ -83,8 +81,10 @@ def test_stopped_processes_of_reward_and_critic_are_replaced_and_the_run_ends_as
         run = launch.finish(200)
     assert run.code == 0, run.report()
     for group in ("reward", "critic"):
-        silent = f"{group} rank 0 showed no life for 10 s (server.health_timeout_s) and was killed"
-        assert f"{silent}; starting {group} again (1 of 3)" in run.out, run.out
+        silent = (
+            f"{group} rank 0 sent no heartbeat for 10 s (server.health_timeout_s) and was killed"
+        )
+        assert f"{silent}; restarting {group} (1 of 3)" in run.out, run.out
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 

@@ -139,12 +139,12 @@ def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job)
     )
     script = (undisturbed.paths.root / "job.sh").read_text()
     assert script.count("#SBATCH hetjob") == 2
-    assert f"summary of {STEPS} steps" in undisturbed.log
+    assert f"Summary of {STEPS} steps" in undisturbed.log
     assert (undisturbed.paths.checkpoints / f"step_{STEPS}" / "manifest.json").is_file()
     assert undisturbed.paths.trace.is_file()
 
 
-def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothing_had_happened(
+def test_preempted_job_is_requeued_and_ends_like_undisturbed(
     undisturbed: Job, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     job = submitted(slurm, tmp_path / "run", *FOUR_NODES, *SECURE, f"run.steps={STEPS}")
@@ -160,7 +160,7 @@ def test_a_preempted_run_takes_a_checkpoint_is_queued_again_and_ends_as_if_nothi
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", (
         job.log
     )
-    assert "queued again 1 time" in job.log
+    assert "(requeued 1 time)" in job.log
     assert repeatable(read_metrics(job.paths.metrics)) == repeatable(
         read_metrics(undisturbed.paths.metrics)
     )
@@ -184,7 +184,7 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     )
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
     assert re.search(
-        r"\ntrainer rank [01] was ended by SIGTERM, which came from outside\n", job.log
+        r"\ntrainer rank [01] was killed by SIGTERM, which the launcher did not send\n", job.log
     ), job.log
     status = read_status(job.paths.root)
     assert (status.state, status.exit_code, status.step >= 3) == ("queued", 75, True)
@@ -221,12 +221,12 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
         time.sleep(0.2)
     assert (status.state, status.exit_code) == ("queued", 143)
     assert status.note is not None and status.note.startswith(
-        "stopped by SIGTERM; Slurm has its job in the queue"
+        "stopped by SIGTERM; its Slurm job is in the queue"
     )
     slurm.command("scancel", job.number)
     status = read_status(job.paths.root)
     assert status.state == "stopped"
-    assert status.note == f"stopped by SIGTERM; start it again with: sbatch {job.paths.job_script}"
+    assert status.note == f"stopped by SIGTERM; restart it with: sbatch {job.paths.job_script}"
 
 
 def shared_memory_of(role: str, job: Job) -> list[Path]:
@@ -280,16 +280,16 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
     kill("critic")
     wait_for("critic is healthy again")
     assert not [path for path in shared if path.exists()], "Slurm has killed who else removes it"
-    assert "critic rank 0 was ended by SIGKILL; starting critic again (1 of 3)" in job.log
+    assert "critic rank 0 was killed by SIGKILL; restarting critic (1 of 3)" in job.log
     job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
     kill("trainer")
-    wait_for("starting trainer again (1 of 1)")
+    wait_for("restarting trainer (1 of 1)")
     job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
-    assert job.log.count("starting critic again") == 1
+    assert job.log.count("restarting critic") == 1
     kill("trainer")
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
     assert re.search(
-        r"aligner: error: trainer rank [01] was ended by SIGKILL after 1 restart", job.log
+        r"aligner: error: trainer rank [01] was killed by SIGKILL after 1 restart", job.log
     )
     assert re.search(r"log: .*/trainer-[01]\.log", job.log)
 
@@ -302,7 +302,7 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     )
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
     assert re.search(
-        r"aligner: error: prepare rank 0 ended with exit code \d+; what started it says:\n  \|"
+        r"aligner: error: prepare rank 0 exited with code \d+; srun reported:\n  \|"
         r" srun: ",
         job.log,
     )
@@ -310,7 +310,7 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     status = read_status(job.paths.root)
     assert status.state == "failed"
     assert status.note is not None and status.note.endswith(
-        f"start it again with: sbatch {job.paths.job_script}"
+        f"restart it with: sbatch {job.paths.job_script}"
     )
 
 
@@ -332,8 +332,8 @@ def test_a_run_whose_job_waits_is_not_launched_a_second_time(
         second = launched(slurm, same, *given, "run.steps=1000")
         assert second.returncode == 2
         told = (
-            f"queued already, as job {job.number}; wait for its end, or `scancel {job.number}`"
-            " first"
+            f"already queued as job {job.number}; wait until it ends, or cancel it with"
+            f" `scancel {job.number}`"
         )
         assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"
     assert (job.paths.config.read_text(), job.paths.job_script.read_text()) == before
@@ -437,7 +437,7 @@ def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_run_directory(
         slurm, tmp_path / "run", *FOUR_NODES, "cluster.devices_per_node=100", *override.split()
     )
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("aligner: error: cluster.slurm: Slurm refuses the job: ")
+    assert ended.stderr.startswith("aligner: error: cluster.slurm: Slurm rejected the job: ")
     assert said in ended.stderr
     assert not (tmp_path / "run").exists()
     # a job before this one may be completing

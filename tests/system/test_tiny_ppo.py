@@ -89,7 +89,7 @@ FROM_THE_NEWEST = (
 )
 
 
-def test_the_policy_learns_and_the_engine_agrees_with_the_trainer(undisturbed: Finished) -> None:
+def test_policy_learns_and_engine_matches_trainer(undisturbed: Finished) -> None:
     metrics = undisturbed.metrics
     assert [step["step"] for step in metrics] == list(range(1, STEPS + 1))
     assert metrics[0]["reward/mean"] <= 0.2
@@ -198,7 +198,7 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
+def test_resumed_run_equals_undisturbed_run(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which
@@ -215,7 +215,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
         launch.interrupt(signal.SIGUSR1)
         stopped = launch.finish(timeout_s=180)
     assert stopped.code == RESUMABLE, stopped.report()
-    assert "stopped; the run goes on with run.resume=auto" in stopped.out
+    assert "stopped; resume the run with run.resume=auto" in stopped.out
     steps = int(stopped.metrics[-1]["step"])
     assert steps < 6
     # What was left of a grace period is for the checkpoint: the resumed run evaluates it.
@@ -250,7 +250,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_from_what_the_clock_saved_as_if_it_had_not(
+def test_killed_run_resumes_from_timed_checkpoint(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     directory, given = (
@@ -301,7 +301,7 @@ def stopped(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_newest_checkpoint_in_which_no_bit_was_flipped(
+def test_run_resumes_from_newest_undamaged_checkpoint(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     checkpoints, damaged = (
@@ -317,10 +317,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_in_which_no_bit_was_flipped(
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:12])
     assert checkpoint_differences(undisturbed.paths, run.paths, 12) == []
     log = run.paths.log("trainer", 0).read_text()
-    assert (
-        "Traceback" not in log
-        and run.out.count("a checkpoint was damaged, and is set aside as") == 2
-    )
+    assert "Traceback" not in log and run.out.count("a checkpoint is damaged and was moved to") == 2
     for step, part in damaged.items():
         assert (
             f"{part}/rank_0.safetensors is damaged"
@@ -420,7 +417,7 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(
 
 
 @pytest.mark.slow
-def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(
+def test_deterministic_run_is_equal_on_cpu(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     run = run_to_end(tmp_path / "run", "cluster.deterministic=true", "run.stop_after=2", *COMPARED)
@@ -428,7 +425,7 @@ def test_a_run_that_sums_in_one_order_is_the_same_run_on_cpus(
 
 
 @pytest.mark.slow
-def test_the_first_step_is_the_same_at_another_layout(
+def test_first_step_is_equal_at_another_layout(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     layout = (

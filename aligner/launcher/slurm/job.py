@@ -37,16 +37,21 @@ def supervise(directory: Path) -> None:
     config = load_config(paths.config)
     if config.cluster.kind != "slurm":
         raise ConfigError(
-            f"{directory}: cluster.kind={config.cluster.kind}; `aligner launch` runs it"
+            f"{directory}: cluster.kind={config.cluster.kind}: must be slurm; start this run with"
+            " `aligner launch`"
         )
     config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
     console, requeue = Console(width=120), config.cluster.slurm.requeue
-    how = "by itself: its job is queued again" if requeue else f"with: sbatch {paths.job_script}"
+    how = (
+        "its job is requeued and resumes the run"
+        if requeue
+        else f"resume the run with: sbatch {paths.job_script}"
+    )
     with Interrupts(console, how) as interrupts:
         layout = slurm_layout(config)
         allocation = read_allocation(layout)
         count = allocation.requeues
-        again = f", queued again {count} time{'s' * (count > 1)}" if count else ""
+        again = f" (requeued {count} time{'s' * (count > 1)})" if count else ""
         print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
         again_later = partial(_requeue, allocation.job) if requeue else None
@@ -62,5 +67,5 @@ def _requeue(job: str) -> None:
         slurm_command("scontrol", "requeue", job, attempts=PATIENT, done=_PENDING)
     except AlignerError as error:
         raise AlignerError(
-            f"the run has stopped, but its job is not queued again: {error}"
+            f"the run has stopped, but its job could not be requeued: {error}"
         ) from error

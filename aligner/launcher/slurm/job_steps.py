@@ -78,7 +78,8 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         raise AlignerError(
-            "SLURM_JOB_ID is not set: `aligner supervise` is called by the script of a Slurm job"
+            "SLURM_JOB_ID is not set: `aligner supervise` must be called by the script of a Slurm"
+            " job"
         )
     is_heterogeneous = "SLURM_HET_SIZE" in environment
 
@@ -95,7 +96,8 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
     given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
     if given != wanted:
         raise AlignerError(
-            f"the job's components have {given} nodes, the configuration needs {wanted}"
+            f"the Slurm job's components have {given} nodes, but the configuration requires"
+            f" {wanted}"
         )
     whole = {
         name: address

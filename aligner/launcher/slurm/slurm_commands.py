@@ -37,7 +37,7 @@ def slurm_command(
     """
     if shutil.which(name) is None:
         raise ConfigError(
-            f"cluster.kind=slurm: there is no {name} here; launch on a machine of the cluster"
+            f"cluster.kind=slurm: requires {name}; launch on a machine of the Slurm cluster"
         )
     for attempt in itertools.count():
         try:
@@ -65,7 +65,7 @@ def _printed(
             line.partition("error: ")[2] or line
             for line in (ended.stderr or ended.stdout).strip().splitlines()
         )
-        said = "; ".join(lines) or "it failed and said nothing"
+        said = "; ".join(lines) or f"exited with code {ended.returncode} without a message"
         # the command itself has waited for the controller
         kind = NoAnswerError if "timed out" in said else AlignerError
         raise kind(f"{command[0]}: {said}")

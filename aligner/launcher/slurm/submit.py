@@ -39,8 +39,8 @@ def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) 
     plan.check(described)
     if missing := ", ".join(first.name for first in plan.missing):
         raise ConfigError(
-            f"{missing}: an experiment whose result is needed has not run yet, and a Slurm job runs"
-            " one alone; launch it first"
+            f"{missing}: the run needs the result of this experiment, which has not run yet. A"
+            " Slurm job does not run prerequisite experiments; launch it first"
         )
     return render_script(plan.config)
 
@@ -64,8 +64,8 @@ def submit(plan: RunPlan) -> None:
         # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have
         # been queued in other ways.
         if (queued := job_of(paths.job_script)) is not None:
-            how = f"wait for its end, or `scancel {queued}` first"
-            raise ConfigError(f"run.dir={paths.root}: queued already, as job {queued}; {how}")
+            how = f"wait until it ends, or cancel it with `scancel {queued}`"
+            raise ConfigError(f"run.dir={paths.root}: already queued as job {queued}; {how}")
         check_directory(config)
         config = dated(config)
         with _undone_when_refused(paths):
@@ -77,9 +77,9 @@ def submit(plan: RunPlan) -> None:
             job = _queued(paths, config)
         paths.status.unlink(missing_ok=True)  # that of the start before this one
     then = (
-        "the job is queued again"
+        "then the job is requeued"
         if config.cluster.slurm.requeue
-        else f"`sbatch {paths.job_script}` goes on"
+        else f"resume with `sbatch {paths.job_script}`"
     )
     print(
         f"job {job}",
@@ -87,8 +87,8 @@ def submit(plan: RunPlan) -> None:
         f"log:    {paths.job_log(job)}",
         f"follow: tail -F {paths.job_log(job)}",
         f"status: squeue --jobs={job}; aligner status {paths.root}",
-        f"stop:   scancel --batch --signal=USR1 {job}   # with a checkpoint; {then}",
-        f"end:    scancel {job}",
+        f"stop:   scancel --batch --signal=USR1 {job}   # saves a checkpoint; {then}",
+        f"end:    scancel {job}   # without a checkpoint",
         sep="\n",
     )
 
@@ -121,8 +121,8 @@ def _queued(paths: RunPaths, config: Config) -> str:
         printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
         raise NoAnswerError(
-            f"{str(error) or 'interrupted'}: it is not known whether the job is queued; `squeue"
-            f" --me --name={config.run.name}` tells; where it is not, launch again with"
+            f"{str(error) or 'interrupted'}: it is unknown whether the job was queued. Check with"
+            f" `squeue --me --name={config.run.name}`; if it is not queued, launch again with"
             " run.resume=auto"
         ) from error
     return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
@@ -143,7 +143,7 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
     except (ConfigError, NoAnswerError):
         raise
     except AlignerError as error:
-        raise ConfigError(f"cluster.slurm: Slurm refuses the job: {error}") from error
+        raise ConfigError(f"cluster.slurm: Slurm rejected the job: {error}") from error
 
 
 def render_script(config: Config) -> str:
