@@ -19,7 +19,7 @@ WINDOW = 5
 _SHOWN = {
     "reward/mean": "reward {:.3f}",
     "kl/reference": "KL {:.4f}",
-    "distill/reverse_kl": "KL to the teacher {:.4f} a token",
+    "distill/reverse_kl": "KL to teacher {:.4f} per token",
     **{f"{trainer}/loss": "loss {:.4f}" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy {:.3f}" for trainer in ("dpo", "reward_model")},
     "eval/loss": "held-out loss {:.4f}",
@@ -30,15 +30,21 @@ _SHOWN = {
 }
 _COMPARED = {
     "reward/mean": "reward",
-    "kl/reference": "KL to the reference",
-    "distill/reverse_kl": "KL to the teacher, a token",
-    "response/length": "response length, tokens",
+    "kl/reference": "KL to reference",
+    "distill/reverse_kl": "KL to teacher (per token)",
+    "response/length": "response length (tokens)",
     **{f"{trainer}/loss": "loss" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy" for trainer in ("dpo", "reward_model")},
     "eval/loss": "held-out loss",
     "eval/accuracy": "held-out accuracy",
-    "time/step": "seconds a step",
+    "time/step": "step time (s)",
 }
+_PHASE_LABELS = {
+    "logprobs": "log-probs",
+    "reshard": "weight sync",
+    "server_wait": "wait for servers",
+}
+"""Names of the trainer's phases in the summary, where they differ from the metric's name."""
 
 GROUPED = ("score", "pass@1")
 """What is measured of groups, too, as `eval/METRIC/GROUP`."""
@@ -135,7 +141,7 @@ class PlainProgress:
         table = Table(
             "prompt",
             "response",
-            title=f"samples of step {records[0]['step']}",
+            title=f"Samples at step {records[0]['step']}",
             title_justify="left",
         )
         table.add_column("reward", justify="right")
@@ -210,6 +216,12 @@ def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | Non
     return sum(values) / len(values) if values else None
 
 
+def _phase_label(metric: str) -> str:
+    """Return the name of a phase in the summary."""
+    phase = metric.removeprefix("time/")
+    return _PHASE_LABELS.get(phase, phase.replace("_", " "))
+
+
 def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
     """Means over the first and the last five steps (fewer when the run is shorter)."""
     first, last = metrics[:WINDOW], metrics[-WINDOW:]
@@ -217,15 +229,15 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
         {key for record in metrics for key in record if key.startswith("time/")} - {"time/step"}
     )
     table = _table(
-        f"summary of {len(metrics)} steps",
-        "mean of",
-        f"first {len(first)}",
-        f"last {len(last)}",
+        f"Summary of {len(metrics)} steps",
+        "mean",
+        f"first {len(first)} steps",
+        f"last {len(last)} steps",
         "change",
     )
     for key, name in {
         **_COMPARED,
-        **{phase: f"  {phase.removeprefix('time/')}" for phase in phases},
+        **{phase: f"  {_phase_label(phase)} (s)" for phase in phases},
     }.items():
         before, after = window_mean(first, key), window_mean(last, key)
         if before is not None and after is not None:
@@ -242,7 +254,11 @@ def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
         return None
     first, last = evaluated[0], evaluated[-1]
     table = _table(
-        "evaluation", "", f"step {int(first['step'])}", f"step {int(last['step'])}", "change"
+        "Evaluation",
+        "metric [95% interval]",
+        f"step {int(first['step'])}",
+        f"step {int(last['step'])}",
+        "change",
     )
     for key in last:
         if key.startswith("eval/") and not key.endswith(_BOUNDS):
@@ -253,7 +269,7 @@ def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
 
 def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
     """One evaluation, with 95 % intervals."""
-    table = _table(title, "", "measured")
+    table = _table(title, "metric [95% interval]", "value")
     for key in metrics:
         if not key.endswith(_BOUNDS):
             table.add_row(key.removeprefix("eval/"), _shown(metrics, key))
@@ -276,7 +292,10 @@ def totals(metrics: Sequence[Mapping[str, float]]) -> str:
     if mismatches := [
         (record[worst], int(record["step"])) for record in metrics if worst in record
     ]:
-        lines.append("largest {}: {:.2e} (step {})".format(worst, *max(mismatches)))
+        difference, step = max(mismatches)
+        lines.append(
+            f"largest engine-trainer log-prob difference ({worst}): {difference:.2e} at step {step}"
+        )
     seconds = sum(record.get("time/step", 0.0) for record in metrics)
     line = f"total: {len(metrics)} steps, {seconds:.1f} s"
     for unit in ("samples", "tokens"):

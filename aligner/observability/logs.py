@@ -14,18 +14,20 @@ REPORTED = "aligner: error:"
 """What the line begins with by which a rank tells why it ends."""
 
 _log = logging.getLogger("aligner")
+_TEXT_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     """Set up Python's logging in a rank's process; `rank` is the environment's RANK if not given.
 
-    As text our own records are lines of standard output, and all else stays as it is; as JSON all
-    records, warnings and printed lines are objects, but for what other processes or libraries write
-    to the file directly.
+    As text, records of aligner's loggers are lines of standard output with time and level, and all
+    other output is unchanged; as JSON all records, warnings and printed lines are objects, except
+    output that other processes or libraries write to the file directly.
     """
     handler = _Handler(sys.stdout)
     _log.setLevel(logging.INFO)
     if format == "text":
+        handler.setFormatter(_TEXT_FORMATTER)
         _log.handlers, _log.propagate = [handler], False
         return
     # some libraries tell everything, and leave it to others to listen
@@ -59,10 +61,11 @@ def log_failure(error: BaseException, message: str | None) -> bool:
 
 def launcher_line(format: str, role: str, rank: int, message: str) -> str:
     """What the launcher adds to a rank's log, as the rank would have written it."""
-    if format == "text":
-        return f"--- {message} ---\n"
-    record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, message, None, None)
-    return _JsonFormatter(role, rank).format(record) + "\n"
+    is_text = format == "text"
+    text = f"--- {message} ---" if is_text else message
+    record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, text, None, None)
+    formatter = _TEXT_FORMATTER if is_text else _JsonFormatter(role, rank)
+    return formatter.format(record) + "\n"
 
 
 def text_lines(lines: list[str]) -> list[str]:

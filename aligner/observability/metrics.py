@@ -152,8 +152,7 @@ def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:
     for key, value in record.items():
         if not math.isfinite(value):
             raise AlignerError(
-                f"step {step}: metric {key} is {value}; the run stops, for training on is"
-                " meaningless"
+                f"step {step}: metric {key} is {value}, which is not finite; stopping the run"
             )
     return record
 

@@ -161,7 +161,7 @@ class SampleFiles:
         if not self._is_over:
             self._is_over = True
             _log.info(
-                "%s: has logging.samples_mib=%d: the oldest samples go",
+                "%s: reached logging.samples_mib=%d; deleting the oldest samples",
                 self._directory,
                 self._limit // _MIB,
             )

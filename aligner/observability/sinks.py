@@ -96,7 +96,7 @@ class BackgroundSink:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() or self._is_behind:
             _log.warning(
-                "%s failed %d times and lacks steps; metrics.jsonl has all",
+                "%s failed %d times and is missing steps; metrics.jsonl has all steps",
                 self._name,
                 self.failures,
             )
@@ -132,7 +132,9 @@ class BackgroundSink:
             if self.failures == 1:
                 what = f"{type(error).__name__}: {error}"
                 _log.warning(
-                    "%s does not record the metrics, but the run goes on: %s", self._name, what
+                    "%s cannot record metrics; the run continues and tries again later: %s",
+                    self._name,
+                    what,
                 )
 
 

@@ -14,10 +14,10 @@ _LONG_S = 2.0
 """What takes less is not told: nobody has begun to wonder."""
 _FIRST_STEP = {
     "generate": "generating the first samples",
-    "server_wait": "waiting for the first answers of the servers",
+    "server_wait": "waiting for the first results of the servers",
     "logprobs": "computing the first log-probs",
     "train": "training the first step",
-    "reshard": "sending new weights to the engine",
+    "reshard": "syncing the new weights to the engine",
     "evaluate": "evaluating the initial model",
 }
 """What phases of a step are called before one has ended."""

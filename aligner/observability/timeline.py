@@ -137,7 +137,7 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the block as phase `name`; several blocks of a step add up."""
         if name == "step":
-            raise ValueError("the phase name 'step' is taken: it is the whole step's time")
+            raise ValueError("the phase name 'step' is reserved for the time of the whole step")
         if name in self._open:
             raise ValueError(f"phase {name!r} is already being timed")
         self._open.add(name)

@@ -195,7 +195,7 @@ def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
         records = [json.loads(line) for line in (whole[1:] if cut else whole)]
     except ValueError as error:
         raise AlignerError(
-            f"{file}: not a timeline, a line of it is not JSON ({error}); remove the file"
+            f"{file}: not a valid timeline, because a line is not JSON ({error}); remove the file"
         ) from error
     if cut:
         records = list(itertools.dropwhile(lambda record: "start" not in record, records))

@@ -70,7 +70,7 @@ def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> No
     view.close()
     text = shown(where)
     assert "4/10" in text and "reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:12" in text
-    assert "samples of step 4" in text and r"c\x1b[2Jd" in text and "a[b]" in text
+    assert "Samples at step 4" in text and r"c\x1b[2Jd" in text and "a[b]" in text
 
 
 def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: Path) -> None:
@@ -93,9 +93,12 @@ def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: 
         if line.startswith("│")
     }
     assert [cell.strip() for cell in rows["reward"]] == ["0.3000", "1.0000", "+0.7000"]
-    assert [cell.strip() for cell in rows["train"]] == ["1.5000", "1.5000", "+0.0000"]
-    assert "response length, tokens" not in rows  # not measured, so not shown
-    assert "largest mismatch/logprob_abs: 1.00e-05 (step 3)" in shown(where)
+    assert [cell.strip() for cell in rows["train (s)"]] == ["1.5000", "1.5000", "+0.0000"]
+    assert "response length (tokens)" not in rows  # not measured, so not shown
+    assert (
+        "largest engine-trainer log-prob difference (mismatch/logprob_abs): 1.00e-05 at step 3"
+        in shown(where)
+    )
     assert "total: 12 steps, 24.0 s" in shown(where)
     assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(
         where
@@ -138,10 +141,11 @@ def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no
         "+0.500",
     ]
     assert "score_low" not in rows and rows["length"][2].strip() == "+0.000"
-    assert "summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
+    assert "Summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
 
 
 def test_a_short_run_has_a_summary_too() -> None:
     table = summary_table([{"step": 1, "reward/mean": 0.5}])
-    assert [column.header for column in table.columns] == ["mean of", "first 1", "last 1", "change"]
+    headers = [column.header for column in table.columns]
+    assert headers == ["mean", "first 1 steps", "last 1 steps", "change"]
     assert totals([{"step": 1, "reward/mean": 0.5}]) == "total: 1 steps, 0.0 s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from aligner.launcher.failure import log_tail, reported_error, root_failure
 from aligner.observability.logs import launcher_line
 
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 SPEAKS = """
 import logging, sys, threading, warnings
 from aligner.errors import AlignerError
@@ -50,9 +52,9 @@ def spoken(format: str) -> list[str]:
 
 def test_as_text_a_rank_writes_its_lines_as_they_are() -> None:
     lines = spoken("text")
-    assert {"replaying 3", "a library's word", "a scorer's line", "ü", "to standard error"} <= {
-        *lines
-    }
+    assert {"a library's word", "a scorer's line", "ü", "to standard error"} <= {*lines}
+    (own,) = [line for line in lines if "replaying 3" in line]
+    assert re.fullmatch(rf"{TIME} INFO replaying 3", own)
     assert not [line for line in lines if line.startswith("{")]
 
 
@@ -115,10 +117,8 @@ def test_the_launcher_reads_a_rank_s_error_and_its_cause_in_json_as_in_text(tmp_
 
 
 def test_what_the_launcher_adds_to_a_log_has_the_logs_format() -> None:
-    assert (
-        launcher_line("text", "critic", 1, "critic is started again")
-        == "--- critic is started again ---\n"
-    )
+    line = launcher_line("text", "critic", 1, "critic is started again")
+    assert re.fullmatch(rf"{TIME} INFO --- critic is started again ---\n", line)
     record = json.loads(launcher_line("json", "critic", 1, "critic is started again"))
     assert (record["role"], record["rank"], record["message"]) == (
         "critic",

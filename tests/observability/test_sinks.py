@@ -235,7 +235,9 @@ def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
         for record in caplog.records
         if record.name == "aligner.observability.sinks"
     ]
-    assert told.startswith("mlflow does not record the metrics, but the run goes on: ")
+    assert told.startswith(
+        "mlflow cannot record metrics; the run continues and tries again later: "
+    )
 
 
 def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_before(
@@ -439,7 +441,7 @@ def test_a_store_that_never_takes_anything_is_given_up_at_the_end_and_said_to_la
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1999
     assert (
         caplog.messages[-1]
-        == f"mlflow failed {failures} times and lacks steps; metrics.jsonl has all"
+        == f"mlflow failed {failures} times and is missing steps; metrics.jsonl has all steps"
     )
 
 

@@ -234,7 +234,7 @@ def test_a_file_that_is_no_timeline_is_named(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.timeline.mkdir()
     (paths.timeline / "trainer-0.jsonl").write_text("train 3\n")
-    with pytest.raises(AlignerError, match=r"trainer-0\.jsonl: not a timeline"):
+    with pytest.raises(AlignerError, match=r"trainer-0\.jsonl: not a valid timeline"):
         read_spans(paths)
 
 
@@ -324,5 +324,5 @@ def test_a_phase_inside_itself_an_open_phase_and_the_name_step_are_refused() -> 
         pass
     with pytest.raises(ValueError, match="still being timed: train"), timer.phase("train"):
         timer.take()
-    with pytest.raises(ValueError, match="'step' is taken"), timer.phase("step"):
+    with pytest.raises(ValueError, match="'step' is reserved"), timer.phase("step"):
         pass
