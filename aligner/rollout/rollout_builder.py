@@ -194,8 +194,8 @@ class RolloutBuilder:
         each = self._settings.samples_per_prompt
         if others := {len(straggler.samples) for straggler in stragglers} - {each}:
             raise AlignerError(
-                f"rollout.samples_per_prompt={each}: the prompts under way have {max(others)}"
-                " samples; go on with that number"
+                f"rollout.samples_per_prompt={each}: the partial rollouts have {max(others)}"
+                " samples per prompt; resume with that value"
             )
         self._under_way = tuple(stragglers)
 
@@ -360,7 +360,9 @@ class RolloutBuilder:
                 kept.append(straggler)
             except RefusedError as error:
                 _log.warning(
-                    "prompt %s is left out, it cannot be drawn: %s", straggler.prompt.id, error
+                    "prompt %s is skipped, because generation failed: %s",
+                    straggler.prompt.id,
+                    error,
                 )
         self._skipped += len(self._under_way) - len(kept)
         self._under_way = tuple(kept)
@@ -383,10 +385,11 @@ class RolloutBuilder:
             if rounds < self._rounds:
                 self._generate_and_ask(generated, wanted - found)
         raise AlignerError(
-            f"algorithm.dynamic_sampling_rounds={self._rounds}: of {len(generated.samples) // each}"
-            f" prompts only {found} have samples with different scores, and a step takes {wanted};"
-            f" allow more rounds, draw more samples a prompt (rollout.samples_per_prompt={each}),"
-            " or choose prompts that are neither solved nor out of reach"
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: only {found} of"
+            f" {len(generated.samples) // each} prompts have samples with different scores, but a"
+            f" step needs {wanted}; allow more rounds, generate more samples per prompt"
+            f" (rollout.samples_per_prompt={each}), or use prompts that the policy solves sometimes"
+            " but not always"
         )
 
     def forget(self, first: int) -> None:

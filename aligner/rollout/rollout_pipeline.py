@@ -182,7 +182,7 @@ class RolloutPipeline:
             return None
         served, ahead = self._served, self._ahead
         assert served is not None and self._beside is None, (
-            "the newest version serves, and draws nothing else"
+            "the newest weight version must be served and have no other extra samples in flight"
         )
 
         def drawn() -> Drawn:
@@ -279,7 +279,7 @@ class RolloutPipeline:
         self, served: Future[None], rates: PassRates | None
     ) -> tuple[RolloutBatch, _Progress]:
         """A batch by the weights that serve then, or later ones."""
-        assert self._ahead is not None, "rank 0 draws"
+        assert self._ahead is not None, "only rank 0 generates"
         served.result()
         return self._ahead.take(rates), _Progress(self._ahead.position, self._ahead.under_way)
 
@@ -317,22 +317,22 @@ class RolloutPipeline:
             under_way = from_saved(_part(tensors, "under_way"), saved["under_way"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AlignerError(
-                f"{directory}: the batches that were drawn ahead cannot be read: {error!r}"
+                f"{directory}: cannot read the rollout batches that were generated ahead: {error!r}"
             ) from error
         excess = len(batches) - self._settings.steps_ahead
         key, allowed = "rollout.max_staleness", self._settings.max_staleness
         if excess > 0:
             raise AlignerError(
-                f"{key}={allowed}: the checkpoint holds {len(batches)} batches that were drawn"
-                f" ahead, {excess} more than this draws; go on with {key}={allowed + excess} or"
-                " more"
+                f"{key}={allowed}: the checkpoint contains {len(batches)} rollout batches that were"
+                f" generated ahead, {excess} more than allowed; resume with"
+                f" {key}={allowed + excess} or more"
             )
         self._next = step + len(batches)
         oldest = min((version for one in under_way for version in one.first_versions), default=step)
         if self._next - oldest > allowed:
             raise AlignerError(
-                f"{key}={allowed}: of the checkpoint's prompts some that are under way are of"
-                f" version {oldest}, and step {self._next} is to train on them; go on with"
+                f"{key}={allowed}: the checkpoint contains partial rollouts of weight version"
+                f" {oldest}, which step {self._next} trains on; resume with"
                 f" {key}={self._next - oldest} or more"
             )
         if self._ahead is not None:

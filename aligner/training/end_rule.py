@@ -49,6 +49,6 @@ class EndRule:
             values = [better_sign(self.metric) * value for value in evaluations]
             best = values.index(max(values))
             if len(values) - 1 - best >= self.without_gain:
-                told = f"{self.metric} was {evaluations[best]:.6g} and has not become better since"
-                return f"{told}: run.end_without_gain={self.without_gain}"
+                reached = f"run.end_without_gain={self.without_gain}"
+                return f"{self.metric} has not improved since {evaluations[best]:.6g}: {reached}"
         return None

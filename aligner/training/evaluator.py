@@ -290,10 +290,10 @@ class Evaluator:
         if self._reference_scores is None:
             if step and without_reference(self.prompts):
                 raise AlignerError(
-                    f"{self.references_file}: no such file, so that there is nothing to compare"
-                    " responses with: a run that is evaluated from its first step on keeps the"
-                    " initial policy's here; give `reference` with every prompt of"
-                    f" {self.suite.key}.path, or evaluation.every=0"
+                    f"{self.references_file}: no such file, so responses have no references to"
+                    " compare with. A run that is evaluated from its first step stores the initial"
+                    " policy's responses there. Add a `reference` to every prompt of"
+                    f" {self.suite.key}.path, or set evaluation.every=0"
                 )
             self._reference_scores = self._score_references()
         return self._reference_scores
@@ -335,15 +335,15 @@ class Evaluator:
             return None
         if [record["prompt"] for record in records] != [prompt.text for prompt in self.prompts]:
             raise AlignerError(
-                f"{self.references_file}: it has the references of other prompts than"
-                f" {self.suite.key}.path or {self.suite.key}.prompts; go on with the prompts that"
+                f"{self.references_file}: contains references of other prompts than"
+                f" {self.suite.key}.path or {self.suite.key}.prompts; resume with the prompts that"
                 " the run was started with"
             )
         function = records[0]["scorer"]
         if function != self.settings.function:
             raise AlignerError(
-                f"{self.references_file}: it has scores by {self.suite.key}.function={function}; go"
-                f" on with that, not with {self.settings.function}"
+                f"{self.references_file}: contains scores of {self.suite.key}.function={function};"
+                f" resume with that function instead of {self.settings.function}"
             )
         self._reference_texts = [record["response"] for record in records]
         return torch.tensor([record["score"] for record in records], dtype=torch.float64)

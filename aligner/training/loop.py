@@ -102,7 +102,7 @@ class TrainingLoop:
         first = self._resume()
         if self.stop.is_early_after(first):
             return
-        tell_stage(self.config, "trainer", "sending the weights to the engine")
+        tell_stage(self.config, "trainer", "syncing the weights to the engine")
         self.begin(first)
         timer = PhaseTimer(listener=self.timeline.add, begins=partial(tell_phase, self.config))
         self._evaluate_beforehand(first, timer)

@@ -19,4 +19,6 @@ def check_named(given: str, metric: str, measured: Mapping[str, float]) -> None:
     `given` is the key's text."""
     kind = metric.partition("/")[0] + "/"
     if metric not in measured and any(known.startswith(kind) for known in measured):
-        raise AlignerError(f"{given}: no such metric; this step's: {', '.join(sorted(measured))}")
+        raise AlignerError(
+            f"{given}: unknown metric; metrics of this step: {', '.join(sorted(measured))}"
+        )

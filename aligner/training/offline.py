@@ -85,9 +85,9 @@ class OfflineTrainer(TrainingLoop):
         rows, size = len(self.examples), data.batch_size
         resumed = f"; resumed after step {first}" if first else ""
         return (
-            f"{self.task.name}: {rows} rows, {len(self.held_out)} held out; steps of {size} rows,"
-            f" {rows / size:.1f} an epoch; the run's {steps} steps are {steps * size / rows:.2f}"
-            f" epochs{resumed}"
+            f"{self.task.name}: {rows} rows, {len(self.held_out)} held out; {size} rows per step,"
+            f" {rows / size:.1f} steps per epoch; run.steps={steps} is"
+            f" {steps * size / rows:.2f} epochs{resumed}"
         )
 
     def begin_save(self, step: int) -> TrainingState:

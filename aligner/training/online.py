@@ -53,14 +53,14 @@ def announcement(config: Config, prompts: int) -> str:
     a step's samples mean."""
     size, steps, settings = config.rollout.prompts_per_step, config.run.steps, config.algorithm
     told = (
-        f"online: {prompts} prompts; steps of {size} prompts, {prompts / size:.1f} an epoch; the"
-        f" run's {steps} steps are {steps * size / prompts:.2f} epochs"
+        f"online: {prompts} prompts; {size} prompts per step, {prompts / size:.1f} steps per epoch;"
+        f" run.steps={steps} is {steps * size / prompts:.2f} epochs"
     )
     if settings.epochs > 1 and settings.loss in WITHOUT_RATIO:
         told += (
-            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no ratio, so nothing"
-            " but its KL to the reference, if it has one, holds the policy near the one that drew"
-            " a step's samples"
+            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no importance ratio,"
+            " so only its KL term, if it has one, keeps the policy close to the policy that"
+            " generated the samples of a step"
         )
     return told
 
@@ -367,12 +367,12 @@ class OnlineTrainer(TrainingLoop):
         if found is not None:
             self.pass_rates = self.pipeline.pass_rates = found
         elif self.recorder is not None:
-            of = (
-                "of other prompts"
+            problem = (
+                "contains pass rates of other prompts"
                 if directory.is_dir()
-                else "of a release that counted no prompts' samples"
+                else "contains no pass rates, because an older release wrote it"
             )
-            _log.warning("the checkpoint is %s: pass rates begin anew from here", of)
+            _log.warning("the checkpoint %s: counting pass rates from zero", problem)
 
     def committed(self, kept: Sequence[TrainingState]) -> None:
         """A critic that is lost comes back from these."""

@@ -156,14 +156,14 @@ class PairWriter:
         at all."""
         if self.has_pairs and not _unfinished(self.paths.preferences).stat().st_size:
             raise AlignerError(
-                "not one prompt had two answers of which one is better: every prompt's scores are"
-                " equal, or its texts empty or the same; draw more samples"
-                " (rollout.samples_per_prompt), at a higher temperature, or choose another reward"
+                "no preference pairs: for every prompt, all scores are equal, or the responses are"
+                " empty or identical; generate more samples per prompt"
+                " (rollout.samples_per_prompt), raise rollout.temperature, or use another reward"
             )
         if not self.has_pairs and not _unfinished(self.paths.responses).stat().st_size:
             raise AlignerError(
-                "not one sample is kept: all are empty, or score below algorithm.min_score; give a"
-                " lower one"
+                "no samples to write: all samples are empty or score below algorithm.min_score;"
+                " lower algorithm.min_score"
             )
         for path in self._files:
             _unfinished(path).replace(path)

@@ -77,10 +77,10 @@ def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> N
             for field in source.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(
-                        f"{source.key}.judge_template: it has {{{field}}}, and the record of prompt"
-                        f" {prompt.text!r} has no such field, but"
-                        f" {', '.join(prompt.metadata) or 'none'}; give it with every record, or"
-                        " leave it out"
+                        f"{source.key}.judge_template: contains {{{field}}}, but the record of"
+                        f" prompt {prompt.text!r} has no such field; its fields:"
+                        f" {', '.join(prompt.metadata) or 'none'}. Add the field to every"
+                        " record, or remove it from the template"
                     )
 
 
@@ -91,8 +91,8 @@ def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
         for field in fields:
             if field not in prompt.metadata:
                 raise ConfigError(
-                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no `{field}`,"
-                    f" but {', '.join(prompt.metadata) or 'no others'}"
+                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no field"
+                    f" `{field}`; its fields: {', '.join(prompt.metadata) or 'none'}"
                 )
 
 
@@ -107,13 +107,13 @@ def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
         if not any(source.is_asked(prompt.metadata) for source in sources):
             raise ConfigError(
                 f"reward.sources: the record of prompt {prompt.text!r} has"
-                f" task={prompt.metadata.get(TASK)}, for which every source's weight is 0; give one"
-                " of them another, in its task_weights or as its weight"
+                f" task={prompt.metadata.get(TASK)}, for which every source has weight 0; set a"
+                " weight in task_weights or weight of at least one source"
             )
     for source in sources:
         for task in source.task_weights:
             if task not in tasks:
                 raise ConfigError(
-                    f"{source.key}.task_weights.{task}: no record has this task; theirs:"
-                    f" {', '.join(tasks)}"
+                    f"{source.key}.task_weights.{task}: no record has this task; tasks of the"
+                    f" records: {', '.join(tasks)}"
                 )

@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
-    "rollouts": "samples of the steps to come: rollouts.safetensors, their prompts: rollouts.json",
+    "rollouts": "samples of the next steps: rollouts.safetensors, their prompts: rollouts.json",
     "pass_rates": (
-        "how often each prompt was drawn, and how many of its samples passed:"
+        "number of times each prompt was sampled, and how many of its samples passed:"
         " pass_rates/pass_rates.safetensors"
     ),
     "critic": (
@@ -43,8 +43,8 @@ _PARTS = {
     ),
 }
 _HOLDS = {
-    "rng": "nothing: every random stream follows from the seed and the step",
-    "data": "position, the number of prompts or examples taken or passed over: state",
+    "rng": "nothing: every random stream is derived from the seed and the step",
+    "data": "position, the number of prompts or examples used or skipped: state",
 }
 
 
@@ -105,8 +105,8 @@ class RunCheckpoints:
         if steps and not is_whole:
             told = "\n".join(f"  step_{step}: {problem}" for step, problem in damaged.items())
             raise AlignerError(
-                f"{self._directory}: every checkpoint is damaged; bring one back from a copy, or"
-                f" begin anew in another run.dir:\n{told}"
+                f"{self._directory}: every checkpoint is damaged; restore one from a backup, or"
+                f" start again in another run.dir:\n{told}"
             )
         together(lambda: self._rename(damaged if rank == 0 else {}))
 
@@ -174,7 +174,7 @@ class RunCheckpoints:
         except OSError as error:
             if directory.name not in self._undeletable:
                 _log.warning(
-                    "%s, no longer kept, cannot be deleted: %s; tried again after each checkpoint",
+                    "cannot delete old checkpoint %s: %s; retrying after each checkpoint",
                     directory,
                     error,
                 )
@@ -232,10 +232,10 @@ class RunCheckpoints:
                     write_file(aside / DAMAGE, f"{problem}\n")
             except OSError as error:
                 raise AlignerError(
-                    f"{directory}: damaged ({problem}), and cannot be set aside: {error}"
+                    f"{directory}: damaged ({problem}), and cannot be moved aside: {error}"
                 ) from error
             _log.warning(
-                "DAMAGED: checkpoint step_%d is not used, and set aside as %s: %s",
+                "DAMAGED: checkpoint step_%d is not used and was moved to %s: %s",
                 step,
                 aside,
                 problem,

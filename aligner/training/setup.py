@@ -88,7 +88,7 @@ def train(config: Config) -> bool:
         RunCheckpoints(config).set_damaged_aside(world.rank)
     tell_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
-    tell_stage(config, "trainer", "reading the model's weights and building the engine")
+    tell_stage(config, "trainer", "loading the model weights and building the engine")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools)
         with recording(
@@ -286,8 +286,8 @@ def build_teacher_scorer(
     directory, demonstrations = model_directory(config), list(data.examples.examples())
     if len(demonstrations) < config.run.steps:
         raise ConfigError(
-            f"run.steps={config.run.steps}: the data has {len(demonstrations)} rows, and each step"
-            " scores some; give fewer"
+            f"run.steps={config.run.steps}: must be <= {len(demonstrations)}, the number of rows in"
+            " the data, because each step scores at least one row"
         )
     shape, vocabulary = read_shape(directory), read_vocabulary(directory)
     # A model may have embeddings to spare, of ids that are no tokens.

@@ -138,9 +138,10 @@ def rollout_metrics(
     if skipped > settings.skippable_prompts:
         raise AlignerError(
             f"rollout.max_skipped_prompts={settings.max_skipped_prompts},"
-            f" rollout.max_skipped_fraction={settings.max_skipped_fraction:g}: {skipped} prompts of"
-            f" this step, which takes {settings.prompts_per_step}, could not be drawn or scored,"
-            f" and {settings.skippable_prompts} may be left out; trainer rank 0's log says why"
+            f" rollout.max_skipped_fraction={settings.max_skipped_fraction:g}: {skipped} prompts"
+            f" of this step ({settings.prompts_per_step} prompts per step) could not be generated"
+            f" or scored, but at most {settings.skippable_prompts} may be skipped; the reasons"
+            " are in the log of trainer rank 0"
         )
     kept, scores = len(samples) / len(scores), scores[~unscored]
     counts = {

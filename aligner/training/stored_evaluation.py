@@ -64,25 +64,27 @@ def plan_evaluation(
     """
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
-            raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a text")
+            raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a string")
         drawn_tokens(prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer)
     lacking = without_reference(answers.prompts)
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):
             raise ConfigError(
                 f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`, the first"
-                f" {lacking[0].text!r}: give one to all of them, or --reference MODEL, whose"
-                " responses then take its place"
+                f" is {lacking[0].text!r}; add a `reference` to every prompt, or set --reference"
+                " MODEL to generate the missing references"
             )
         if judge is not None and lacking:
             raise ConfigError(
-                f"{judge.key}: there is nothing to compare with: give every prompt a `reference`,"
-                " or --reference MODEL"
+                f"{judge.key}: requires references to compare with; add a `reference` to every"
+                " prompt, or set --reference MODEL"
             )
         return EvaluationJob(answers, None, scorer, pass_threshold, judge)
     ours, its = (job.source.companions / "tokenizer.json" for job in (answers, initial))
     if ours.read_bytes() != its.read_bytes():
-        raise ConfigError(f"--reference: its tokenizer, {its}, is not that of SOURCE, {ours}")
+        raise ConfigError(
+            f"--reference: its tokenizer {its} differs from the tokenizer of SOURCE {ours}"
+        )
     return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold, judge)
 
 

@@ -42,8 +42,8 @@ class TeacherScorer(TrainingLoop):
         for step in range(first):
             if not self._part(step).is_file():
                 raise ConfigError(
-                    f"run.steps={self.config.run.steps}: the run was begun with another number of"
-                    " parts"
+                    f"run.steps={self.config.run.steps}: the run was started with another value;"
+                    " resume with that value"
                 )
         return first
 

@@ -83,7 +83,7 @@ def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
         source.take()
     message = str(caught.value)
     assert (
-        "algorithm.dynamic_sampling_rounds=2: of 8 prompts only 2 have samples with different"
+        "algorithm.dynamic_sampling_rounds=2: only 2 of 8 prompts have samples with different"
         " scores" in message
     )
     assert "rollout.samples_per_prompt=2" in message
@@ -175,7 +175,7 @@ def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_t
     assert [rollout.skipped for rollout in taken] == [2, 1]
     assert (
         caplog.text.count(
-            "is left out, it cannot be drawn: generator server at host:1: AlignerError: 1 prompts"
+            "is skipped, because generation failed: generator server at host:1: AlignerError: 1 prompts"
         )
         == 3
     )

@@ -198,7 +198,7 @@ schedules = {
 @settings(max_examples=500, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
-def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_version(
+def test_batches_do_not_depend_on_timing(
     seed, max_staleness, steps, rounds
 ):
     """None lost, none trained on twice, all in order; and no two threads wait for each other."""
@@ -224,7 +224,7 @@ def test_whatever_takes_how_long_a_step_trains_on_the_same_samples_of_the_same_v
 @pytest.mark.slow
 @settings(max_examples=350, deadline=None)
 @given(**schedules)
-def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_allowed(
+def test_no_token_exceeds_max_staleness(
     seed, max_staleness, steps, rounds
 ):
     world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
@@ -244,7 +244,7 @@ def test_weights_that_serve_as_soon_as_they_are_there_leave_no_token_older_than_
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
-def test_a_run_that_is_killed_after_any_step_goes_on_with_the_same_samples(
+def test_killed_run_resumes_with_the_same_samples(
     seed, max_staleness, steps, rounds, stopped
 ):
     stopped = min(stopped, steps)
@@ -353,14 +353,16 @@ def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
             World(0, allowed, 9).flow() as flow,
             pytest.raises(
                 AlignerError,
-                match=r"the checkpoint holds 2 batches .* go on with rollout\.max_staleness=2",
+                match=r"the checkpoint contains 2 rollout batches .* resume with rollout\.max_staleness=2",
             ),
         ):
             flow.resume(tmp_path, 3, world.position)
     (tmp_path / "rollouts.safetensors").write_bytes(b"half")
     with (
         World(0, 2, 9).flow() as flow,
-        pytest.raises(AlignerError, match="drawn ahead cannot be read"),
+        pytest.raises(
+            AlignerError, match="cannot read the rollout batches that were generated ahead"
+        ),
     ):
         flow.resume(tmp_path, 3, world.position)
 

@@ -227,7 +227,8 @@ def test_what_is_under_way_and_has_become_too_old_for_a_resumed_run_is_refused(t
         first.train(0, 4, 4, tmp_path)
     other = Trainer(replace(case, max_deferrals=1), 9)
     told = pytest.raises(
-        AlignerError, match=r"rollout\.max_staleness=2: .* under way are of version 2, .*=3 or more"
+        AlignerError,
+        match=r"rollout\.max_staleness=2: .* partial rollouts of weight version 2, .*=3 or more",
     )
     with closing(other.pipeline), told:
         other.pipeline.resume(tmp_path, 4, first.position)
@@ -248,6 +249,6 @@ def test_prompts_under_way_of_another_run_are_refused():
     run.take(0)
     other = Case(seed=0, parts=1, part=2, each=3, spare=2, max_deferrals=1, rounds=0)
     with pytest.raises(
-        AlignerError, match=r"rollout.samples_per_prompt=3: the prompts under way have 2 samples"
+        AlignerError, match=r"rollout.samples_per_prompt=3: the partial rollouts have 2 samples"
     ):
         other.start(0, run.rollouts.under_way)

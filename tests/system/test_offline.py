@@ -44,7 +44,7 @@ def test_a_model_learns_demonstrations_and_is_converted(tmp_path: Path) -> None:
     }
     log = (finished.paths.root / "logs" / "trainer-0.log").read_text()
     assert (
-        "sft: 56 rows, 8 held out; steps of 16 rows, 3.5 an epoch; the run's 20 steps are 5.71"
+        "sft: 56 rows, 8 held out; 16 rows per step, 3.5 steps per epoch; run.steps=20 is 5.71"
         " epochs" in log
     )
 

@@ -65,7 +65,7 @@ def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_do
     assert rule.reason({"reward/mean": 1.0}, []) is None
     with pytest.raises(
         AlignerError,
-        match=r"run\.end_at=eval/score:0\.9: no such metric; this step's: eval/loss, kl/coef",
+        match=r"run\.end_at=eval/score:0\.9: unknown metric; metrics of this step: eval/loss, kl/coef",
     ):
         rule.reason({"kl/coef": 0.0, "eval/loss": 1.0}, [])
 
@@ -96,7 +96,7 @@ def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(
 
 def test_a_run_without_a_gain_says_what_was_best() -> None:
     told = EndRule(without_gain=1, metric="eval/score").reason({"eval/score": 0.25}, [0.5, 0.25])
-    assert told == "eval/score was 0.5 and has not become better since: run.end_without_gain=1"
+    assert told == "eval/score has not improved since 0.5: run.end_without_gain=1"
 
 
 # The loop, of two ranks of which only the first knows what was measured, evaluated at steps 0, 3,
@@ -151,7 +151,7 @@ def test_the_initial_policy_ends_no_run_and_is_the_first_to_be_beaten(
 
 @pytest.mark.parametrize("stops", [(2,), (3,), (3, 5), (6,), (7, 8)])
 @pytest.mark.parametrize("told", [True, False], ids=["told-to-stop", "stop_after"])
-def test_a_run_that_was_stopped_ends_where_one_does_that_was_left_alone(
+def test_stopped_run_ends_at_the_same_step(
     pool: WorkerPool, tmp_path: Path, stops: tuple[int, ...], told: bool
 ) -> None:
     steps = []
@@ -161,7 +161,7 @@ def test_a_run_that_was_stopped_ends_where_one_does_that_was_left_alone(
         assert early_end(RunPaths(tmp_path)) is None
     steps += scripted(pool, tmp_path, resume="auto", **WITHOUT_GAIN)
     assert steps == list(range(1, 10))
-    told_of = "eval/score was 0.5 and has not become better since: run.end_without_gain=2"
+    told_of = "eval/score has not improved since 0.5: run.end_without_gain=2"
     assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {told_of}"
 
 

@@ -159,9 +159,7 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(
-    single: Found, llama: Path, task: str
-) -> None:
+def test_offline_gradients_equal_transformers(single: Found, llama: Path, task: str) -> None:
     from transformers import AutoModelForCausalLM
 
     # In float64, so that what is off is ours alone.
@@ -186,7 +184,7 @@ def test_loss_and_gradients_are_those_of_transformers_on_padded_batches(
 
 
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["tp2-sp"]))
-def test_the_losses_are_the_same_at_every_layout(
+def test_offline_losses_do_not_depend_on_the_layout(
     pool: WorkerPool, llama: Path, single: Found, layout: str
 ) -> None:
     for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):

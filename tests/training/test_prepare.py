@@ -28,8 +28,8 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(
     data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     told = (
-        r"reward\.judge_template: it has \{rubric\}, and the record of prompt 'xyz' has no such"
-        r" field, but answer"
+        r"reward\.judge_template: contains \{rubric\}, but the record of prompt 'xyz' has no such"
+        r" field; its fields: answer\."
     )
     with pytest.raises(ConfigError, match=told):
         prepare_run(compose_config([*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}"]))
@@ -78,14 +78,15 @@ def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are
     prepare(sums, "b={kind: function, function: digit_fraction}")
     with pytest.raises(
         ConfigError,
-        match=r"the record of prompt 'xyz' has task=None, for which every source's weight is 0",
+        match=r"the record of prompt 'xyz' has task=None, for which every source has weight 0",
     ):
         prepare(
             sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}"
         )
     with pytest.raises(
         ConfigError,
-        match=r"sources\.b\.task_weights\.sumz: no record has this task; theirs: None, chat, sums",
+        match=r"sources\.b\.task_weights\.sumz: no record has this task; tasks of the records:"
+        r" None, chat, sums",
     ):
         prepare(sums, "b={kind: function, function: digit_fraction, task_weights: {sumz: 0}}")
 
@@ -108,7 +109,8 @@ def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path)
         '{"prompt": "a", "answer": "1", "question": "x"}\n{"prompt": "b", "answer": "2"}\n'
     )
     with pytest.raises(
-        ConfigError, match=r"kept_fields: the record of prompt 'b' has no `question`, but answer"
+        ConfigError,
+        match=r"kept_fields: the record of prompt 'b' has no field `question`; its fields: answer",
     ):
         prepare_run(config)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))

@@ -232,7 +232,7 @@ def test_before_a_whole_one_those_whose_manifests_are_damaged_do_not_count_eithe
     assert [state.step for state in kept.newest()] == [2, 6]
 
 
-def test_a_checkpoint_without_a_file_that_its_part_names_is_not_committed(tmp_path):
+def test_checkpoint_with_missing_file_is_not_committed(tmp_path):
     kept = checkpoints(tmp_path)
     directory = commit_whole(kept, 4)
     (directory / "manifest.json").unlink()

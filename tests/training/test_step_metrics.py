@@ -176,17 +176,17 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     for changed, allowed in (
         (
             {"max_skipped_prompts": 2},
-            "max_skipped_prompts=2, .*: 3 prompts of this step, which takes 12, could .* and 2 may",
+            r"max_skipped_prompts=2, .*: 3 prompts of this step \(12 prompts .* at most 2 may be skipped",
         ),
         (
             {"max_skipped_fraction": 0.2},
-            r"max_skipped_fraction=0\.2: 3 prompts .* and 2 may be left out",
+            r"max_skipped_fraction=0\.2: 3 prompts .* at most 2 may be skipped",
         ),
         (
             {"prompts_per_step": 8},
             (
-                r"max_skipped_fraction=0\.25: 3 prompts of this step, which takes 8, .* and 2 may"
-                r" be left"
+                r"max_skipped_fraction=0\.25: 3 prompts of this step \(8 prompts .* at most 2 may"
+                r" be skipped"
             ),
         ),
     ):
@@ -329,12 +329,12 @@ def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_w
 
     assert (
         told()
-        == "online: 90 prompts; steps of 16 prompts, 5.6 an epoch; the run's 40 steps are 7.11"
+        == "online: 90 prompts; 16 prompts per step, 5.6 steps per epoch; run.steps=40 is 7.11"
         " epochs"
     )
     assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
     for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
-        assert f"; algorithm.epochs=4: loss={loss} has no ratio" in told(
+        assert f"; algorithm.epochs=4: loss={loss} has no importance ratio" in told(
             f"algorithm={name}", "algorithm.epochs=4"
         )
 

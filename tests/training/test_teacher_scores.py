@@ -40,7 +40,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["single", "tp2"]))
-def test_what_is_read_is_what_the_teacher_says_of_all_rows_at_once(
+def test_stored_scores_equal_the_teachers_logprobs(
     pool: WorkerPool, teacher: Path, tmp_path: Path, layout: str
 ) -> None:
     from transformers import LlamaForCausalLM
@@ -179,10 +179,13 @@ def test_another_tokenizer_is_refused_by_the_first_tokens_that_differ(student: C
     )
     with pytest.raises(
         ConfigError,
-        match=r"teacher\.scores=.* of the policy's .* token ids mean something else to it, as",
+        match=(
+            r"teacher\.scores=.* of the policy's .* token ids are different tokens in its"
+            " tokenizer, for example"
+        ),
     ):
         check(student)
-    with pytest.raises(ConfigError, match=r"teacher\.scores=.* token ids mean something else"):
+    with pytest.raises(ConfigError, match=r"teacher\.scores=.* token ids are different tokens"):
         open_run_data(student, Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model))
 
 
@@ -201,9 +204,12 @@ def test_tokens_that_the_policy_does_not_know_are_refused(student: Config, tmp_p
     [
         (
             {"loss": "advantage"},
-            r"teacher\.loss=advantage is for samples of the policy's own; give forward_kl",
+            (
+                r"is not supported with teacher\.loss=advantage, which requires samples of the"
+                r" policy; set teacher\.loss to forward_kl"
+            ),
         ),
-        ({"scores": "nowhere"}, r"teacher\.scores=nowhere: it has no index\.json"),
+        ({"scores": "nowhere"}, r"teacher\.scores=nowhere: has no index\.json"),
     ],
 )
 def test_what_cannot_be_learned_from_scores_is_refused(
