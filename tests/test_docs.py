@@ -42,6 +42,7 @@ COMPOSED = re.compile(r"aligner (launch|validate) .*experiment=")
 ELSEWHERE = {
     r"make|\.ci/run": "the checks themselves",
     r"pip ": "tests/system/test_install.py installs a wheel; tests/test_extras.py knows the extras",
+    r"python -m pytest ": "the tests themselves",
     r"python -m benchmarks\.": "minutes, and figures that depend on the machine",
     r"python -m aligner\.config\.reference_page": "tests/config/test_reference_page.py",
     r"uvx? ": (

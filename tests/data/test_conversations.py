@@ -129,9 +129,7 @@ def learned(tokenizer: Tokenizer, demonstration: Demonstration) -> list[str]:
 
 
 @pytest.mark.parametrize("post", [f"{BOS} $A", f"{BOS} $A {EOS}", f"$A {EOS}", None])
-def test_a_plain_prompt_begins_as_the_tokenizers_own_encoding_does_wherever_it_is_read(
-    tmp_path: Path, post: str | None
-) -> None:
+def test_plain_prompt_starts_like_tokenizer_encoding(tmp_path: Path, post: str | None) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = model(tmp_path, post=post)
@@ -161,7 +159,7 @@ def test_a_plain_prompt_begins_as_the_tokenizers_own_encoding_does_wherever_it_i
     assert [tokens.tolist() for tokens in found] == [expected] * 6
 
 
-def test_no_prompt_has_two_beginnings_and_a_chat_template_has_its_own(tmp_path: Path) -> None:
+def test_prompt_has_special_tokens_once(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, template=LLAMA3, post=f"{BOS} $A")
     (worded,) = open_prompts(records(tmp_path, {"prompt": TURNS[:2]}), tokenizer, 1).take(0, 1)
     assert worded.tokens.tolist().count(
@@ -303,7 +301,7 @@ def test_a_chat_prompt_is_never_cut(tmp_path: Path, how: str) -> None:
         (CHATML.replace(END, ""), ["it is two\n", f"four\n{EOS}"]),
     ],
 )
-def test_of_all_turns_each_answer_is_learned_with_its_end_and_nothing_else(
+def test_each_answer_is_learned_with_its_end_token(
     tmp_path: Path, template: str, answers: list[str]
 ) -> None:
     tokenizer = model(tmp_path, template=template, post=f"{BOS} $A")
@@ -319,7 +317,7 @@ def test_of_all_turns_each_answer_is_learned_with_its_end_and_nothing_else(
     )
 
 
-def test_what_a_template_marks_is_what_transformers_learns_from(tmp_path: Path) -> None:
+def test_template_generation_mask_equals_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = model(tmp_path, template=MARKED.replace("INSIDE", END).replace("OUTSIDE", ""))
@@ -338,7 +336,7 @@ def test_what_a_template_marks_is_what_transformers_learns_from(tmp_path: Path) 
     )
 
 
-def test_a_template_that_leaves_out_earlier_reasoning_is_refused_for_all_turns_and_no_others(
+def test_template_dropping_reasoning_is_refused_for_all_turns(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path, template=THINKING)
@@ -466,7 +464,7 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
         ("glm", ["so<|user|>", "no<|end|>"]),
     ],
 )
-def test_every_turn_of_an_episode_is_learned_with_its_calls_and_its_end_as_the_model_would_draw_it(
+def test_sft_learns_every_turn_with_calls_and_end(
     tmp_path: Path, template: str, said: list[str]
 ) -> None:
     tokenizer = chat_model("bytes", template)

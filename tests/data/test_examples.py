@@ -395,7 +395,7 @@ def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunDat
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_that_are_held_out_are_drawn_told_and_never_taken(
+def test_held_out_rows_are_reported_and_never_trained_on(
     tokenizer: Tokenizer, tmp_path: Path, trainer: str, shuffle: bool
 ) -> None:
     path = written(tmp_path / "rows.jsonl", [pair | {"response": pair["chosen"]} for pair in PAIRS])
@@ -482,7 +482,7 @@ def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(pla
         assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
 
 
-def test_of_an_episode_that_was_drawn_what_the_policy_said_is_learned_alone(plain, data):
+def test_sft_on_episode_learns_generated_tokens_only(plain, data):
     tokens = plain.encode("it is 2").tolist()
     record = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "stop"}
     drawn = [1, 1, 1, 0, 0, 1, 1]

@@ -89,7 +89,7 @@ def test_every_example_is_there_once():
     assert sorted(stream(2, 3).examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
-def test_what_is_held_out_is_drawn_from_everywhere_in_each_source_by_the_seed_alone():
+def test_held_out_rows_are_a_seeded_choice_per_source():
     examples = stream(1000, 500)
     rest, kept = examples.hold_out(100)
     assert Counter(source for source, _ in kept) == {0: 100, 1: 100} and len(rest) == 1300

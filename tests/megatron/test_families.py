@@ -132,9 +132,7 @@ def largest_errors(directory, results, expected) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("family", "name"), CELLS)
-def test_training_equals_transformers(
-    pool, model, table, family, name
-):
+def test_training_equals_transformers(pool, model, table, family, name):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name), expected)
     table[family, name] = max(errors.values())

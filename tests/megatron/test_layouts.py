@@ -114,9 +114,7 @@ def assert_slices_equal(parts, tensors, **tolerance):
 
 
 @layouts()
-def test_training_equals_transformers_at_every_layout(
-    pool, untied_llama, layout, settings
-):
+def test_training_equals_transformers_at_every_layout(pool, untied_llama, layout, settings):
     assert_steps_agree(pool, untied_llama, layout, settings)
 
 

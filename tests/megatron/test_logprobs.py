@@ -172,9 +172,7 @@ LAYOUTS = pytest.mark.parametrize(
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @LAYOUTS
-def test_chunked_logprobs_equal_dense_logprobs(
-    pool, size, sequence, kept, with_entropy
-):
+def test_chunked_logprobs_equal_dense_logprobs(pool, size, sequence, kept, with_entropy):
     check(
         pool.run(head_results, size, sequence, with_entropy, kept),
         dense(with_entropy, kept=kept),

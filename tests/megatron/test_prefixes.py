@@ -215,9 +215,7 @@ def test_rows_alone_are_bundles_of_one(lengths):
     [{"micro_batch_tokens": 64}, {"micro_batch_tokens": 40, "recompute": "full"}],
     ids=str,
 )
-def test_shared_prefix_gradients_equal_separate_rows(
-    pool, untied_llama, layout, settings
-):
+def test_shared_prefix_gradients_equal_separate_rows(pool, untied_llama, layout, settings):
     count = ParallelConfig(**layout).ranks
     shared, separate = (
         pool.run(jobs.shared_beginnings, count, str(untied_llama), layout, settings, shared=shared)

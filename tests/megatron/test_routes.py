@@ -46,9 +46,7 @@ def model(tmp_path_factory):
         for recompute in ("none", "selective", "full")
     ],
 )
-def test_replayed_routing_trains_like_transformers(
-    pool, model, family, name, recompute
-):
+def test_replayed_routing_trains_like_transformers(pool, model, family, name, recompute):
     """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when
     it is recomputed too."""
     directory, expected = model(family)

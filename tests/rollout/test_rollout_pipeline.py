@@ -198,9 +198,7 @@ schedules = {
 @settings(max_examples=500, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
-def test_batches_do_not_depend_on_timing(
-    seed, max_staleness, steps, rounds
-):
+def test_batches_do_not_depend_on_timing(seed, max_staleness, steps, rounds):
     """None lost, none trained on twice, all in order; and no two threads wait for each other."""
     world = World(seed, max_staleness, steps, rounds, evaluates=True)
     with world.flow() as flow:
@@ -224,9 +222,7 @@ def test_batches_do_not_depend_on_timing(
 @pytest.mark.slow
 @settings(max_examples=350, deadline=None)
 @given(**schedules)
-def test_no_token_exceeds_max_staleness(
-    seed, max_staleness, steps, rounds
-):
+def test_no_token_exceeds_max_staleness(seed, max_staleness, steps, rounds):
     world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
     with world.flow() as flow:
         trained = world.train(flow, 0, steps)
@@ -244,9 +240,7 @@ def test_no_token_exceeds_max_staleness(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
-def test_killed_run_resumes_with_the_same_samples(
-    seed, max_staleness, steps, rounds, stopped
-):
+def test_killed_run_resumes_with_the_same_samples(seed, max_staleness, steps, rounds, stopped):
     stopped = min(stopped, steps)
     undisturbed = World(seed, max_staleness, steps, rounds)
     with undisturbed.flow() as flow:

@@ -40,7 +40,7 @@ def mapped(process: psutil.Process) -> set[Path]:
 
 @pytest.mark.slow
 @other_user.needs_root
-def test_another_user_reads_nothing_of_a_server_and_cannot_keep_it_from_starting(
+def test_other_user_cannot_read_or_block_a_server(
     tmp_path: Path,
 ) -> None:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")

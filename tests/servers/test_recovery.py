@@ -74,7 +74,7 @@ def lost_critic(tmp_path):
         role.kill()
 
 
-def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(lost_critic, tmp_path):
+def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
     role = lost_critic().wait_ready()
     through = Endpoint("127.0.0.1", free_port(), free_port(), 0)
     expected, journal = Expected(), UpdateJournal(tmp_path / "journal")
@@ -108,7 +108,7 @@ def test_a_lost_critic_is_restored_and_replayed_and_nothing_is_applied_twice(los
         client = CriticClient(through, role.access, 30, RunId("run", 1), journal, 256)
         with pytest.raises(
             AlignerError,
-            match="the critic of checkpoint 3 has 20 updates, where the policy was saved after 21",
+            match="the critic in checkpoint 3 has 20 updates, but the policy was saved after 21",
         ):
             client.start([CriticState(3, 21)])
         with pytest.raises(

@@ -86,7 +86,7 @@ def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(
     assert max(step["reward/mean"] for step in undisturbed.metrics) > 0
 
 
-def test_a_run_whose_environments_and_trainer_are_killed_ends_with_the_same_weights(
+def test_killed_environments_and_trainer_keep_the_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     killed = 0
@@ -103,9 +103,7 @@ def test_a_run_whose_environments_and_trainer_are_killed_ends_with_the_same_weig
     assert_identical(run, undisturbed)
 
 
-def test_the_generator_draws_the_episodes_that_the_trainers_ranks_draw(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_generator_episodes_equal_the_trainers(undisturbed: Finished, tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator"
     )
@@ -168,7 +166,7 @@ def test_a_run_with_episodes_under_way_ends_with_the_same_weights_where_the_laun
     assert_identical(run, beside)
 
 
-def test_what_a_live_tool_has_said_is_told_again_where_a_killed_run_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_replays_recorded_tool_answers(tmp_path: Path) -> None:
     live = (
         *OVERRIDES,
         "environment.target=tests.engines.teller:Fickle",

@@ -78,9 +78,7 @@ def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: F
     )
 
 
-def test_generator_answers_agents_like_the_trainer(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_generator_answers_agents_like_the_trainer(undisturbed: Finished, tmp_path: Path) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")
     run = run_to_end(tmp_path / "run", *OVERRIDES, *server, experiment="calculator")
     assert_identical(run, undisturbed)

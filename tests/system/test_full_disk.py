@@ -21,7 +21,7 @@ GIVEN = (
 )
 
 
-def test_a_run_that_fills_its_disk_stops_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_full_disk_stops_the_run_and_it_resumes(tmp_path: Path) -> None:
     sums = [
         {"prompt": f"{left}+{right}=", "response": str(left + right)}
         for left in range(20)

@@ -82,7 +82,7 @@ def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
     time.sleep(2)
 
 
-def test_a_run_that_is_killed_and_goes_on_asks_a_judge_that_fails_half_of_the_time_nothing_twice(
+def test_killed_run_asks_a_flaky_judge_nothing_twice(
     tmp_path: Path,
 ) -> None:
     judge = HalfBroken()

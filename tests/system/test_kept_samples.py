@@ -55,9 +55,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_is_killed_again_and_again_has_the_samples_of_one_that_was_left_alone(
-    name: str, tmp_path: Path
-) -> None:
+def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path) -> None:
     experiment, overrides = RUNS[name]
     expected = run_to_end(tmp_path / "whole", *overrides, *COMMON, experiment=experiment)
     assert_all_there(expected)

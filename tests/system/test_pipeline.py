@@ -68,9 +68,7 @@ def test_killed_trainer_resumes_with_the_running_critic(
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
-def test_suspended_reward_and_critic_are_replaced(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10"
     ) as launch:

@@ -61,7 +61,7 @@ def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None
         process.send_signal(signal.SIGCONT)
 
 
-def test_a_trainer_that_goes_on_when_another_has_taken_the_run_leaves_no_trace_in_it(
+def test_fenced_trainer_writes_nothing(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "sums.jsonl"

@@ -198,9 +198,7 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_resumed_run_equals_undisturbed_run(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which
     must not be felt."""
     directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
@@ -250,9 +248,7 @@ def test_resumed_run_equals_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_from_timed_checkpoint(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_from_timed_checkpoint(undisturbed: Finished, tmp_path: Path) -> None:
     directory, given = (
         tmp_path / "run",
         ("run.resume=auto", "run.stop_after=6", "checkpoint.every_minutes=1e-6", *COMPARED),
@@ -417,17 +413,13 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(
 
 
 @pytest.mark.slow
-def test_deterministic_run_is_equal_on_cpu(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_deterministic_run_is_equal_on_cpu(undisturbed: Finished, tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "run", "cluster.deterministic=true", "run.stop_after=2", *COMPARED)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:2])
 
 
 @pytest.mark.slow
-def test_first_step_is_equal_at_another_layout(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_first_step_is_equal_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
     layout = (
         "actor.parallel.tensor=2",
         "actor.parallel.pipeline=2",
