@@ -68,7 +68,7 @@ def parse_reference(key: str, text: str) -> Reference | None:
 
 
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
-    """Return the configuration with `change(key, path)` in place of each path that the run reads."""
+    """Replace each path that the run reads by `change(key, path)`; return the new configuration."""
     for pattern in _PATHS:
         if is_read(config, pattern.partition(".*")[0]):
             config = _mapped(config, pattern.split("."), "", change)
