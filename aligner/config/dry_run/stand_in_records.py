@@ -41,4 +41,4 @@ def labeled_answers() -> Iterator[dict[str, str | bool]]:
 
 
 def _summands() -> Iterator[tuple[int, int]]:
-    return itertools.product(range(UPPER_BOUND), repeat=2)
+    return itertools.product(range(UPPER_BOUND), range(UPPER_BOUND))
