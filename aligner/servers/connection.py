@@ -79,7 +79,7 @@ class TransportError(RemoteError):
 
     def final(self, reason: str) -> RemoteError:
         """The error of the last attempt, and why there is none after it."""
-        return RemoteError(self.role, self.address, self.kind, f"{self.message}; given up {reason}")
+        return RemoteError(self.role, self.address, self.kind, f"{self.message}; gave up {reason}")
 
 
 class RefusedError(RemoteError):
@@ -159,7 +159,7 @@ class Connection:
                     self.role,
                     self.address,
                     "Silent",
-                    f"it does not tell its health: {error.message}",
+                    f"the server did not answer a health check: {error.message}",
                 ) from None
         return answered.result()
 
@@ -178,7 +178,7 @@ class Connection:
         except InferenceServerException as error:
             raise self._told(CONTROL, error, timeout_s) from None
         if not ready:
-            raise TransportError(self.role, self.address, "NotReady", "it has not begun to serve")
+            raise TransportError(self.role, self.address, "NotReady", "the server is not ready")
 
     def error(self, kind: str, message: str) -> RemoteError:
         """An error that names this server."""

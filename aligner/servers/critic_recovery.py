@@ -22,12 +22,9 @@ class Phase(enum.Enum):
     """What is known of the start of the critic that answered last."""
 
     FOLLOWING = "it has applied every update; requests are sent to it"
-    LOST = (
-        "a request got no answer, or another start's; if it answers again, it has applied every"
-        " update"
-    )
-    RESTORING = "it has to go back to a checkpoint first"
-    REPLAYING = "it has been at a checkpoint, and is given the journal's updates after that"
+    LOST = "a request failed, or another instance answered; the same instance has every update"
+    RESTORING = "it must restore a checkpoint first"
+    REPLAYING = "it has restored a checkpoint; the journal's later updates are being sent to it"
 
 
 class CriticRecovery:
@@ -134,7 +131,8 @@ class CriticRecovery:
         answer = connection.control(timeout_s, "finish_checkpoint", instance=instance)
         if answer["finished"] != saving.step:
             raise connection.error(
-                "CheckpointLost", f"checkpoint {saving.step} is not the one it was writing"
+                "CheckpointLost",
+                f"expected checkpoint {saving.step} to be finished, got {answer['finished']}",
             )
         with self._recovering:
             is_followed = self._phase is Phase.FOLLOWING and self._instance == instance
@@ -143,7 +141,7 @@ class CriticRecovery:
                     "critic",
                     connection.address,
                     "Unreachable",
-                    "lost while it finished a checkpoint",
+                    f"the server was lost while it finished checkpoint {saving.step}",
                 )
             self._saving = None
 
@@ -167,7 +165,8 @@ class CriticRecovery:
             refusals.append(problem)
         why = "; ".join(refusals)
         raise AlignerError(
-            f"the critic at {connection.address} cannot be brought to update {self._applied}: {why}"
+            f"the critic at {connection.address} cannot be restored to its state after"
+            f" {self._applied} updates: {why}"
         )
 
     def _problem_with(
@@ -176,7 +175,7 @@ class CriticRecovery:
         """Have the critic restore a base; what is wrong with the base where that fails."""
         if base.step is None:
             got = state["sequence_number"] + 1
-            return f"it has applied {got} updates already; start it anew" if got else None
+            return f"it has already applied {got} updates; restart it" if got else None
         try:
             known = {name: state[name] for name in ("instance", "sequence_number")}
             restored = connection.control(
@@ -189,8 +188,8 @@ class CriticRecovery:
         got = restored["sequence_number"] + 1
         if got != base.updates:
             return (
-                f"the critic of checkpoint {base.step} has {got} updates, where the policy was"
-                f" saved after {base.updates}"
+                f"the critic in checkpoint {base.step} has {got} updates, but the policy was saved"
+                f" after {base.updates}"
             )
         return None
 

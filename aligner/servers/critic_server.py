@@ -122,7 +122,7 @@ class CriticRank:
         if sequence_number is None:
             if not self._config.server.accept_unnumbered:
                 raise SequenceError(
-                    "sequence_number: missing; send one, or configure server.accept_unnumbered=true"
+                    "sequence_number: missing; send it, or set server.accept_unnumbered=true"
                 )
             return self._model.train(tokens, returns, old_values, mask)
         run = RunId.parse(run_id or "")
@@ -205,13 +205,14 @@ class CriticRank:
         """
         if sequence_number not in (None, self._ledger.last):
             raise InstanceError(
-                f"restore: the last update is {self._ledger.last}, no longer {sequence_number}"
+                f"restore: the request expects last update {sequence_number}, but the critic's"
+                f" last update is {self._ledger.last}"
             )
         self._write_for(run_id)
         self.finish_checkpoint()
         directory = self._directory(step)
         if not directory.is_dir():
-            raise AlignerError(f"restore: there is no critic checkpoint {directory}")
+            raise AlignerError(f"restore: the critic checkpoint {directory} does not exist")
         ledger = UpdateLedger.load(directory / _LEDGER)
         if run_id is not None:
             run = RunId.parse(run_id)

@@ -86,7 +86,7 @@ class UpdateJournal:
             return load(read_sealed_record(self._file(number)))
         except (OSError, SafetensorError, DamagedError) as error:
             raise AlignerError(
-                f"cannot read the critic's update {number} from {self._file(number)}: {error}"
+                f"cannot read critic update {number} from {self._file(number)}: {error}"
             ) from error
 
     def covers(self, first: int, last: int) -> bool:
@@ -125,18 +125,22 @@ class UpdateLedger:
             )
         if self.run is not None and run.attempt < self.run.attempt:
             raise SequenceError(
-                f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over; this trainer"
-                " must end"
+                f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over the run; this"
+                " trainer must exit"
             )
 
     def is_repeat(self, number: int) -> bool:
         """Whether the update is the last one again; false when it is the next one. Raises
         SequenceError otherwise."""
         if number not in (self.last, self.last + 1):
-            kind = "a gap" if number > self.last else "already applied, its result no longer kept"
+            problem = (
+                "which skips updates"
+                if number > self.last
+                else "which was already applied and whose result is no longer stored"
+            )
             raise SequenceError(
-                f"sequence_number: got {number}, {kind}; allowed: {self.last + 1}, or {self.last}"
-                " again"
+                f"sequence_number: got {number}, {problem}; allowed: {self.last + 1}, or"
+                f" {self.last} (repeated)"
             )
         return number == self.last
 
@@ -145,7 +149,7 @@ class UpdateLedger:
         checkpoint is to follow."""
         if number != self.last:
             raise SequenceError(
-                f"sequence_number: the request is to follow update {number}; the last is"
+                f"sequence_number: the request must follow update {number}, but the last update is"
                 f" {self.last}"
             )
 

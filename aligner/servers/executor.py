@@ -269,11 +269,14 @@ class SpmdExecutor:
         failed, paused, following = counts.tolist()
         if 0 < failed < self._size:
             raise RuntimeError(
-                f"{op}: {failed} of {self._size} ranks refused it, this one: {error}"
+                f"{op}: {failed} of {self._size} ranks raised an error, the others did not; rank"
+                f" {self._rank}: {error or 'no error'}"
             ) from error
         if 0 < paused < self._size:
+            state = "paused" if pausing else "finished"
             raise RuntimeError(
-                f"{op}: {paused} of {self._size} ranks go on with it, this one: {pausing}"
+                f"{op}: {paused} of {self._size} ranks paused, the others finished; rank"
+                f" {self._rank} {state}"
             )
         return bool(following)
 
@@ -308,7 +311,7 @@ class SpmdExecutor:
         for command in self._running:
             if not command.future.done():
                 command.future.set_exception(
-                    ServerFailed(f"the server failed while it ran {command.op}; see its log")
+                    ServerFailed(f"the server failed while running {command.op}; see its log")
                 )
 
 

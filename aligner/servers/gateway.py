@@ -52,8 +52,8 @@ _OF_A_CONNECTION = frozenset(
 _CONNECTIONS = 64
 """To Triton, which says a line of each."""
 _READ_AHEAD_BYTES = 2**20
-_NO_KEY = "it wants the run's key, and got none or another one"
-_CLOSED = "this is closed to everyone"
+_NO_KEY = "the run's access key is missing or wrong"
+_CLOSED = "this method or path is not served"
 
 
 def _is_key(shown: str | bytes | None, key: str | None) -> bool:
@@ -125,19 +125,19 @@ class HttpGateway:
         if not _is_key(request.headers.get(KEY_HEADER), settings.key):
             return _error(401, _NO_KEY)
         if request.body_exists and request.content_length is None:
-            return _error(411, "a request tells its length: Content-Length is missing")
+            return _error(411, "Content-Length is missing; a request must declare its length")
         if (request.content_length or 0) > settings.max_request_bytes:
             return _error(
                 413,
-                f"a request has at most {settings.max_request_bytes} bytes, got"
-                f" {request.content_length}",
+                f"got a request of {request.content_length} bytes, must be at most"
+                f" {settings.max_request_bytes}",
             )
         return await self._forward(request)
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Triton's metrics, for anyone."""
         if (request.method, request.raw_path) != ("GET", "/metrics"):
-            return _error(404, "there is GET /metrics alone")
+            return _error(404, "only GET /metrics is served here")
         return await self._forward(request, "metrics")
 
     async def _forward(self, request: web.BaseRequest, to: str = "triton") -> web.StreamResponse:
@@ -159,7 +159,7 @@ class HttpGateway:
                 await answer.write_eof()
                 return answer
         except (ClientError, OSError) as error:
-            return _error(503, f"Triton does not answer: {error}")
+            return _error(503, f"Triton does not respond: {error}")
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

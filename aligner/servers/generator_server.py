@@ -164,9 +164,10 @@ class Generator:
     ) -> SamplesInParts | list[Sample]:
         served = self._engine.version
         if weight_version is not None and (served is None or served < weight_version):
-            serves = "no weights" if served is None else f"weights version {served}"
+            found = "no weights yet" if served is None else f"weight version {served}"
             raise WeightsError(
-                f"the generator serves {serves}, wanted: version {weight_version} or newer"
+                f"the generator has {found}, but the request requires version {weight_version} or"
+                " newer"
             )
         if self._means is not None and first_prompt is not None:
             self._means.forget(first_prompt)
@@ -245,11 +246,11 @@ def _parsed_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"options: not JSON: {error}") from error
+        raise RequestError(f"options: not valid JSON: {error}") from error
     if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTIONS)):
         got = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
         raise RequestError(
-            f"options: got {got:.200}, allowed: an object with {', '.join(sorted(_OPTIONS))}"
+            f"options: got {got:.200}, allowed: a JSON object with {', '.join(sorted(_OPTIONS))}"
         )
     try:
         _sampling_options(options)

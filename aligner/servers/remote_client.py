@@ -106,7 +106,7 @@ class RemoteClient:
                 except RemoteError as error:
                     if not isinstance(error, TransportError) or time.monotonic() > deadline:
                         raise connection.error(
-                            "NotReady", f"not ready within {timeout_s:g} s; last: {error}"
+                            "NotReady", f"not ready within {timeout_s:g} s; last error: {error}"
                         ) from None
                 time.sleep(0.1)
 
@@ -160,7 +160,7 @@ class RemoteClient:
             except TransportError as error:
                 if error.kind == "StubLost":
                     # Triton may hand its helper's late answer to the next request.
-                    _log.warning("%s: it is told to end, to be started anew", error)
+                    _log.warning("%s; requesting its shutdown so that it is restarted", error)
                     with contextlib.suppress(RemoteError):
                         connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
@@ -307,7 +307,7 @@ class RewardClient(RemoteClient):
                     try:
                         parts.append(score(rows))
                     except RefusedError as error:
-                        _log.warning("samples are left out: %s", error)
+                        _log.warning("samples without a score are skipped: %s", error)
                         parts.append(torch.full(lengths[rows].shape, math.nan))
                 scores = joined_scores(parts)
                 if scores.isnan().all():

@@ -63,7 +63,7 @@ def serve_reward(config: Config, group: str = "reward") -> None:
         run_reward(config, build_scoring(config), group)
     else:
         raise ConfigError(
-            f"reward.parallel: {config.reward.parallel.ranks} ranks, must be 1 without a reward"
+            f"reward.parallel: got {config.reward.parallel.ranks} ranks, must be 1 without a reward"
             " model"
         )
 
@@ -215,7 +215,7 @@ class Scoring:
             if max(ids) > largest:
                 raise RequestError(
                     f"sentences: row {row} has token id {max(ids)}, allowed: 0 to {largest} (the"
-                    " model's ids)"
+                    " model's vocabulary)"
                 )
         tokens = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
         return {"tokens": tokens, "lengths": torch.tensor(lengths)}

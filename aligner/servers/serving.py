@@ -79,10 +79,10 @@ class Caller:
         try:
             return future.result(self.timeout_s)
         except concurrent.futures.TimeoutError:
-            state = "was not begun and is dropped" if future.cancel() else "goes on"
+            state = "was still queued and is dropped" if future.cancel() else "is still running"
             raise AlignerError(
-                f"the {self.role}'s ranks did not answer {op} within {self.timeout_s:g} s; it"
-                f" {state}"
+                f"the {self.role} ranks did not complete {op} within {self.timeout_s:g} s"
+                f" (server.request_timeout_s); the request {state}"
             ) from None
 
 
@@ -239,7 +239,8 @@ def _checked(role: str, spec: EndpointSpec, serve: Serve, limits: Limits, instan
 def _check_instance(wanted: str, instance: str) -> None:
     if wanted != instance:
         raise InstanceError(
-            f"the request is for start {wanted!r} of this server, which is now {instance!r}"
+            f"the request is for server instance {wanted!r}, but the running instance is"
+            f" {instance!r}: the server was restarted"
         )
 
 
@@ -265,7 +266,7 @@ def _control(
                 "queue_depth": executor.queue_depth,
             }
         elif op == "shutdown":
-            _log.info("%s: told to end by a request", role)
+            _log.info("%s: received a shutdown request; shutting down", role)
             executor.shutdown()
             answer = {"status": "stopping", "role": role}
         else:

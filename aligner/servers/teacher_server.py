@@ -142,7 +142,7 @@ class Teacher:
                 told["top_k"] = int(arrays["top_k"][0, 0])
                 if any(share not in (0.0, 1.0) for row in shares or () for share in row):
                     raise RequestError(
-                        "top_k: of some rows several teachers speak, allowed: one of each row"
+                        "top_k: got rows with several teachers, allowed: one teacher for each row"
                     )
             found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)[
                 :, :-1

@@ -127,7 +127,7 @@ class TritonHost:
         except (Exception, _TritonFailed) as error:
             why = error if isinstance(error, _TritonFailed) else f"{type(error).__name__}: {error}"
             raise TransientError(
-                f"Triton did not start ({why}); see {self._log or 'the lines above'}"
+                f"Triton did not start ({why}); see {self._log or 'the output above'}"
             ) from error
         finally:
             self._directories = [workspace.path, *(triton_environments() - before)]
@@ -234,10 +234,10 @@ class TritonHost:
             found = _triton_processes()
             self._processes = [*{*found, *self._processes}]
             if not any(map(is_alive, found[:1])):
-                raise _TritonFailed("it ended by itself")
+                raise _TritonFailed("it exited")
             if time.monotonic() > deadline:
                 raise _TritonFailed(
-                    f"it had not loaded its models after {self._start_timeout_s:g} s"
+                    f"it did not load its models within {self._start_timeout_s:g} s"
                 )
 
         before = signal.signal(signal.SIGALRM, look)
@@ -261,8 +261,8 @@ class TritonHost:
             or not all(map(is_alive, self._processes))
         ):
             raise AlignerError(
-                "the Triton server or a helper of it ended by itself; its last words are in"
-                f" {self._log or 'the lines above'}"
+                "the Triton server or one of its helper processes exited unexpectedly; see"
+                f" {self._log or 'the output above'}"
             )
         claim_paths([*self._directories, *shared_memory()])
 
@@ -297,7 +297,7 @@ def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
     """Return once it listens. Raises AlignerError where it has ended instead."""
     assert gateway.stdout is not None
     if gateway.stdout.readline().strip() != READY:
-        raise AlignerError(f"its gateway ended with exit code {gateway.wait()}")
+        raise AlignerError(f"its gateway exited with code {gateway.wait()}")
 
 
 class _TritonFailed(BaseException):

@@ -83,11 +83,10 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
         )
     if endpoint is REWARD_MODEL and ("sentences" in arrays) == ("tokens" in arrays):
         raise RequestError(
-            "reward_model: got both or neither of tokens and sentences, allowed: exactly one of"
-            " them"
+            "reward_model: got both or neither of tokens and sentences, allowed: exactly one"
         )
     if "tokens" in arrays and endpoint is REWARD_MODEL and "sequence_lengths" not in arrays:
-        raise RequestError("reward_model: missing tensor sequence_lengths, which tokens need")
+        raise RequestError("reward_model: missing tensor sequence_lengths, which tokens requires")
 
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
@@ -117,7 +116,7 @@ def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> No
 
 def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
     if sizes["B"] < 1:
-        raise RequestError("the batch is empty: B=0, allowed: at least 1")
+        raise RequestError("the batch is empty: got B=0, allowed: at least 1")
     if not 1 <= sizes.get("S", 1) <= limits.max_sequence_length:
         raise RequestError(
             f"tokens: got S={sizes['S']}, allowed: 1 to {limits.max_sequence_length}"
@@ -125,7 +124,7 @@ def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
     if sizes["B"] * sizes.get("S", 1) > limits.max_request_tokens:
         raise RequestError(
             f"tokens: got B={sizes['B']} rows of S={sizes['S']}, allowed: at most"
-            f" {limits.max_request_tokens} tokens a request"
+            f" {limits.max_request_tokens} tokens per request (server.max_request_tokens)"
         )
 
 
@@ -133,9 +132,9 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
     longest = _BYTES_A_TOKEN * limits.max_request_tokens
     for name, array in arrays.items():
         if array.dtype.kind in "SO" and (got := sum(map(len, array.flat))) > longest:
-            raise RequestError(f"{name}: got {got} bytes, allowed: at most {longest} a request")
+            raise RequestError(f"{name}: got {got} bytes, allowed: at most {longest} per request")
     if "tokens" in arrays:
-        _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "the vocabulary's ids")
+        _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "token ids")
         if "sequence_lengths" in arrays:
             _check_range(
                 "sequence_lengths",
@@ -147,25 +146,29 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
     if "prompt_lengths" in arrays:
         if "sequence_lengths" not in arrays:
             raise RequestError(
-                "prompt_lengths: got it without sequence_lengths, allowed: together with tokens"
+                "prompt_lengths: requires tokens and sequence_lengths, got no sequence_lengths"
             )
         excess = arrays["prompt_lengths"] - arrays["sequence_lengths"]
         if arrays["prompt_lengths"].min() < 0 or excess.max() > 0:
             raise RequestError(
                 f"prompt_lengths: got {arrays['prompt_lengths'].ravel().tolist()}, allowed: 0 to"
-                " the sequence's length"
+                " the row's sequence length"
             )
     for name in ("returns", "prev_values"):
         if name in arrays and not np.isfinite(arrays[name]).all():
             raise RequestError(f"{name}: got NaN or infinity, allowed: finite numbers")
     if "mask" in arrays:
         if not np.isin(arrays["mask"], (0.0, 1.0)).all():
-            raise RequestError("mask: got a value other than 0 and 1, allowed: 0 or 1")
+            raise RequestError("mask: got values other than 0 and 1, allowed: 0 or 1")
         if not arrays["mask"].any():
-            raise RequestError("mask: got no token to train on, allowed: at least one 1")
+            raise RequestError(
+                "mask: got only zeros, allowed: at least one 1 (a token to train on)"
+            )
     for name in ("sequence_number", "instance", "trace_id", "temperature", "top_k"):
         if name in arrays and (arrays[name] != arrays[name].flat[0]).any():
-            raise RequestError(f"{name}: got several values, allowed: the same in every row")
+            raise RequestError(
+                f"{name}: got different values, allowed: the same value in every row"
+            )
     if "sequence_number" in arrays:
         # Values may be asked for before the first update.
         number, lowest = (
@@ -173,20 +176,20 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
             (-1 if "sequence_lengths" in arrays else 0),
         )
         if number < lowest:
-            raise RequestError(f"sequence_number: got {number}, allowed: {lowest} and up")
+            raise RequestError(f"sequence_number: got {number}, allowed: {lowest} or greater")
 
 
 def _check_scored_tokens(arrays: Arrays) -> None:
     if arrays["tokens"].shape[1] < 2:
         raise RequestError(
-            "tokens: got S=1, allowed: 2 and up, for a row's first token has no log-prob"
+            "tokens: got S=1, allowed: at least 2, because the first token has no log-prob"
         )
     if "temperature" in arrays and not 0 < (
         temperature := float(arrays["temperature"].flat[0])
     ) < float("inf"):
         raise RequestError(f"temperature: got {temperature:g}, allowed: a finite number above 0")
     if "top_k" in arrays and (count := int(arrays["top_k"].flat[0])) < 1:
-        raise RequestError(f"top_k: got {count}, allowed: 1 and up")
+        raise RequestError(f"top_k: got {count}, allowed: at least 1")
 
 
 def _check_samples(arrays: Arrays, limits: Limits) -> None:
@@ -196,26 +199,26 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
     if "enough" in arrays:
         _check_range("enough", arrays["enough"], 1, prompts, "1 to B")
     if "due" in arrays:
-        _check_range("due", arrays["due"], 0, 1, "whether a prompt is")
+        _check_range("due", arrays["due"], 0, 1, "1: the prompt is due")
     missing = [spec.name for spec in DRAWN if spec.name not in arrays]
     if len(missing) == len(DRAWN):
         return
     if missing:
         raise RequestError(
-            f"generate: missing tensor {', '.join(missing)}, which others need: they come together"
-            " or not at all"
+            f"generate: missing tensor {', '.join(missing)}; a partial rollout requires all of"
+            f" {', '.join(spec.name for spec in DRAWN)}"
         )
     rows, width = arrays["responses"].shape
     if rows != prompts * each or not width:
         raise RequestError(
-            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each}, B x"
-            " samples_per_prompt, and R>0"
+            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each} (B x"
+            " samples_per_prompt) and R > 0"
         )
-    _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "the vocabulary's ids")
-    _check_range("stopped", arrays["stopped"], -1, 1, "-1 for a response to go on from")
+    _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "token ids")
+    _check_range("stopped", arrays["stopped"], -1, 1, "-1: unfinished response")
     _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
-        raise RequestError("response_lengths: got 0 of a complete response, allowed: at least 1")
+        raise RequestError("response_lengths: got 0 for a finished response, allowed: at least 1")
     _check_also_drawn(arrays, limits)
     _check_branches(arrays, limits)
 
@@ -223,16 +226,16 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
 def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
     if ("kept_counts" in arrays) != ("kept_ids" in arrays):
         raise RequestError(
-            "generate: got one of kept_counts and kept_ids, allowed: both or neither"
+            "generate: got only one of kept_counts and kept_ids, allowed: both or neither"
         )
     if "kept_counts" in arrays:
         counts, ids = arrays["kept_counts"], arrays["kept_ids"]
-        _check_range("kept_counts", counts, 0, limits.vocab_size, "the vocabulary")
-        _check_range("kept_ids", ids, 0, limits.vocab_size - 1, "the vocabulary's ids")
+        _check_range("kept_counts", counts, 0, limits.vocab_size, "the size of the vocabulary")
+        _check_range("kept_ids", ids, 0, limits.vocab_size - 1, "token ids")
         if max(int(counts.sum()), 1) != len(ids):
             raise RequestError(
-                f"kept_ids: got {len(ids)}, allowed: as many as kept_counts says,"
-                f" {int(counts.sum())}"
+                f"kept_ids: got {len(ids)} ids, allowed: {int(counts.sum())}, the sum of"
+                " kept_counts"
             )
     if "routes" in arrays:
         prompts = np.repeat(
@@ -244,15 +247,15 @@ def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
         longest = int((prompts + responses - 1)[told].max(initial=0))
         if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
             raise RequestError(
-                f"routes: got {list(arrays['routes'].shape)}, allowed: experts of at least"
-                f" T={longest} tokens a row"
+                f"routes: got shape {list(arrays['routes'].shape)}, allowed: expert ids >= 0 for at"
+                f" least T={longest} tokens per row"
             )
 
 
 def _check_branches(arrays: Arrays, limits: Limits) -> None:
     if ("branches" in arrays) != ("branch_counts" in arrays):
         raise RequestError(
-            "generate: got one of branches and branch_counts, allowed: both or neither"
+            "generate: got only one of branches and branch_counts, allowed: both or neither"
         )
     if "branches" not in arrays:
         return
@@ -260,19 +263,20 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
         samples = samples_from_tensors(load(arrays["branches"].tobytes()))
     except _NO_SAMPLES as error:
         raise RequestError(
-            f"branches: got no samples ({error!r:.200}), allowed: samples as safetensors"
+            f"branches: cannot be parsed ({error!r:.200}), allowed: samples as safetensors"
         ) from error
     told = [int(count) for count in arrays["branch_counts"][:, 0] if count]
     if told != [len(sample.branches) for sample in samples]:
         raise RequestError(
-            f"branches: got those of {len(samples)} samples, allowed: as many as branch_counts"
-            f" says, {told}"
+            f"branches: got {[len(sample.branches) for sample in samples]} branches per sample,"
+            f" allowed: {told}, as in branch_counts"
         )
     if any(
         branch.finish_reason == "unfinished" for sample in samples for branch in sample.branches
     ):
         raise RequestError(
-            "branches: got one that is unfinished, allowed: the last sequence of an episode alone"
+            "branches: got an unfinished branch, allowed: only an episode's last sequence may be"
+            " unfinished"
         )
     for sequence in (each for sample in samples for each in sample.sequences):
         if (
@@ -280,12 +284,11 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
             or not sequence.prompt_length > 0
         ):
             raise RequestError(
-                f"branches: got {len(sequence.tokens)} tokens, allowed: 1 to"
-                f" {limits.max_sequence_length}"
+                f"branches: got a sequence of {len(sequence.tokens)} tokens with a prompt of"
+                f" {sequence.prompt_length}, allowed: 1 to {limits.max_sequence_length} tokens, a"
+                " prompt of at least 1"
             )
-        _check_range(
-            "branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "the vocabulary's ids"
-        )
+        _check_range("branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "token ids")
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:
@@ -305,7 +308,7 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
     try:
         request = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"control: request is not JSON: {error}") from error
+        raise RequestError(f"control: request is not valid JSON: {error}") from error
     op = request.get("op") if isinstance(request, dict) else None
     allowed = ("health", "shutdown", *operations)
     if not isinstance(op, str) or op not in allowed:
@@ -325,6 +328,7 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
         value, lowest = request[name], _LOWEST[name]
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
             raise RequestError(
-                f"control: {op} got {name} {value!r:.99}, allowed: an integer, {lowest} to 2^63 - 1"
+                f"control: {op} got {name} {value!r:.99}, allowed: an integer from {lowest} to"
+                " 2^63 - 1"
             )
     return request

@@ -231,7 +231,7 @@ def array_text(array: NDArray) -> str:
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
-        raise RequestError(f"got bytes that are not UTF-8 text: {error}") from error
+        raise RequestError(f"got bytes that are not valid UTF-8: {error}") from error
 
 
 def column_texts(name: str, column: NDArray) -> list[str]:
@@ -239,7 +239,7 @@ def column_texts(name: str, column: NDArray) -> list[str]:
     try:
         return [bytes(entry).decode() for entry in column[:, 0]]
     except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: got bytes that are not UTF-8 text: {error}") from error
+        raise RequestError(f"{name}: got bytes that are not valid UTF-8: {error}") from error
 
 
 def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -251,11 +251,11 @@ def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                f"metadata: row {row} is not JSON ({error}), allowed: a JSON object a row"
+                f"metadata: row {row} is not valid JSON ({error}), must be a JSON object"
             ) from error
         if not isinstance(value, dict):
             raise RequestError(
-                f"metadata: row {row} is {type(value).__name__}, allowed: a JSON object a row"
+                f"metadata: row {row} is {type(value).__name__}, must be a JSON object"
             )
         objects.append(value)
     return objects
@@ -378,7 +378,7 @@ def _shortened(message: str) -> str:
     while len(json.dumps(text, ensure_ascii=False).encode()) > _MESSAGE_BYTES:
         kept = min(kept, _MESSAGE_BYTES) * 3 // 4
         begin, end = message[: kept - kept // 2], message[len(message) - kept // 2 :]
-        text = f"{begin} … {len(message) - kept} characters left out … {end}"
+        text = f"{begin} … {len(message) - kept} characters omitted … {end}"
     return text
 
 

@@ -372,7 +372,7 @@ def save_critic(source: Path, directory: str) -> None:
             (),
             "prompts.txt:2: the prompt has 57 tokens, allowed: 1 to 56, the model's 64 positions",
         ),
-        ("model", "hi\n{}\n", ("--prompts-format", "jsonl"), "prompts.txt:1: not a JSON object"),
+        ("model", "hi\n{}\n", ("--prompts-format", "jsonl"), "prompts.txt:1: not valid JSON"),
         (
             "model",
             '{"text": "hi"}\n',

@@ -323,7 +323,10 @@ def test_tools_are_told_of_as_the_template_takes_them():
             {"tools": [f"{SAMPLES}:nothing"]},
             f"environment.tools: {SAMPLES}:nothing: module .* has no attribute 'nothing'",
         ),
-        ({"tools": [f"{SAMPLES}:undocumented"]}, "undocumented cannot be a tool"),
+        (
+            {"tools": [f"{SAMPLES}:undocumented"]},
+            "undocumented: cannot derive a tool schema from the function",
+        ),
         ({"tools": ["nowhere:f"]}, "No module named 'nowhere'"),
         ({"tools": [f"{SAMPLES}:SAMPLES"]}, "environment.tools"),
         (

@@ -281,6 +281,6 @@ def test_a_trainer_that_has_lost_its_run_gives_no_checkpoint_its_name_and_begins
     pool, model, tmp_path
 ):
     for errors in pool.run(jobs.save_of_a_lost_run, 2, model("llama2"), DP2, str(tmp_path)):
-        assert len(errors) == 2 and all("attempt 1, process " in error for error in errors), errors
+        assert len(errors) == 2 and all("attempt 1 (process " in error for error in errors), errors
     (left,) = (path.name for path in tmp_path.iterdir() if path.name != "claim")
     assert left.startswith("first.") and left.endswith(".tmp")

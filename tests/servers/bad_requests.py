@@ -70,12 +70,12 @@ REFUSED: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
         {"prev_values": _float(float("inf"))},
         "prev_values: got NaN or infinity, allowed: finite",
     ),
-    (CRITIC_TRAIN, "empty mask", {"mask": _float(0)}, "mask: got no token to train on"),
+    (CRITIC_TRAIN, "empty mask", {"mask": _float(0)}, "mask: got only zeros"),
     (
         CRITIC_TRAIN,
         "fractional mask",
         {"mask": _float(0.5)},
-        "mask: got a value other than 0 and 1",
+        "mask: got values other than 0 and 1",
     ),
     (
         CRITIC_TRAIN,
@@ -99,7 +99,7 @@ REFUSED: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
         CRITIC_TRAIN,
         "negative number",
         {"sequence_number": np.array([-1])},
-        "sequence_number: got -1, allowed: 0 and up",
+        "sequence_number: got -1, allowed: 0 or greater",
     ),
     (
         REWARD_MODEL,
@@ -118,17 +118,17 @@ REFUSED: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
         REWARD_MODEL,
         "two sources",
         {"sentences": np.full((3, 1), b"a", dtype=object)},
-        "exactly one of them",
+        "allowed: exactly one",
     ),
     (
         REWARD_MODEL,
-        "not UTF-8",
+        "not valid UTF-8",
         {
             "tokens": None,
             "sequence_lengths": None,
             "sentences": np.full((1, 1), b"\xff", dtype=object),
         },
-        "sentences: got bytes that are not UTF-8",
+        "sentences: got bytes that are not valid UTF-8",
     ),
 ]
 
@@ -163,13 +163,13 @@ REFUSED_BY_TRITON: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]
         CRITIC_INFER,
         "no rows",
         {"tokens": _int(5, 8, 0), "sequence_lengths": _int(8, 1, 0)},
-        "the batch is empty: B=0",
+        "the batch is empty: got B=0",
     ),
     (
         CRITIC_TRAIN,
         "no rows",
         {name: array[:0] for name, array in good(CRITIC_TRAIN).items()},
-        "the batch is empty: B=0, allowed: at least 1",
+        "the batch is empty: got B=0, allowed: at least 1",
     ),
     (
         CRITIC_TRAIN,

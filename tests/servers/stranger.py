@@ -23,7 +23,7 @@ from tritonclient.utils import InferenceServerException
 from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
 from tests.other_user import UID
 
-REFUSALS = ("it wants the run's key", "closed to everyone")
+REFUSALS = ("the run's access key is missing or wrong", "this method or path is not served")
 GUARDED = {
     "/v2/models/control/infer": {
         "inputs": [

@@ -136,7 +136,7 @@ def test_metadata_that_is_refused_costs_the_ranks_nothing():
         lambda call: {CRITIC_INFER: infer}, scoring(TextSource("lengths", length_scorer))
     )
     served = endpoints(lambda op, *_, **__: asked.append(op))
-    with pytest.raises(RequestError, match="row 0 is not JSON"):
+    with pytest.raises(RequestError, match="row 0 is not valid JSON"):
         served[CRITIC_INFER_WITH_REWARD](
             sequences("ab") | {"metadata": np.array([[b"{"]], dtype=object)}
         )

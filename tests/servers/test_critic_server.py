@@ -135,7 +135,7 @@ def test_a_repeated_update_is_answered_but_not_applied_again(client):
     assert torch.equal(values(client), after)
 
 
-@pytest.mark.parametrize(("shift", "told"), [(2, "a gap"), (-1, "already applied")])
+@pytest.mark.parametrize(("shift", "told"), [(2, "which skips updates"), (-1, "already applied")])
 def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, told):
     for _ in range(2):
         client.train(*TARGETS).result()
@@ -150,7 +150,10 @@ def test_values_are_of_the_update_that_was_named_or_none(client):
     client.train(*TARGETS).result()
     last = client.control("version")["sequence_number"]
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
-    for number, told in ((last - 1, f"the last is {last}"), (last + 1, f"the last is {last}")):
+    for number, told in (
+        (last - 1, f"the last update is {last}"),
+        (last + 1, f"the last update is {last}"),
+    ):
         with pytest.raises(RemoteError, match=told) as caught:
             send(client, CRITIC_INFER, arrays | {"sequence_number": np.full((3, 1), number)})
         assert caught.value.kind == "SequenceError"
@@ -255,12 +258,12 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
 @pytest.mark.parametrize(
     ("op", "order", "told"),
     [
-        ("begin_checkpoint", {"sequence_number": -1}, "SequenceError: .*is to follow update -1"),
+        ("begin_checkpoint", {"sequence_number": -1}, "SequenceError: .*must follow update -1"),
         ("checkpoint", {"run_id": "run-b@0"}, "SequenceError: .*serves run 'run-a'"),
         (
             "restore",
             {"sequence_number": 0},
-            r"InstanceError: .*the last update is \d+, no longer 0",
+            r"InstanceError: .*expects last update 0, but the critic's last update is \d+",
         ),
     ],
 )
@@ -324,13 +327,13 @@ def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
 @pytest.mark.parametrize(
     ("op", "arguments", "told"),
     [
-        ("restore", {"step": 999}, "there is no critic checkpoint"),
-        ("restore", {"step": -1}, "got step -1, allowed: an integer, 0 to"),
-        ("checkpoint", {"step": 10**300}, "got step 1000.*, allowed: an integer, 0 to"),
+        ("restore", {"step": 999}, "critic checkpoint .* does not exist"),
+        ("restore", {"step": -1}, "got step -1, allowed: an integer from 0 to"),
+        ("checkpoint", {"step": 10**300}, "got step 1000.*, allowed: an integer from 0 to"),
         (
             "begin_checkpoint",
             {"step": 1, "sequence_number": "1"},
-            "got sequence_number '1', allowed: an integer, -1 to",
+            "got sequence_number '1', allowed: an integer from -1 to",
         ),
         ("checkpoint", {}, "got keys op, allowed: op, step"),
         ("dance", {}, "got op 'dance', allowed: health"),
@@ -383,7 +386,7 @@ def test_a_silent_and_an_absent_server_are_named(critic):
         [type(critic.endpoint)("127.0.0.1", port, port, port)], critic.access, 0.5
     )
     with pytest.raises(
-        RemoteError, match=rf"127.0.0.1:{port}: Unreachable: .*; given up after 0.5 s"
+        RemoteError, match=rf"127.0.0.1:{port}: Unreachable: .*; gave up after 0.5 s"
     ):
         absent.score(TOKENS, LENGTHS, LENGTHS).result()
     with pytest.raises(RemoteError, match=rf"127.0.0.1:{port}: NotReady: not ready within 0.3 s"):

@@ -168,9 +168,9 @@ def quarrel_world():
 
 def test_ranks_that_disagree_end_the_world_and_the_caller_is_told(pool):
     rank_0, rank_1 = pool.run(quarrel_world, 2)
-    assert rank_0[0] == ["ServerFailed: the server failed while it ran quarrel; see its log"]
-    assert "1 of 2 ranks refused it" in rank_0[1]
-    assert "1 of 2 ranks refused it, this one: only here" in rank_1[1]
+    assert rank_0[0] == ["ServerFailed: the server failed while running quarrel; see its log"]
+    assert "1 of 2 ranks raised an error" in rank_0[1]
+    assert "1 of 2 ranks raised an error, the others did not; rank 1: only here" in rank_1[1]
 
 
 def crash(executor):
@@ -301,7 +301,7 @@ def stalled_world():
 
 def test_a_rank_that_lets_the_others_wait_too_long_ends_the_world(pool):
     told, ended = pool.run(stalled_world, 2)[0]
-    assert told == ["ServerFailed: the server failed while it ran slow; see its log"]
+    assert told == ["ServerFailed: the server failed while running slow; see its log"]
     assert "Timed out waiting 1000ms" in ended
 
 
@@ -386,7 +386,7 @@ def parted_world():
 
 def test_ranks_of_which_some_pause_and_some_do_not_end_the_world(pool):
     for _, ended in pool.run(parted_world, 2):
-        assert "long: 1 of 2 ranks go on with it" in ended
+        assert "long: 1 of 2 ranks paused, the others finished" in ended
 
 
 def fail_at_a_pause(executor):

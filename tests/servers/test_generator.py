@@ -378,14 +378,14 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     ("request_", "message"),
     [
         ({"op": "receive"}, "receive got keys op, allowed: op, version"),
-        ({"op": "receive", "version": -1}, "receive got version -1, allowed: an integer, 0 to"),
+        ({"op": "receive", "version": -1}, "receive got version -1, allowed: an integer from 0 to"),
         (
             {"op": "connect", "host": 3, "port": 1, "generation": 0},
             "connect got host 3, allowed: a string",
         ),
         (
             {"op": "connect", "host": "a", "port": 0, "generation": 0},
-            "connect got port 0, allowed: an integer, 1 to",
+            "connect got port 0, allowed: an integer from 1 to",
         ),
         ({"op": ["connect"]}, r"got op \['connect'\], allowed: "),
     ],

@@ -107,6 +107,6 @@ def test_of_silent_replicas_alone_the_error_says_so_at_the_deadline(replicas) ->
     for replica in replicas:
         replica.runs.clear()
     client = RewardClient([replica.endpoint for replica in replicas], Access(), timeout_s=3)
-    with pytest.raises(RemoteError, match=r"given up after 3 s|no answer to reward_model within"):
+    with pytest.raises(RemoteError, match=r"gave up after 3 s|no answer to reward_model within"):
         score(client)
     client.close()

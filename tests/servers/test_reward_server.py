@@ -74,10 +74,10 @@ def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (b"{", "metadata: row 1 is not JSON"),
-        (b"[1]", "metadata: row 1 is list, allowed: a JSON object a row"),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "metadata: row 1 is not JSON"),
-        (b"\xff", "metadata: got bytes that are not UTF-8 text"),
+        (b"{", "metadata: row 1 is not valid JSON"),
+        (b"[1]", "metadata: row 1 is list, must be a JSON object"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "metadata: row 1 is not valid JSON"),
+        (b"\xff", "metadata: got bytes that are not valid UTF-8"),
     ],
     ids=["not JSON", "no object", "too deep", "not UTF-8"],
 )
@@ -110,7 +110,7 @@ def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is
     assert scores[[0, 1, 4, 5]].tolist() == [101.0, 102.0, 201.0, 202.0]
     assert scores[2:4].isnan().all()
     assert (
-        "samples are left out" in (said := caplog.text)
+        "samples without a score are skipped" in (said := caplog.text)
         and "for prompt 'b' and response '67'" in said
     )
     with pytest.raises(RemoteError, match="for prompt 'b' and response '67'"):
@@ -120,7 +120,7 @@ def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is
 def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_are_told(client):
     sentences = np.array([["7ü€".encode() * 5000]], dtype=object)
     with pytest.raises(
-        RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters left out .*7ü€'$"
+        RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters omitted .*7ü€'$"
     ) as caught:
         client._infer(REWARD_MODEL, {"sentences": sentences})
     assert caught.value.kind == "ScoringError"
@@ -132,7 +132,7 @@ def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
     served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
     with pytest.raises(
         RequestError,
-        match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's ids\)",
+        match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's vocabulary\)",
     ):
         served[REWARD_MODEL]({"sentences": np.array([[b"09"], [b"0a"]], dtype=object)})
 

@@ -123,15 +123,15 @@ def test_an_episode_comes_over_the_wire_as_it_is():
         1,
     ]
     for wrong, told in (
-        ({"branches": request["branches"][:-1]}, "branches: got no samples"),
-        ({"branches": np.zeros(40, np.uint8)}, "branches: got no samples"),
+        ({"branches": request["branches"][:-1]}, "branches: cannot be parsed"),
+        ({"branches": np.zeros(40, np.uint8)}, "branches: cannot be parsed"),
         (
             {"branch_counts": np.array([[0], [1], [0], [1]])},
-            "branches: got those of 2 samples, allowed: as many as",
+            "branches: got [2, 1] branches per sample, allowed: [1, 1], as in",
         ),
         (
             {"branches": in_bytes(own)},
-            "branches: got those of 1 samples, allowed: as many as branch_counts says, [2, 1]",
+            "branches: got [2] branches per sample, allowed: [2, 1], as in branch_counts",
         ),
         (
             {"branches": in_bytes(replace(own, tokens=own.tokens + 60), fresh)},
@@ -139,13 +139,13 @@ def test_an_episode_comes_over_the_wire_as_it_is():
         ),
         (
             {"branches": in_bytes(own, replace(fresh, branches=(replace(fresh, branches=()),)))},
-            "got one that is unfinished",
+            "got an unfinished branch",
         ),
     ):
         with pytest.raises(RequestError, match=re.escape(told)):
             validate(GENERATE, {**request, **wrong}, LIMITS)
     del request["branch_counts"]
-    with pytest.raises(RequestError, match="got one of branches and branch_counts"):
+    with pytest.raises(RequestError, match="got only one of branches and branch_counts"):
         validate(GENERATE, request, LIMITS)
 
 
@@ -188,18 +188,21 @@ def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
     routes = {"routes": np.zeros((2, 4, 2, 2), np.int16)}
     validate(GENERATE, {**drawn, **kept, **routes}, LIMITS)
     for wrong, told in (
-        ({"kept_ids": kept["kept_ids"]}, "got one of kept_counts and kept_ids"),
+        ({"kept_ids": kept["kept_ids"]}, "got only one of kept_counts and kept_ids"),
         (
             {**kept, "kept_ids": np.array([4, 5], np.int32)},
-            "kept_ids: got 2, allowed: as many as kept_counts says, 3",
+            "kept_ids: got 2 ids, allowed: 3, the sum of kept_counts",
         ),
         ({**kept, "kept_ids": np.array([4, 5, 64], np.int32)}, "kept_ids"),
         ({**kept, "kept_counts": np.array([[-1, 4], [0, 0]])}, "kept_counts"),
         (
             {"routes": routes["routes"][:, :3]},
-            "routes: got [2, 3, 2, 2], allowed: experts of at least T=4 tokens a row",
+            (
+                "routes: got shape [2, 3, 2, 2], allowed: expert ids >= 0 for at least T=4"
+                " tokens per row"
+            ),
         ),
-        ({"routes": routes["routes"] - 1}, "routes: got [2, 4, 2, 2]"),
+        ({"routes": routes["routes"] - 1}, "routes: got shape [2, 4, 2, 2]"),
     ):
         with pytest.raises(RequestError, match=re.escape(told)):
             validate(GENERATE, {**drawn, **wrong}, LIMITS)
@@ -257,7 +260,7 @@ def test_of_a_long_message_the_beginning_and_the_end_are_told(message):
     assert len(str(error).encode()) < 1600
     kind, told = told_error(f"EndpointError: {error}\n\nAt:")
     assert kind == "RequestError"
-    assert re.fullmatch(r"begin .* … \d{5} characters left out … .* end", told, re.DOTALL)
+    assert re.fullmatch(r"begin .* … \d{5} characters omitted … .* end", told, re.DOTALL)
 
 
 def test_a_message_that_is_no_unicode_is_told_escaped():
@@ -269,11 +272,11 @@ def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
     limits = Limits(vocab_size=64, max_sequence_length=40, max_request_tokens=24)
     validate(CRITIC_INFER, good(CRITIC_INFER), limits)
     with pytest.raises(
-        RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens a request"
+        RequestError, match="got B=4 rows of S=8, allowed: at most 24 tokens per request"
     ):
         validate(CRITIC_INFER, good(CRITIC_INFER, rows=4), limits)
     with pytest.raises(
-        RequestError, match="sentences: got 385 bytes, allowed: at most 384 a request"
+        RequestError, match="sentences: got 385 bytes, allowed: at most 384 per request"
     ):
         validate(
             REWARD_MODEL,

@@ -282,6 +282,7 @@ def test_a_reference_that_was_drawn_keeps_the_token_that_ended_it(llama) -> None
     assert [sample.finish_reason for sample in samples] == ["stop", "length", "stop"]
     wrong = Prompt(0, "ab", llama.encode("ab"), {"reference": "13", "reference_tokens": text})
     with pytest.raises(
-        ConfigError, match="the prompt 'ab': `reference_tokens` and `reference` are not the same"
+        ConfigError,
+        match="the prompt 'ab': `reference_tokens` and `reference` differ: this model's tokenizer",
     ):
         reference_samples([wrong], [], llama, ended=True)
