@@ -33,11 +33,11 @@ def _value_text(value: object) -> str:
 
 def _type_text(key: Key) -> str:
     """Return the type of a key's values with their bounds, or the choices."""
-    if key.choices:
-        return "one of " + ", ".join(f"`{choice}`" for choice in key.choices)
-
     name = key.type_name.removesuffix(" | None")
     or_null = "" if name == key.type_name else " or null"
+    if key.choices:
+        return "one of " + ", ".join(f"`{choice}`" for choice in key.choices) + or_null
+
     signs = (("≥", key.minimum), (">", key.above), ("≤", key.maximum), ("<", key.below))
     bounds = " and ".join(f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None)
     return " ".join(part for part in (_TYPES.get(name, name), bounds) if part) + or_null

@@ -86,10 +86,13 @@ def _term(text: str, section: str) -> Term:
 
 def condition_text(condition: Condition) -> str:
     """Return a condition as Markdown, empty for a key that is always read."""
-    parts = [
-        " or ".join(" and ".join(map(_term_text, clause)) for clause in alternatives)
-        for alternatives in condition
-    ]
+    parts = []
+    for alternatives in condition:
+        has_commas = any(
+            len(clause) > 1 or len(term.values) > 1 for clause in alternatives for term in clause
+        )
+        clauses = [" and ".join(map(_term_text, clause)) for clause in alternatives]
+        parts.append((", or " if has_commas else " or ").join(clauses))
     return "; and ".join(parts)
 
 

@@ -50,7 +50,11 @@ def test_help_is_short_and_made_of_sentences() -> None:
         ("rollout.top_k>0", "`rollout.top_k` is above 0"),
         (
             ("cluster.kind=slurm", "seed>1 or seed=0 and run.steps>2"),
-            "`cluster.kind=slurm`; and `seed` is above 1 or `seed=0` and `run.steps` is above 2",
+            "`cluster.kind=slurm`; and `seed` is above 1, or `seed=0` and `run.steps` is above 2",
+        ),
+        (
+            "engine.kind=vllm|embedded or data.path=null",
+            "`engine.kind` is `vllm` or `embedded`, or `data.path=null`",
         ),
         ("always", ""),
     ],

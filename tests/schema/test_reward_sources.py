@@ -231,7 +231,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             ["critic.with_reward=true", "reward.replicas=2"],
-            "reward.replicas=2: not read with critic.with_reward=true",
+            "reward.replicas=2: has no effect with critic.with_reward=true",
         ),
         (
             [
@@ -301,7 +301,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
                 "critic.parallel.data=2",
                 "cluster.collective_timeout_s=180",
             ],
-            "a question may take 180 s, which must be below cluster.collective_timeout_s=180",
+            "one judgment may take 180 s, which must be below cluster.collective_timeout_s=180",
         ),
         (
             [*JUDGE, "reward.judge_asks=ranking", "rollout.samples_per_prompt=1"],
@@ -439,7 +439,7 @@ def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_
     )
     with pytest.raises(
         ConfigError,
-        match=r"reward\.parallel\.tensor=4: the model's 2 key-value heads do not divide by 4",
+        match=r"reward\.parallel\.tensor=4: must divide the model's 2 key-value heads",
     ):
         check(compose(tmp_path, *model, "reward.parallel.tensor=4"))
     with pytest.raises(
@@ -516,7 +516,11 @@ def token(id):
             ),
         ),
         ([("a", -1.5), ("b", -2.0)], {"a": 0, "b": 1}, None),
-        ([("a", -1.5), ("b", -2.0)], [("a", 0.0), ("c", 0.0)], "as 1 ('b' and 'c')"),
+        (
+            [("a", -1.5), ("b", -2.0)],
+            [("a", 0.0), ("c", 0.0)],
+            "for example 1 (policy 'b', this model 'c')",
+        ),
     ],
 )
 def test_a_reward_model_with_another_tokenizer_is_refused(
