@@ -154,7 +154,8 @@ def read_manifest_file(file: Path) -> dict[str, Any]:
     found = content.get("format")
     if found != FORMAT:
         raise AlignerError(
-            f"{file}: a checkpoint of format {found}; this release of aligner reads format {FORMAT}"
+            f"{file}: checkpoint format {found} is not supported; this release of aligner reads"
+            f" format {FORMAT}"
         )
     content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
     return content
@@ -171,9 +172,9 @@ def read_manifest(directory: Path) -> Manifest:
         found = (
             "the directory does not exist"
             if not directory.is_dir()
-            else f"{MANIFEST} is missing, which is written last"
+            else f"{MANIFEST}, which is written last, is missing"
         )
-        raise AlignerError(f"{directory}: no complete checkpoint here: {found}")
+        raise AlignerError(f"{directory}: not a complete checkpoint: {found}")
     content = read_manifest_file(file)
     fields = {field.name for field in dataclasses.fields(Manifest)}
     if content.keys() != fields:
@@ -194,12 +195,12 @@ def read_manifest(directory: Path) -> Manifest:
         for name in files
     }
     problems = [
-        f"{name}, which holds tensors, is not among its files" for name in sorted(unknown)
+        f"{name} holds tensors but is not listed in {MANIFEST}" for name in sorted(unknown)
     ] + [
         (
             f"{name} is missing"
             if sizes[name] is None
-            else f"{name} has {sizes[name]} bytes of {record.size}"
+            else f"{name} has {sizes[name]} bytes, expected {record.size}"
         )
         for name, record in files.items()
         if sizes[name] != record.size
@@ -223,7 +224,9 @@ def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
         for field in dataclasses.fields(saved)
     )
     return [
-        f"{name} is {theirs}, the model's {ours}" for name, theirs, ours in pairs if theirs != ours
+        f"{name} is {theirs} in the checkpoint, but {ours} in the model"
+        for name, theirs, ours in pairs
+        if theirs != ours
     ]
 
 

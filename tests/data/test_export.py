@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         ),
         (
             lambda path: (path / "rank_0.safetensors").touch(),
-            "no complete checkpoint here: manifest.json is missing",
+            "not a complete checkpoint: manifest.json, which is written last, is missing",
         ),
         (
             lambda path: (path / "manifest.json").write_text("{"),
@@ -123,11 +123,11 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         ),
         (
             lambda path: (path / "config.json").write_text("[]"),
-            "a config.json is an object of entries, got list",
+            "config.json must be a JSON object, got list",
         ),
         (
             lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'),
-            "its config.json is not valid JSON",
+            "config.json is not valid JSON",
         ),
         (
             lambda path: (path / "config.json").write_text("{}"),

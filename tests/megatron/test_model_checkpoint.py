@@ -158,11 +158,11 @@ def flip(file, place):
 @pytest.mark.parametrize(
     ("family", "harm", "told"),
     [
-        ("llama2", shutil.rmtree, "no complete checkpoint here: the directory does not exist"),
+        ("llama2", shutil.rmtree, "not a complete checkpoint: the directory does not exist"),
         (
             "llama2",
             lambda path: (path / "manifest.json").unlink(),
-            "manifest.json is missing, which is written last",
+            "manifest.json, which is written last, is missing",
         ),
         (
             "llama2",
@@ -188,19 +188,19 @@ def flip(file, place):
         (
             "llama2",
             lambda path: edit(path, files={}),
-            "rank_0.safetensors, which holds tensors, is not among its files",
+            "rank_0.safetensors holds tensors but is not listed in manifest.json",
         ),
         (
             "llama2",
             lambda path: edit(path, format=99),
-            "a checkpoint of format 99; this release of aligner reads format 4",
+            "checkpoint format 99 is not supported; this release of aligner reads format 4",
         ),
         (
             "llama2",
             lambda path: (path / "manifest.json").write_text(
                 '{\n "format": 3,\n "aligner": "0.9"\n}'
             ),
-            "a checkpoint of format 3; this release of aligner reads format 4",
+            "checkpoint format 3 is not supported; this release of aligner reads format 4",
         ),
         (
             "llama2",
@@ -212,8 +212,8 @@ def flip(file, place):
             lambda path: edit(path, head="scalar"),
             "of another model: its head is scalar, the model's head is vocabulary",
         ),
-        ("llama3", lambda path: None, "num_kv_heads is 4, the model's 2"),
-        ("qwen2", lambda path: None, "qkv_bias is False, the model's True"),
+        ("llama3", lambda path: None, "num_kv_heads is 4 in the checkpoint, but 2 in the model"),
+        ("qwen2", lambda path: None, "qkv_bias is False in the checkpoint, but True in the model"),
     ],
 )
 def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(
@@ -262,8 +262,8 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, mode
     [
         ("full", "rank_1.safetensors: No space left on device"),
         ("memory", "rank_1.safetensors: MemoryError()"),
-        ("nothing", "rank_1.safetensors, which holds tensors, is not among its files"),
-        ("short", "rank_1.safetensors has 8 bytes of 9"),
+        ("nothing", "rank_1.safetensors holds tensors but is not listed in manifest.json"),
+        ("short", "rank_1.safetensors has 8 bytes, expected 9"),
     ],
 )
 def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(

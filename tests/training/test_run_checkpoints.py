@@ -143,7 +143,10 @@ def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_
         file.write_text(text)
         with pytest.raises(
             AlignerError,
-            match=f"{file}: a checkpoint of format 0; this release of aligner reads format 4",
+            match=(
+                f"{file}: checkpoint format 0 is not supported; this release of aligner reads"
+                " format 4"
+            ),
         ):
             kept.set_damaged_aside(0)
 
