@@ -116,6 +116,7 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
     assert told([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(
         str(packages)
     )
+    told([python, "-c", "import aligner_examples.calculator, aligner_examples.styled_sums"], empty)
     aligner = tmp_path / "venv" / "bin" / "aligner"
     assert re.fullmatch(r"aligner \d+\.\d+\.\d+\n", told([aligner, "--version"], empty))
     assert "vocabulary 64" in told([aligner, "validate", "experiment=tiny_ppo"], empty)
