@@ -56,9 +56,9 @@ def _entry(key: Key, section: Section) -> str:
 def _entries(section: Section) -> str:
     parts = [f"### {section.name or 'Top level'}", " ".join(section.help.split())]
     if section.read:
-        parts.append(
-            f"*Used only when {condition_text(section.read)}, unless a key has another condition.*"
-        )
+        has_others = any(key.read != section.read for key in section.keys)
+        otherwise = ", unless a key has another condition" if has_others else ""
+        parts.append(f"*Used only when {condition_text(section.read)}{otherwise}.*")
     return "\n\n".join([*parts, "\n".join(_entry(key, section) for key in section.keys)])
 
 

@@ -93,7 +93,8 @@ def condition_text(condition: Condition) -> str:
         )
         clauses = [" and ".join(map(_term_text, clause)) for clause in alternatives]
         parts.append((", or " if has_commas else " or ").join(clauses))
-    return "; and ".join(parts)
+    has_alternatives = any(len(alternatives) > 1 for alternatives in condition)
+    return ("; and " if has_alternatives else " and ").join(parts)
 
 
 def _term_text(term: Term) -> str:

@@ -56,6 +56,7 @@ def test_help_is_short_and_made_of_sentences() -> None:
             "engine.kind=vllm|embedded or data.path=null",
             "`engine.kind` is `vllm` or `embedded`, or `data.path=null`",
         ),
+        (("engine.kind=vllm", "seed>1"), "`engine.kind=vllm` and `seed` is above 1"),
         ("always", ""),
     ],
 )
