@@ -119,7 +119,7 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
     told([python, "-c", "import aligner_examples.calculator, aligner_examples.styled_sums"], empty)
     aligner = tmp_path / "venv" / "bin" / "aligner"
     assert re.fullmatch(r"aligner \d+\.\d+\.\d+\n", told([aligner, "--version"], empty))
-    assert "vocabulary 64" in told([aligner, "validate", "experiment=tiny_ppo"], empty)
+    assert "vocabulary size 64" in told([aligner, "validate", "experiment=tiny_ppo"], empty)
     told([aligner, "launch", "experiment=tiny_ppo", "run.steps=1", "run.dir=run"], empty)
     assert (empty / "run" / "metrics.jsonl").read_text().count("\n") == 1
     assert [path.name for path in empty.iterdir()] == ["run"]
