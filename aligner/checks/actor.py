@@ -28,8 +28,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from lora_problems("actor", actor, trained)
     if trains_reward_model and actor.lora.rank:
         yield (
-            f"actor.lora.rank={actor.lora.rank}: with adapters the new head of a reward model would"
-            " not be trained; leave it 0 with algorithm.trainer=reward_model"
+            f"actor.lora.rank={actor.lora.rank}: LoRA is not supported with"
+            " algorithm.trainer=reward_model, because the new scalar head would not be trained;"
+            " set actor.lora.rank=0"
         )
     yield from micro_batch_problems(config, "actor", actor, rows_together(config))
     yield from precision_problems(config, "actor", actor, model)
@@ -43,14 +44,14 @@ def lora_problems(key: str, settings: ActorConfig, shape: ModelShape) -> Iterato
         return
     unknown = [target for target in lora.targets if target not in TARGETS]
     if unknown or not lora.targets:
-        yield f"{key}.lora.targets={lora.targets}: allowed are one or more of {', '.join(TARGETS)}"
+        yield f"{key}.lora.targets={lora.targets}: must be one or more of {', '.join(TARGETS)}"
     if "mlp" in lora.targets and shape.num_experts:
         yield (
-            f"{key}.lora.targets={lora.targets}: the experts of a mixture have no adapters; train"
-            f" those of the attention with {key}.lora.targets=[attention]"
+            f"{key}.lora.targets={lora.targets}: LoRA on the experts of a mixture-of-experts"
+            f" model is not supported; set {key}.lora.targets=[attention]"
         )
     if settings.frozen:
         yield (
-            f"{key}.frozen={settings.frozen}: with {key}.lora.rank={lora.rank} every weight of the"
-            " model is frozen already"
+            f"{key}.frozen={settings.frozen}: is not supported with {key}.lora.rank={lora.rank},"
+            f" which already freezes every weight of the base model; set {key}.frozen=[]"
         )

@@ -22,7 +22,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     target, longest = config.algorithm.target_length, config.rollout.max_response_tokens
     if config.algorithm.generates and not config.environment.draws_episodes and target > longest:
         yield (
-            f"algorithm.target_length={target}: no response is so long; give at most"
+            f"algorithm.target_length={target}: must be at most"
             f" rollout.max_response_tokens={longest}"
         )
     if config.algorithm.trainer == "preferences":
@@ -41,14 +41,14 @@ def _step_problems(config: Config) -> Iterator[str]:
         return
     if not has_step_rewards(config.reward):
         yield (
-            "algorithm.advantage=grpo_steps: the reward speaks of whole responses; give"
-            " reward.step_rewards=true with a function of steps, or reward.step_separator=TEXT with"
-            " a process reward model"
+            "algorithm.advantage=grpo_steps: requires a reward for each step, but the reward"
+            " scores whole responses; set reward.step_rewards=true with a function that scores"
+            " steps, or reward.step_separator=TEXT with a process reward model"
         )
     if config.environment.has_agent:
         yield (
-            "algorithm.advantage=grpo_steps: an agent's branches have no steps; give"
-            " algorithm.advantage=grpo"
+            "algorithm.advantage=grpo_steps: is not supported with agents, whose branches have no"
+            " steps; set algorithm.advantage=grpo"
         )
 
 
@@ -57,18 +57,19 @@ def _preference_problems(config: Config) -> Iterator[str]:
     for field in config.algorithm.kept_fields:
         if field in _OWN_FIELDS:
             yield (
-                f"algorithm.kept_fields: responses have a `{field}` of their own; call it otherwise"
-                " (data.fields)"
+                f"algorithm.kept_fields: `{field}` is already a field of the stored responses;"
+                " rename the field of the records with data.fields"
             )
     if samples < 2 and config.algorithm.pairs in ("best_and_worst", "all"):
         yield (
-            f"rollout.samples_per_prompt={samples}: algorithm.pairs={config.algorithm.pairs} is"
-            " between samples of one prompt; give at least 2"
+            f"rollout.samples_per_prompt={samples}: must be at least 2, because"
+            f" algorithm.pairs={config.algorithm.pairs} pairs samples of one prompt"
         )
     if rounds:
         yield (
-            f"algorithm.dynamic_sampling_rounds={rounds}: algorithm.trainer=preferences leaves"
-            " prompts whose samples all score the same out; give 0"
+            f"algorithm.dynamic_sampling_rounds={rounds}: is not supported with"
+            " algorithm.trainer=preferences, which drops prompts whose samples all have the same"
+            " score; set algorithm.dynamic_sampling_rounds=0"
         )
 
 
@@ -76,8 +77,8 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
     loss, is_own_loss = settings.loss, callable_place(settings.loss) is not None
     if loss in OWN_TARGET and settings.advantage != "none":
         yield (
-            f"algorithm.advantage={settings.advantage}: loss={loss} takes no advantages; give"
-            " advantage=none"
+            f"algorithm.advantage={settings.advantage}: algorithm.loss={loss} does not use"
+            " advantages; set algorithm.advantage=none"
         )
     if (
         loss not in OWN_TARGET
@@ -86,58 +87,63 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
         and not has_teacher
     ):
         yield (
-            f"algorithm.advantage=none: loss={loss} needs an estimator, such as gae or rloo, or a"
-            " teacher (teacher.path)"
+            f"algorithm.advantage=none: algorithm.loss={loss} requires advantages; set an"
+            " estimator such as gae or rloo, or a teacher (teacher.path)"
         )
     if loss == "dpo" and not settings.preference.has_pairs:
         yield (
-            f"algorithm.preference.kind={settings.preference.kind}: loss=dpo has pairs of samples;"
-            " kto is for algorithm=kto"
+            f"algorithm.preference.kind={settings.preference.kind}: is not supported with"
+            " algorithm.loss=dpo, which trains on pairs of samples; use kto with algorithm=kto"
         )
     pairs = settings.train_on == "best_and_worst"
     if (loss == "dpo") != pairs:
         yield (
-            f"algorithm.train_on={settings.train_on}: loss=dpo and train_on=best_and_worst need"
-            f" each other, got loss={loss}"
+            f"algorithm.train_on={settings.train_on}: algorithm.loss=dpo and"
+            f" algorithm.train_on=best_and_worst require each other, got algorithm.loss={loss}"
         )
     if settings.train_on == "best" and loss != "cross_entropy" and not is_own_loss:
         yield (
-            "algorithm.train_on=best: the samples left have no others beside them; give"
-            f" loss=cross_entropy, not {loss}"
+            "algorithm.train_on=best: keeps one sample per prompt and requires"
+            f" algorithm.loss=cross_entropy, got algorithm.loss={loss}"
         )
     if settings.whiten_over == "prompt" and settings.train_on != "all":
         yield (
-            f"algorithm.train_on={settings.train_on}: whiten_over=prompt is over all of a prompt's"
-            " samples"
+            f"algorithm.train_on={settings.train_on}: must be all with"
+            " algorithm.whiten_over=prompt, which normalizes over all samples of a prompt"
         )
     if (settings.advantage in GROUPED or loss == "copg") and settings.train_on != "all":
         comparing = (
             f"advantage={settings.advantage}" if settings.advantage in GROUPED else "loss=copg"
         )
         yield (
-            f"algorithm.train_on={settings.train_on}: {comparing} compares all of a prompt's"
-            " samples"
+            f"algorithm.train_on={settings.train_on}: must be all with algorithm.{comparing},"
+            " which compares all samples of a prompt"
         )
     if loss == "reinforce" and settings.epochs > 1:
         yield (
-            f"algorithm.epochs={settings.epochs}: loss=reinforce takes samples as the policy's own,"
-            " which they are not in a second pass; give epochs=1, or a loss with a ratio, clip or"
-            " cispo"
+            f"algorithm.epochs={settings.epochs}: must be 1 with algorithm.loss=reinforce, which"
+            " treats samples as on-policy; for more epochs set a loss with an importance ratio,"
+            " clip or cispo"
         )
     if loss in ("dpo", "copg") and (
         settings.entropy_coefficient or settings.aggregation != "token"
     ):
         yield (
-            f"algorithm: loss={loss} is a sum over responses; leave entropy_coefficient and"
-            " aggregation out"
+            f"algorithm.loss={loss}: is computed over whole responses and supports neither"
+            " algorithm.entropy_coefficient nor algorithm.aggregation; set"
+            " algorithm.entropy_coefficient=0 and algorithm.aggregation=token"
         )
     if loss in ("dpo", "copg") and settings.truncated_importance == "token":
-        yield f"algorithm.truncated_importance=token: allowed with loss={loss}: none, sequence"
+        yield (
+            "algorithm.truncated_importance=token: must be none or sequence with"
+            f" algorithm.loss={loss}"
+        )
     if settings.ratio_against == "sampler" and settings.truncated_importance != "none":
         yield (
-            f"algorithm.ratio_against=sampler: truncated_importance={settings.truncated_importance}"
-            " would correct for the sampler twice; give truncated_importance=none, or"
-            " ratio_against=trainer"
+            "algorithm.ratio_against=sampler: with"
+            f" algorithm.truncated_importance={settings.truncated_importance} the difference from"
+            " the sampler would be corrected twice; set algorithm.truncated_importance=none or"
+            " algorithm.ratio_against=trainer"
         )
 
 
@@ -145,11 +151,15 @@ def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     if not config.algorithm.replay_routes:
         return
     if model is not None and not model.num_experts:
-        yield "algorithm.replay_routes=true: the model has no experts; give false"
+        yield (
+            "algorithm.replay_routes=true: requires a mixture-of-experts model, but the model has"
+            " no experts; set algorithm.replay_routes=false"
+        )
     if config.engine.kind != "embedded":
         yield (
-            f"algorithm.replay_routes=true: engine.kind={config.engine.kind} does not tell which"
-            " experts it chose; give false, or use engine=embedded"
+            "algorithm.replay_routes=true: is not supported with"
+            f" engine.kind={config.engine.kind}, which does not return expert routing; set"
+            " algorithm.replay_routes=false, or use engine=embedded"
         )
 
 
@@ -162,36 +172,40 @@ def _penalty_problems(config: Config) -> Iterator[str]:
     )
     if settings.kl_coefficient and loss == "dpo":
         yield (
-            f"{coefficient}: loss=dpo is held by algorithm.preference.beta alone; give"
-            " kl_coefficient=0"
+            f"{coefficient}: is not supported with algorithm.loss=dpo, which limits the distance"
+            " from the reference with algorithm.preference.beta; set algorithm.kl_coefficient=0"
         )
     elif settings.kl_coefficient and loss in OWN_TARGET and not in_loss:
         yield (
-            f"{coefficient}: loss={loss} reads no rewards; give kl_placement=loss, or"
-            " kl_coefficient=0"
+            f"{coefficient}: a KL penalty in the reward is not supported with"
+            f" algorithm.loss={loss}, which does not use token rewards; set"
+            " algorithm.kl_placement=loss or algorithm.kl_coefficient=0"
         )
     elif settings.kl_coefficient and in_loss and loss != "copg" and settings.kl_estimator == "k1":
         yield (
-            "algorithm.kl_estimator=k1: in the loss its gradient is zero on average; give k2 or k3"
+            "algorithm.kl_estimator=k1: has a gradient of zero on average with"
+            " algorithm.kl_placement=loss; set k2 or k3"
         )
     if loss == "copg" and settings.kl_estimator != "k1":
-        yield f"algorithm.kl_estimator={settings.kl_estimator}: loss=copg is defined with k1"
+        yield f"algorithm.kl_estimator={settings.kl_estimator}: must be k1 with algorithm.loss=copg"
     if settings.whiten_rewards and (settings.advantage in GROUPED or loss == "copg"):
         yield (
-            "algorithm.whiten_rewards=true: scores of whole responses are compared, and theirs"
-            " would depend on length"
+            "algorithm.whiten_rewards=true: is not supported with"
+            f" algorithm.advantage={'|'.join(GROUPED)} or algorithm.loss=copg, which compare"
+            " scores of whole responses: whitening would make the scores depend on the length; set"
+            " algorithm.whiten_rewards=false"
         )
     if settings.kl_target is not None:
         samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         if settings.kl_horizon <= samples:
             yield (
-                f"algorithm.kl_horizon={settings.kl_horizon}: must be above a step's {samples}"
-                " samples"
+                f"algorithm.kl_horizon={settings.kl_horizon}: must be above {samples}, the number"
+                " of samples in a step"
             )
     if (warmup := settings.critic_warmup_steps) >= config.run.steps:
         yield (
-            f"algorithm.critic_warmup_steps={warmup}: the run has {config.run.steps} steps, and its"
-            " policy would never learn"
+            f"algorithm.critic_warmup_steps={warmup}: must be below run.steps={config.run.steps},"
+            " or the policy would never be trained"
         )
 
 
@@ -203,8 +217,8 @@ def _sample_problems(config: Config) -> Iterator[str]:
         and config.rollout.truncate_token is None
     ):
         yield (
-            "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has an end,"
-            " and none would be learned from; give rollout.truncate_token, or"
+            "algorithm.overlong_filter=true: with rollout.stop_at_eos=false every response counts"
+            " as truncated and none would be trained on; set rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
     comparing = [
@@ -224,13 +238,13 @@ def _sample_problems(config: Config) -> Iterator[str]:
     ]
     if comparing and samples < 2:
         yield (
-            f"rollout.samples_per_prompt={samples}: algorithm.{comparing[0]} compares samples of"
-            " one prompt; give at least 2"
+            f"rollout.samples_per_prompt={samples}: must be at least 2, because"
+            f" algorithm.{comparing[0]} compares samples of one prompt"
         )
     units = config.rollout.prompts_per_step * samples_learned_from(config) // rows_together(config)
     if callable_place(settings.train_on) is None and units % settings.minibatches:
         what = {1: "samples", 2: "pairs"}.get(rows_together(config), "prompts")
         yield (
-            f"algorithm.minibatches={settings.minibatches}: a step's {units} {what} do not divide"
-            f" by {settings.minibatches}"
+            f"algorithm.minibatches={settings.minibatches}: must divide the {units} {what} of a"
+            " step"
         )

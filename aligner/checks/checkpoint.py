@@ -23,9 +23,10 @@ def metric_problems(config: Config, given: str, metric: str) -> Iterator[str]:
     kinds = [*_EVERY_RUNS, *(_ONLINE if trainer == "online" else (trainer,))]
     if metric.partition("/")[0] not in kinds:
         yield (
-            f"{given}: the metrics of this run begin with {', '.join(f'{kind}/' for kind in kinds)}"
+            f"{given}: the run does not have this metric; the metrics of this run begin with"
+            f" {', '.join(f'{kind}/' for kind in kinds)}"
         )
     evaluated = config.evaluation.every if trainer == "online" else config.data.held_out
     if metric.startswith("eval/") and not evaluated:
         advice = "evaluation.every=STEPS" if trainer == "online" else "data.held_out=ROWS"
-        yield f"{given}: the run is never evaluated; give {advice}"
+        yield f"{given}: the run is not evaluated; set {advice}"

@@ -38,8 +38,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
-            f"server.interface={config.server.interface}: servers are asked at their nodes' own"
-            " addresses, and must listen there; give 0.0.0.0, as cluster=slurm does"
+            f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster=slurm,"
+            " because the servers are reached at the addresses of their nodes"
         )
     images = {"cluster.slurm.image": slurm.image}
     images |= {
@@ -56,13 +56,13 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 def _time_problems(time: str, grace_s: int) -> Iterator[str]:
     if not re.fullmatch(_TIME, time):
         yield (
-            f"cluster.slurm.time={time}: allowed are minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and"
-            " D-HH:MM:SS"
+            f"cluster.slurm.time={time}: must be minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM,"
+            " D-HH:MM:SS or UNLIMITED"
         )
     elif _seconds(time) <= grace_s:
         yield (
-            f"cluster.slurm.time={time}: the job is told to stop cluster.slurm.grace_s={grace_s} s"
-            " before its end, which is when it starts; give more time, or a smaller grace_s"
+            f"cluster.slurm.time={time}: must be longer than cluster.slurm.grace_s={grace_s} s,"
+            " because the job receives its stop signal cluster.slurm.grace_s before the time limit"
         )
 
 
@@ -74,10 +74,11 @@ def _requeue_problems(config: Config) -> Iterator[str]:
     )
     if not minutes and not 0 < every < steps:
         yield (
-            f"cluster.slurm.requeue=true: none of run.steps={steps} has a checkpoint but the last"
-            f" (checkpoint.every={every}, checkpoint.every_minutes=0), so a job that is queued"
-            " again might begin at nothing; give checkpoint.every_minutes=MINUTES or"
-            " checkpoint.every=STEPS, or cluster.slurm.requeue=false"
+            f"cluster.slurm.requeue=true: with checkpoint.every={every} and"
+            " checkpoint.every_minutes=0 the run writes no checkpoint before the last of"
+            f" run.steps={steps}, so a requeued job would restart from the beginning; set"
+            " checkpoint.every_minutes=MINUTES or checkpoint.every=STEPS, or"
+            " cluster.slurm.requeue=false"
         )
 
 
@@ -112,9 +113,9 @@ def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
     )
     key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
     yield (
-        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must be on one"
+        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must fit on one"
         f" node, but the {role} has {place.ranks_per_node} ranks on each of {place.nodes} nodes"
-        f" ({key}); give more ranks a node, or a size that divides {place.ranks_per_node}"
+        f" ({key}); set more ranks per node, or a size that divides {place.ranks_per_node}"
     )
 
 
@@ -122,11 +123,11 @@ def _image_problems(key: str, image: str) -> Iterator[str]:
     is_file = image.startswith(("/", ".")) or image.endswith((".sqsh", ".squashfs"))
     if is_file and not Path(image).is_file():
         yield (
-            f"{key}={image}: no such file; make it with `enroot import`, or name an image of a"
-            " registry"
+            f"{key}={image}: no such file; create it with `enroot import`, or set the name of an"
+            " image in a registry"
         )
     elif not is_file and not re.fullmatch(_REGISTRY_IMAGE, image.removeprefix("docker://")):
-        yield f"{key}={image}: neither a file nor an image's name, such as REGISTRY#NAME:TAG"
+        yield f"{key}={image}: must be a file or the name of an image, such as REGISTRY#NAME:TAG"
 
 
 def _mount_problems(config: Config) -> Iterator[str]:
@@ -138,8 +139,8 @@ def _mount_problems(config: Config) -> Iterator[str]:
         target = target.partition(":")[0]
         if not target or not target.startswith("/"):
             yield (
-                f"cluster.slurm.mounts: {mount} is not SOURCE:TARGET[:FLAGS] with an absolute"
-                " target"
+                "cluster.slurm.mounts: expected SOURCE:TARGET[:FLAGS] with an absolute TARGET,"
+                f" got {mount}"
             )
         elif mount in config.cluster.slurm.mounts and not Path(source).exists():
             yield f"cluster.slurm.mounts: {mount}: {source} does not exist"
@@ -151,6 +152,6 @@ def _mount_problems(config: Config) -> Iterator[str]:
             Path(path).is_relative_to(target) for target in seen if target
         ):
             yield (
-                f"{key}={path}: the container does not see it; give an absolute path that"
-                " cluster.slurm.mounts has"
+                f"{key}={path}: is not visible in the container; add a mount to"
+                " cluster.slurm.mounts, and set an absolute path inside its target"
             )

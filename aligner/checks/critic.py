@@ -36,7 +36,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             yield from reader_problems(config, policy, "critic.path", directory, model)
     too_many = model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and too_many:
-        yield f"critic.num_layers={critic.num_layers}: the model has {model.num_layers} layers"
+        yield (
+            f"critic.num_layers={critic.num_layers}: must be at most {model.num_layers}, the"
+            " number of layers of the model"
+        )
     if not config.algorithm.has_critic:
         return
     if model is not None and not too_many:
@@ -48,8 +51,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     ):
         key = f"critic.head_learning_rate={critic.head_learning_rate:g}"
         yield (
-            f"{key}: critic.frozen={critic.frozen} has the head stay as it is; leave one of"
-            " both out"
+            f"{key}: has no effect, because critic.frozen={critic.frozen} freezes the head;"
+            " remove one of the two settings"
         )
     yield from micro_batch_problems(config, "critic", critic)
     yield from precision_problems(config, "critic", critic, model)

@@ -39,8 +39,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     longest = longest_sequence(config)
     if model is not None and not config.algorithm.generates and longest > model.max_positions:
         yield (
-            f"{longest_sequence_keys(config)}: {longest} tokens, but the model has"
-            f" {model.max_positions} positions"
+            f"{longest_sequence_keys(config)}: {longest} tokens exceed the {model.max_positions}"
+            " positions of the model; set smaller lengths"
         )
 
 
@@ -55,11 +55,11 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
         yield from _task_problems(reasoning_tasks(data.tasks))
     if not sources and not config.algorithm.generates:
         yield (
-            f"data.prompts: prompts alone are nothing for algorithm.trainer={trainer} to learn"
-            " from; give data.path=FILE"
+            f"data.prompts: algorithm.trainer={trainer} requires records, not only prompts; set"
+            " data.path=FILE"
         )
     if not sources and any(not prompt.strip() for prompt in data.prompts):
-        yield "data.prompts: a prompt is empty"
+        yield "data.prompts: must not contain an empty prompt"
     for source in sources:
         if not is_expected(source.path, expected) and (
             problem := path_problem(source.path, trainer)
@@ -75,22 +75,20 @@ def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator
     }.items():
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
             given = ", ".join(f"{bound:g}" for bound in bounds)
-            yield (
-                f"{key}=[{given}]: must be [LOW, HIGH], two pass rates from 0 to 1, the lower one"
-                " first"
-            )
+            yield (f"{key}=[{given}]: must be [LOW, HIGH] with 0 <= LOW <= HIGH <= 1")
     if data.sort_by is not None and data.shuffle:
         yield (
-            f"data.sort_by={data.sort_by}: data.shuffle=true mixes what was put in order; give"
-            " data.shuffle=false"
+            f"data.sort_by={data.sort_by}: is not supported with data.shuffle=true, which would"
+            " undo the order; set data.shuffle=false"
         )
     if (samples := data.pass_rate_samples) is not None:
         if not is_expected(samples, expected) and (problem := path_problem(Path(samples), "sft")):
             yield f"data.pass_rate_samples={samples}: {problem}"
         if not data.pass_rate and data.sort_by is None:
             yield (
-                f"data.pass_rate_samples={samples}: nothing goes by pass rates; give"
-                " data.pass_rate=[LOW, HIGH], or data.sort_by=-pass_rate with data.shuffle=false"
+                f"data.pass_rate_samples={samples}: has no effect without data.pass_rate or"
+                " data.sort_by; set data.pass_rate=[LOW, HIGH], or data.sort_by=-pass_rate with"
+                " data.shuffle=false"
             )
 
 
@@ -100,7 +98,7 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
         from reasoning_gym.factory import CURRICULA, DATASETS
     except ImportError as error:
         yield (
-            "data.tasks: reading them needs the extra reasoning_gym: pip install"
+            "data.tasks: requires the reasoning_gym extra; install it with pip install"
             f" 'aligner[reasoning_gym]': {error}"
         )
         return
@@ -111,18 +109,16 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             hint = (
                 f"did you mean {' or '.join(near)}?"
                 if near
-                else f"one of {', '.join(sorted(DATASETS))}"
+                else f"allowed: {', '.join(sorted(DATASETS))}"
             )
             yield f"{key}={task.name}: reasoning_gym has no such task; {hint}"
             continue
         if task.difficulty is not None and task.name not in CURRICULA:
-            yield f"{key}.difficulty: {task.name} has no levels of difficulty; give its config"
+            yield f"{key}.difficulty: {task.name} has no difficulty levels; set its config instead"
         allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
         for entry in sorted(task.config.keys() - allowed):
             near = difflib.get_close_matches(entry, allowed, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(allowed))}"
-            )
+            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(sorted(allowed))}"
             yield f"{key}.config.{entry}: {task.name} has no such setting; {hint}"
 
 
@@ -136,9 +132,9 @@ def path_problem(path: Path, trainer: str) -> str | None:
         return _directory_problem(path)
     allowed = (".jsonl", ".txt") if _RECORDS[trainer] == "prompt" else (".jsonl",)
     if path.suffix not in allowed:
-        saved = "directories that Hugging Face datasets saved"
+        saved = "a directory saved by Hugging Face datasets (save_to_disk)"
         return (
-            f"allowed are {' and '.join(allowed)} files, and {saved} (algorithm.trainer={trainer})"
+            f"must be a {' or '.join(allowed)} file, or {saved}, with algorithm.trainer={trainer}"
         )
     if not path.is_file():
         return "no such file"
@@ -154,16 +150,14 @@ def _directory_problem(path: Path) -> str | None:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(split.name for split in path.iterdir() if is_dataset(split))
         return (
-            f"several splits; give one of them: {', '.join(str(path / split) for split in splits)}"
+            "contains several splits; set the path of one split:"
+            f" {', '.join(str(path / split) for split in splits)}"
         )
     if not is_dataset(path):
         return (
-            "a directory, but not one that Hugging Face datasets saved: state.json and"
-            " dataset_info.json are missing"
+            "is not a directory saved by Hugging Face datasets (save_to_disk): it has no"
+            " state.json or no dataset_info.json"
         )
     if importlib.util.find_spec("datasets") is None:
-        return (
-            "reading it needs the datasets package; install the datasets extra: pip install"
-            " 'aligner[datasets]'"
-        )
+        return "requires the datasets extra; install it with pip install 'aligner[datasets]'"
     return None

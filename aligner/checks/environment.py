@@ -31,13 +31,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     )
     if not config.rollout.stop_at_eos and settings.turn_end is None:
         yield (
-            f"{key}: a turn would have no end; give rollout.stop_at_eos=true or"
-            " environment.turn_end"
+            f"{key}: with rollout.stop_at_eos=false no token ends a turn; set"
+            " rollout.stop_at_eos=true or environment.turn_end"
         )
     if config.rollout.truncate_token is not None:
         yield (
-            f"{key}: rollout.truncate_token={config.rollout.truncate_token!r} would cut episodes;"
-            " give null"
+            f"{key}: is not supported with"
+            f" rollout.truncate_token={config.rollout.truncate_token!r}, which would cut episodes"
+            " short; set rollout.truncate_token=null"
         )
 
 
@@ -48,25 +49,25 @@ def _agent_problems(config: Config) -> Iterator[str]:
         return
     key = "environment.agent" if settings.agent is not None else "environment.agent_command"
     if lack := lacking("agents"):
-        yield f"{key}: the endpoint that answers agents: {lack}"
+        yield f"{key}: {lack}"
     given = [
         name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None
     ]
     if len(given) > 1:
         yield (
-            f"environment.{' and environment.'.join(given)}: one of them answers the policy; give"
+            f"environment.{' and environment.'.join(given)}: only one of them can be set; set"
             " null for the others"
         )
     if settings.agent is not None and callable_place(settings.agent) is None:
         yield f"environment.agent={settings.agent}: must be module:function, or null"
     if settings.agent_command == []:
-        yield "environment.agent_command=[]: must have a program, or be null"
+        yield "environment.agent_command=[]: must contain a program, or be null"
     if unknown := sorted({*settings.matching} - {*MATCHING}):
         yield f"environment.matching={unknown}: allowed: {', '.join(MATCHING)}"
     if engine.kind != "embedded":
         yield (
-            f"{key}: engine.kind={engine.kind}: agents branch, which the embedded engine alone can;"
-            " give embedded"
+            f"{key}: is not supported with engine.kind={engine.kind}, because only the embedded"
+            " engine can branch a conversation; set engine.kind=embedded"
         )
     each = (
         f"environment.deadline_s={settings.deadline_s:g} x (1 +"
@@ -75,23 +76,30 @@ def _agent_problems(config: Config) -> Iterator[str]:
     longest = settings.deadline_s * (1 + settings.retries)
     yield from _patience_problems(config, key, longest, f"may take {longest:g} s", each)
     refused = {
-        "rollout.spare_prompts": (rollout.spare_prompts, 0, "agents are not left behind"),
+        "rollout.spare_prompts": (
+            rollout.spare_prompts,
+            0,
+            "agents cannot be carried over to a later step",
+        ),
         "rollout.min_response_tokens": (
             rollout.min_response_tokens,
             0,
             "a turn may end at any token",
         ),
-        "rollout.stop_at_eos": (rollout.stop_at_eos, True, "a turn would have no end"),
+        "rollout.stop_at_eos": (rollout.stop_at_eos, True, "no token would end a turn"),
         "algorithm.replay_routes": (
             config.algorithm.replay_routes,
             False,
-            "branches do not tell the experts of their tokens",
+            "branches do not record expert routing",
         ),
-        "rollout.truncate_token": (rollout.truncate_token, None, "it would cut episodes"),
+        "rollout.truncate_token": (rollout.truncate_token, None, "it would cut episodes short"),
     }
     for name, (value, allowed, why) in refused.items():
         if value != allowed:
-            yield f"{key}: {name}={value_text(value)}: {why}; give {value_text(allowed)}"
+            yield (
+                f"{key}: is not supported with {name}={value_text(value)}: {why}; set"
+                f" {name}={value_text(allowed)}"
+            )
 
 
 def _patience_problems(
@@ -102,20 +110,21 @@ def _patience_problems(
     patience_s, asked_s = config.cluster.collective_timeout_s, config.server.request_timeout_s
     if config.engine.parallel.ranks > 1 and longest_s > patience_s:
         yield (
-            f"{key}: {each}: an episode {what}, and other ranks wait"
-            f" cluster.collective_timeout_s={patience_s:g} for it"
+            f"{key}: an episode {what} ({each}), but the other ranks wait only"
+            f" cluster.collective_timeout_s={patience_s:g} s for it; set"
+            f" cluster.collective_timeout_s to at least {longest_s:g}"
         )
     if config.engine.placement == "server" and longest_s >= asked_s:
         yield (
-            f"server.request_timeout_s={asked_s:g}: the trainer waits so long for its samples, and"
-            f" an episode {what} ({each}); give more"
+            f"server.request_timeout_s={asked_s:g}: must be above {longest_s:g}, because an"
+            f" episode {what} ({each})"
         )
 
 
 def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
     if settings.target == TOOLS and not settings.has_tools:
         yield (
-            f"environment.target={TOOLS}: there are none; name some in environment.tools or"
+            f"environment.target={TOOLS}: no tools are set; set environment.tools or"
             " environment.mcp"
         )
     if not settings.has_tools:
@@ -126,11 +135,11 @@ def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
     if settings.tool_timeout_s >= settings.deadline_s:
         yield (
             f"environment.tool_timeout_s={settings.tool_timeout_s:g}: must be below"
-            f" environment.deadline_s={settings.deadline_s:g}, so that the model is told of a tool"
-            " that is late"
+            f" environment.deadline_s={settings.deadline_s:g}, so that the timeout of a tool can"
+            " be reported to the model"
         )
     if settings.turn_end is not None:
         yield (
-            "environment.turn_end: messages go on behind the model's own end-of-turn token alone;"
-            " give null with tools"
+            f"environment.turn_end={settings.turn_end}: must be null with tools, because a"
+            " conversation continues only after the model's own end-of-turn token"
         )

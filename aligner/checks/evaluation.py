@@ -20,8 +20,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     settings, trainer = config.evaluation, config.algorithm.trainer
     if not config.algorithm.learns and settings.every:
         yield (
-            f"evaluation.every={settings.every}: algorithm.trainer={trainer} learns nothing that"
-            " could be evaluated"
+            f"evaluation.every={settings.every}: algorithm.trainer={trainer} trains no model, so"
+            " there is nothing to evaluate; set evaluation.every=0"
         )
     elif (
         config.algorithm.learns
@@ -30,8 +30,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         and not config.data.held_out
     ):
         yield (
-            f"evaluation.every={settings.every}: there is nothing to evaluate on; give"
-            " data.held_out=ROWS"
+            f"evaluation.every={settings.every}: requires held-out records; set data.held_out=ROWS"
         )
     if trainer == "online":
         yield from _online_problems(config, expected)
@@ -49,16 +48,16 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     questions = bool(config.data.tasks) and settings.questions
     if questions and (settings.path is not None or settings.prompts):
         yield (
-            f"{key}.questions={questions}: {key}.path or {key}.prompts is given as well; give one"
+            f"{key}.questions={questions}: {key}.path or {key}.prompts is also set; set only one"
             " of them"
         )
     if config.evaluation.every and settings.path is None and not settings.prompts and not questions:
         yield (
-            f"evaluation.every={config.evaluation.every}: there is nothing to evaluate on; give"
-            f" {key}.path=FILE or {key}.prompts=[…], or with data.tasks {key}.questions=NUMBER"
+            f"evaluation.every={config.evaluation.every}: requires evaluation prompts; set"
+            f" {key}.path=FILE or {key}.prompts=[…], or {key}.questions=NUMBER with data.tasks"
         )
     if settings.path is not None and settings.prompts:
-        yield f"{key}.prompts: {key}.path is given as well; give one of them"
+        yield f"{key}.prompts: {key}.path is also set; set only one of them"
     path = settings.path
     if (
         path is not None
@@ -67,15 +66,15 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     ):
         yield f"{key}.path={path}: {problem}"
     if any(not prompt.strip() for prompt in settings.prompts):
-        yield f"{key}.prompts: a prompt is empty"
+        yield f"{key}.prompts: must not contain an empty prompt"
     yield from fields_problems(f"{key}.fields", settings.fields)
     if settings.function is not None and (problem := function_problem(settings.function)):
         yield f"{key}.function={settings.function}: {problem}"
     yield from _judge_problems(config, suite)
     if settings.greedy and settings.samples > 1:
         yield (
-            f"{key}.samples={settings.samples}: so many responses to a prompt, all greedy, would be"
-            f" the same; give {key}.greedy=false, or one sample"
+            f"{key}.samples={settings.samples}: must be 1 with greedy decoding, because all"
+            f" responses to a prompt would be the same; set {key}.greedy=false or {key}.samples=1"
         )
 
 
@@ -84,13 +83,13 @@ def _beside_problems(config: Config) -> Iterator[str]:
     key, run = "evaluation.beside=true", config.run
     if not config.rollout.steps_ahead:
         ahead = "engine.placement=server rollout.max_staleness=1"
-        yield f"{key}: needs a generator that draws while the policy trains; give {ahead}"
+        yield f"{key}: requires a generator that samples while the policy trains; set {ahead}"
     given = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
     for name, value in given.items():
         if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
             yield (
-                f"{key}: {name}={value} is to end the run before its next step; leave one of"
-                " them out"
+                f"{key}: is not supported with {name}={value}, which needs the evaluation of a"
+                " step before the next step begins; remove one of the two settings"
             )
 
 
@@ -106,6 +105,6 @@ def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
     yield from unasked_problems(config, judge)
     if config.environment.draws_episodes:
         yield (
-            f"{judge.key}: compares responses to one prompt, and episodes of several turns have"
-            " several; leave it out"
+            f"{judge.key}: compares responses to one prompt, which is not supported with"
+            " multi-turn episodes; remove it"
         )

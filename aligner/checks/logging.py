@@ -22,19 +22,20 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     for name, tracker in (("wandb", wandb), ("mlflow", mlflow)):
         if tracker.enabled and not _is_installed(name):
             yield (
-                f"logging.{name}.enabled=true: the {name} package is not installed; pip install"
-                f" 'aligner[{name}]', or logging.{name}.enabled=false"
+                f"logging.{name}.enabled=true: the {name} package is not installed; install it"
+                f" with pip install 'aligner[{name}]', or set logging.{name}.enabled=false"
             )
     if wandb.enabled and wandb.mode == "online" and not _has_wandb_key():
         yield (
-            "logging.wandb.mode=online: there is no key to the server; run `wandb login`, or set"
-            " WANDB_API_KEY, or give logging.wandb.mode=offline"
+            "logging.wandb.mode=online: no API key found; run `wandb login`, set the environment"
+            " variable WANDB_API_KEY, or set logging.wandb.mode=offline"
         )
     scheme = urlsplit(mlflow.tracking_uri or "").scheme.partition("+")[0]
     if mlflow.enabled and scheme in _DATABASES and not _is_installed("sqlalchemy"):
         yield (
-            f"logging.mlflow.tracking_uri={mlflow.tracking_uri}: a database needs the whole of"
-            " MLflow; pip install mlflow, or give the http:// address of a tracking server"
+            f"logging.mlflow.tracking_uri={mlflow.tracking_uri}: a database requires the full"
+            " mlflow package; install it with pip install mlflow, or set the http:// address of a"
+            " tracking server"
         )
 
 

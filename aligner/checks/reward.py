@@ -29,13 +29,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     missing, rollout = config.reward.missing_end_score, config.rollout
     if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
         yield (
-            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response has"
-            " an end; give rollout.truncate_token"
+            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response"
+            " can end with an end-of-sequence token; set rollout.truncate_token or"
+            " rollout.stop_at_eos=true"
         )
     if has_step_rewards(config.reward) and config.critic_scores:
         yield (
-            "critic.with_reward=true: rewards of steps need a reward server of their own; give"
-            " critic.with_reward=false"
+            "critic.with_reward=true: is not supported with per-step rewards, which require a"
+            " separate reward server; set critic.with_reward=false"
         )
     try:
         sources = reward_sources(config.reward)
@@ -77,13 +78,13 @@ def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator
     reward, own = config.reward, config.reward.parallel
     if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
         yield (
-            "reward.parallel: critic.with_reward=true runs the reward at critic.parallel; leave it"
-            " out, or give the same"
+            "reward.parallel: critic.with_reward=true runs the reward models with the layout"
+            " critic.parallel; leave reward.parallel out, or set it to the same values"
         )
     elif not config.critic_scores and own.ranks != 1 and not models:
         yield (
-            f"reward.parallel: {own.ranks} ranks, must be 1: no source of the reward is a model"
-            f" (reward.kind={reward.kind})"
+            f"reward.parallel: {own.ranks} ranks, but must be 1 rank, because no reward source is"
+            f" a model (reward.kind={reward.kind})"
         )
 
 
@@ -93,20 +94,21 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
         if isinstance(source, RemoteSource) and source.timeout_s >= limit:
             yield (
                 f"{source.key}.timeout_s={source.timeout_s:g}: must be below"
-                f" cluster.collective_timeout_s={limit:g}, for the other ranks wait no longer"
+                f" cluster.collective_timeout_s={limit:g}, the time that the other ranks wait for"
+                " the scores"
             )
         if isinstance(source, JudgeSource) and source.longest_s >= limit:
             yield (
                 f"{_judge_patience(source)} must be below cluster.collective_timeout_s={limit:g},"
-                " for the other ranks wait no longer"
+                " the time that the other ranks wait for the scores"
             )
 
 
 def _judge_patience(source: JudgeSource) -> str:
     return (
         f"{source.key}.judge_timeout_s={source.judge_timeout_s:g},"
-        f" {source.key}.judge_tries={source.judge_tries}: a question may take {source.longest_s:g}"
-        " s, which"
+        f" {source.key}.judge_tries={source.judge_tries}: one judgment may take"
+        f" {source.longest_s:g} s, which"
     )
 
 
@@ -122,7 +124,10 @@ def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     patience_s = config.server.request_timeout_s
     if source.longest_s >= patience_s:
         limit = f"server.request_timeout_s={patience_s:g}"
-        yield f"{_judge_patience(source)} must be below {limit}, for the trainer waits no longer"
+        yield (
+            f"{_judge_patience(source)} must be below {limit}, the time that the trainer waits"
+            " for the scores"
+        )
     if source.compares:
         yield from _comparison_problems(config, source)
 
@@ -138,25 +143,27 @@ def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     each = rollout.samples_per_prompt
     if each < 2:
         yield (
-            f"{asks}: compares the samples of a prompt, and rollout.samples_per_prompt={each} gives"
-            " one; give 2 or more"
+            f"{asks}: compares the samples of a prompt and requires at least 2, got"
+            f" rollout.samples_per_prompt={each}"
         )
     size = server.max_batch_size
     if rollout.prompts_per_step * each > size and size % each:
         yield (
-            f"{asks}: compares the samples of a prompt, which server.max_batch_size={size} would"
-            f" cut into several requests; give a multiple of rollout.samples_per_prompt={each}"
+            f"{asks}: compares the samples of a prompt, but server.max_batch_size={size} would"
+            " split them over several requests; set server.max_batch_size to a multiple of"
+            f" rollout.samples_per_prompt={each}"
         )
     if config.environment.draws_episodes:
         yield (
-            f"{asks}: compares responses to one prompt, and episodes of several turns have come to"
-            " several; ask for a score"
+            f"{asks}: compares responses to one prompt, which is not supported with multi-turn"
+            f" episodes; set {source.key}.judge_asks=score"
         )
     for suite in evaluated_suites(config):
         if suite.settings.function is None:
             yield (
-                f"{asks}: compares the samples of a prompt, and evaluation scores each by itself, a"
-                f" prompt's reference too; give {suite.key}.function, or evaluation.every=0"
+                f"{asks}: compares the samples of a prompt, but evaluation scores each response"
+                f" separately, and also reference responses; set {suite.key}.function, or"
+                " evaluation.every=0"
             )
 
 
@@ -169,12 +176,12 @@ def judge_key_problem(source: JudgeSource) -> str | None:
     key, given = os.environ.get(name, "").strip(), f"{source.key}.judge_key_variable={name}"
     if not key:
         return (
-            f"{given}: there is no such variable in the environment, or nothing in it; export the"
-            " endpoint's key as it"
+            f"{given}: the environment variable is not set or is empty; export the endpoint's API"
+            " key in it"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
         return (
-            f"{given}: what the variable holds is no key: it has spaces, or characters that a"
-            " header cannot have"
+            f"{given}: the environment variable does not hold a valid API key: it contains"
+            " spaces, or characters that are not allowed in an HTTP header"
         )
     return None

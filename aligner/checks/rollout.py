@@ -15,8 +15,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     longest = longest_sequence(config)
     if model is not None and longest > model.max_positions:
         yield (
-            f"{longest_sequence_keys(config)}: {longest} tokens, but the model has"
-            f" {model.max_positions} positions"
+            f"{longest_sequence_keys(config)}: {longest} tokens exceed the {model.max_positions}"
+            " positions of the model; set smaller lengths"
         )
     yield from _batch_problems(config)
     yield from _length_problems(config)
@@ -35,13 +35,13 @@ def _batch_problems(config: Config) -> Iterator[str]:
     samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
         yield (
-            f"rollout.prompts_per_step={rollout.prompts_per_step}: does not divide by"
+            f"rollout.prompts_per_step={rollout.prompts_per_step}: must be a multiple of"
             f" rollout.micro_batches={parts}"
         )
     elif samples % replicas:
         yield (
-            f"engine.parallel.data={replicas}: the {samples} samples of a rollout micro-batch do"
-            f" not divide by {replicas}"
+            f"engine.parallel.data={replicas}: must divide the {samples} samples of a rollout"
+            " micro-batch"
         )
 
 
@@ -49,13 +49,13 @@ def _length_problems(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.min_response_tokens > rollout.max_response_tokens:
         yield (
-            f"rollout.min_response_tokens={rollout.min_response_tokens}: it is above"
+            f"rollout.min_response_tokens={rollout.min_response_tokens}: must be at most"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
     if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
         yield (
-            f"rollout.truncate_after={rollout.truncate_after}: responses have at most"
-            f" rollout.max_response_tokens={rollout.max_response_tokens} tokens"
+            f"rollout.truncate_after={rollout.truncate_after}: must be below"
+            f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
 
 
@@ -64,27 +64,28 @@ def _staleness_problems(config: Config) -> Iterator[str]:
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if config.engine.placement != "server":
         yield (
-            f"{key}: an engine on the trainer's ranks cannot draw while these train; give"
-            " engine.placement=server"
+            f"{key}: a colocated engine cannot generate while the trainer trains; set"
+            " engine.placement=server, or rollout.max_staleness=0"
         )
     if config.algorithm.trainer != "online":
         yield (
-            f"{key}: algorithm.trainer={config.algorithm.trainer} trains nothing that samples could"
-            " be ahead of"
+            f"{key}: must be 0 with algorithm.trainer={config.algorithm.trainer}, which does not"
+            " train on the samples"
         )
     elif not _is_sound_with_age(config.algorithm):
         loss = config.algorithm.loss
         levels = "sequence" if loss in ("dpo", "copg") else "token or sequence"
         ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
         yield (
-            f"{key}: algorithm.loss={loss} would take what older weights drew as the policy's own;"
-            f" give algorithm.truncated_importance={levels}{ratio}, or"
-            " algorithm.uncorrected_staleness=true to have it so"
+            f"{key}: algorithm.loss={loss} would treat samples of older weights as on-policy; set"
+            f" algorithm.truncated_importance={levels}{ratio}, or accept the bias with"
+            " algorithm.uncorrected_staleness=true"
         )
     if config.critic_scores:
         yield (
-            f"{key}: critic.with_reward=true gives scores with values, which are wanted later; give"
-            " critic.with_reward=false"
+            f"{key}: is not supported with critic.with_reward=true, which computes scores and"
+            " values in one request, because values are computed only when the trainer takes the"
+            " batch; set critic.with_reward=false"
         )
 
 
@@ -98,10 +99,10 @@ def _spare_prompt_problems(config: Config) -> Iterator[str]:
     rollout = config.rollout
     key = f"rollout.spare_prompts={rollout.spare_prompts}"
     if rollout.spare_prompts > rollout.prompts_per_step:
-        yield f"{key}: more than a step takes, rollout.prompts_per_step={rollout.prompts_per_step}"
+        yield f"{key}: must be at most rollout.prompts_per_step={rollout.prompts_per_step}"
     if rollout.spare_prompts and rollout.max_staleness <= rollout.max_deferrals:
         yield (
-            f"{key}: what is left behind rollout.max_deferrals={rollout.max_deferrals} times is"
-            f" more versions old than rollout.max_staleness={rollout.max_staleness} allows; give"
-            f" {rollout.max_deferrals + 1} or more"
+            f"{key}: a prompt that is carried over rollout.max_deferrals={rollout.max_deferrals}"
+            f" times is older than rollout.max_staleness={rollout.max_staleness} allows; set"
+            f" rollout.max_staleness to {rollout.max_deferrals + 1} or more"
         )

@@ -15,13 +15,13 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     is none."""
     stop, steps = config.run.stop_after, config.run.steps
     if stop is not None and stop > steps:
-        yield f"run.stop_after={stop}: the run has {steps} steps (run.steps)"
+        yield f"run.stop_after={stop}: must be at most run.steps={steps}"
     yield from _end_problems(config)
     try:
         datetime.fromisoformat(config.run.date or "2026-11-23")
     except ValueError as error:
         yield (
-            f"run.date={config.run.date}: must be a date such as 2026-11-23, or with the time,"
+            f"run.date={config.run.date}: expected a date such as 2026-11-23, or with the time,"
             f" 2026-11-23T08:30:00: {error}"
         )
 
@@ -40,8 +40,8 @@ def _end_problems(config: Config) -> Iterator[str]:
         yield from _unmeasured(config, given, best)
     else:
         yield (
-            f"{given}: it counts evaluations by checkpoint.best_metric={value_text(best)}, which"
-            " must be a metric of theirs, such as eval/score"
+            f"{given}: requires checkpoint.best_metric to be a metric of evaluations, such as"
+            f" eval/score, got checkpoint.best_metric={value_text(best)}"
         )
 
 
@@ -55,5 +55,5 @@ def _unmeasured(config: Config, given: str, metric: str) -> Iterator[str]:
         and not (config.evaluation.every or config.checkpoint.every)
     ):
         yield (
-            f"{given}: the run is evaluated after its last step alone; give evaluation.every=STEPS"
+            f"{given}: the run is evaluated only after its last step; set evaluation.every=STEPS"
         )

@@ -32,7 +32,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         and (groups := server_ranks(config))
         and (lack := lacking("server") or unfit_numpy())
     ):
-        yield f"this run has servers ({', '.join(groups)}): {lack}"
+        yield f"this run starts servers ({', '.join(groups)}): {lack}"
     yield from _port_problems(config)
     yield from tls_problems(config)
     yield from _patience_problems(config)
@@ -41,9 +41,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     longest, taken = longest_sequence(config), config.server.max_sequence_length
     if taken is not None and taken < longest:
         yield (
-            f"server.max_sequence_length={taken}: the servers would refuse the longest sequence,"
-            f" {longest} tokens ({longest_sequence_keys(config)}); give {longest} or more, or leave"
-            " it out"
+            f"server.max_sequence_length={taken}: must be at least {longest}, the longest"
+            f" sequence ({longest_sequence_keys(config)}); set a larger value or null"
         )
     yield from _request_problems(config, longest)
 
@@ -57,18 +56,19 @@ def _patience_problems(config: Config) -> Iterator[str]:
     again_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
     if server.max_restarts and server.request_timeout_s <= again_s:
         yield (
-            f"server.request_timeout_s={server.request_timeout_s:g}: a request waits for its server"
-            f" to be started again, up to server.health_timeout_s={server.health_timeout_s:g} s,"
-            f" cluster.stop_timeout_s={cluster.stop_timeout_s:g} s,"
-            f" server.start_timeout_s={server.start_timeout_s:g} s; give more than {again_s:g}, or"
+            f"server.request_timeout_s={server.request_timeout_s:g}: must be above {again_s:g},"
+            " because a request waits while its server is restarted, which may take"
+            f" server.health_timeout_s={server.health_timeout_s:g} s +"
+            f" cluster.stop_timeout_s={cluster.stop_timeout_s:g} s +"
+            f" server.start_timeout_s={server.start_timeout_s:g} s; set a larger value or"
             " server.max_restarts=0"
         )
     waiting = next((group for group, ranks in groups.items() if ranks > 1), None)
     if waiting is not None and cluster.collective_timeout_s < server.start_timeout_s:
         yield (
-            f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: the {waiting}'s other"
-            " ranks wait so long for its rank 0, which may take"
-            f" server.start_timeout_s={server.start_timeout_s:g} s to start; give that or more"
+            f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: must be at least"
+            f" server.start_timeout_s={server.start_timeout_s:g}, because the other ranks of the"
+            f" {waiting} server wait for its rank 0 to start"
         )
 
 
@@ -82,7 +82,7 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
     asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
     requests = [
         (
-            "scores or values of",
+            "for scores or values of",
             min(asked, server.max_batch_size),
             longest,
             "a smaller server.max_batch_size",
@@ -90,22 +90,20 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
     ]
     if critic:
         rows = samples // config.algorithm.minibatches
-        requests.append(
-            ("an update of the critic with", rows, longest, "more algorithm.minibatches")
-        )
+        requests.append(("for a critic update with", rows, longest, "more algorithm.minibatches"))
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
         requests.append(
-            ("samples for", rows, config.data.max_prompt_tokens, "more rollout.micro_batches")
+            ("to generate from", rows, config.data.max_prompt_tokens, "more rollout.micro_batches")
         )
     for suite in evaluation_suites(config) if config.evaluation.every else ():
         requests += _evaluation_requests(config, suite.settings, longest)
     for what, rows, tokens, instead in requests:
         if rows * tokens > server.max_request_tokens:
             yield (
-                f"server.max_request_tokens={server.max_request_tokens}: a request for {what}"
-                f" {rows} rows of up to {tokens} tokens would be refused; give {rows * tokens} or"
-                f" more, or {instead}"
+                f"server.max_request_tokens={server.max_request_tokens}: too small for a request"
+                f" {what} {rows} sequences of up to {tokens} tokens; set {rows * tokens} or more,"
+                f" or {instead}"
             )
 
 
@@ -118,9 +116,9 @@ def _evaluation_requests(
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
         rows = min(prompts * settings.samples, config.server.max_batch_size)
-        yield "the evaluation's scores of", rows, longest, "a smaller server.max_batch_size"
+        yield "for evaluation scores of", rows, longest, "a smaller server.max_batch_size"
     if has_generator(config) and prompts < sys.maxsize:
-        yield "the evaluation's samples for", prompts, config.data.max_prompt_tokens, instead
+        yield "to generate for an evaluation from", prompts, config.data.max_prompt_tokens, instead
 
 
 def _port_problems(config: Config) -> Iterator[str]:
@@ -139,17 +137,21 @@ def _port_problems(config: Config) -> Iterator[str]:
         yield str(error)
         return
     except OSError as error:
-        yield f"server.interface={interface}: cannot listen there ({error.strerror or error})"
+        yield (
+            f"server.interface={interface}: servers cannot listen on this interface"
+            f" ({error.strerror or error})"
+        )
         return
     taken: dict[int, str] = {}
     for key, port in explicit_ports(config).items():
         if port > LAST_PORT:
-            yield f"{key}={port}: a port is at most {LAST_PORT}"
+            yield f"{key}={port}: must be at most {LAST_PORT}"
         elif port in taken:
-            yield f"{key}={port}: {taken[port]} has the same port"
+            yield f"{key}={port}: {taken[port]} is the same port; set different ports"
         elif is_here and not port_is_free(address, port):
             yield (
-                f"{key}={port}: the port is in use on {address}; give another, or 0 for a free one"
+                f"{key}={port}: the port is in use on {address}; set another port, or 0 for a"
+                " free port"
             )
         taken.setdefault(port, key)
 
@@ -188,8 +190,8 @@ def _unread(tls: TLSConfig) -> Iterator[str]:
     for name in ("key", "authorities"):
         if (file := getattr(tls, name)) is not None:
             yield (
-                f"server.tls.{name}={file}: with server.tls.certificate={AUTO} the run makes its"
-                " own; leave it out"
+                f"server.tls.{name}={file}: is not supported with server.tls.certificate={AUTO},"
+                " where the run creates its own files; leave it out"
             )
 
 
@@ -201,13 +203,16 @@ def _missing(tls: TLSConfig) -> Iterator[str]:
         ] * tls.mutual
         for name in given:
             yield (
-                f"server.tls.{name}={getattr(tls, name)}: needs server.tls.certificate; without it"
-                " there is no TLS"
+                f"server.tls.{name}={getattr(tls, name)}: requires server.tls.certificate; TLS is"
+                " off without it"
             )
         return
     for name, file in files.items():
         if file is None:
-            yield f"server.tls.{name} must name a PEM file: server.tls.certificate is given"
+            yield (
+                f"server.tls.{name}=null: must name a PEM file, because server.tls.certificate is"
+                " set"
+            )
         elif not Path(file).is_file():
             yield f"server.tls.{name}={file}: no such file"
 
@@ -227,13 +232,16 @@ def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ValueError) as error:
             return (
-                f"server.tls.certificate={certificate}, server.tls.key={key}: no certificate with"
-                f" its unencrypted key: {error}"
+                f"server.tls.certificate={certificate}, server.tls.key={key}: expected a"
+                f" certificate and its unencrypted private key in PEM format: {error}"
             )
         try:
             context.load_verify_locations(authorities)
         except OSError as error:
-            return f"server.tls.authorities={authorities}: no PEM file with certificates: {error}"
+            return (
+                f"server.tls.authorities={authorities}: expected a PEM file with certificates:"
+                f" {error}"
+            )
     server.verify_mode = ssl.CERT_REQUIRED if files.mutual else ssl.CERT_NONE
     client.check_hostname = address is not None
     try:

@@ -36,9 +36,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield from _divergence_problems(config, sources)
     elif settings.loss in OWN_TARGET:
         yield (
-            f"{sources[0].key}.path={sources[0].path}: what a teacher says is an advantage of each"
-            f" token, and algorithm.loss={settings.loss} takes no advantages; give clip, cispo or"
-            " reinforce"
+            f"{sources[0].key}.path={sources[0].path}: teacher.loss=advantage adds an advantage"
+            f" to each token, but algorithm.loss={settings.loss} does not use advantages; set"
+            " algorithm.loss to clip, cispo or reinforce, or set another teacher.loss"
         )
     if (
         settings.advantage == "none"
@@ -47,7 +47,8 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     ):
         yield (
             f"algorithm.kl_coefficient={settings.kl_coefficient:g}: with algorithm.advantage=none"
-            " no rewards are read; give kl_placement=loss, or kl_coefficient=0"
+            " a KL penalty in the reward has no effect; set algorithm.kl_placement=loss or"
+            " algorithm.kl_coefficient=0"
         )
     yield from micro_batch_problems(config, "teacher", config.teacher)
     for source in sources:
@@ -58,20 +59,21 @@ def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> 
     """What scores cannot be learned from; their content is read when the run is prepared."""
     if config.teacher.loss == "advantage":
         yield (
-            f"teacher.scores={scores}: teacher.loss=advantage is for samples of the policy's own;"
-            " give forward_kl, reverse_kl or jensen_shannon"
+            f"teacher.scores={scores}: is not supported with teacher.loss=advantage, which"
+            " requires samples of the policy; set teacher.loss to forward_kl, reverse_kl or"
+            " jensen_shannon"
         )
     if is_expected(scores, expected):
         return
     if not (scores / TEACHER_SCORES_INDEX).is_file():
         yield (
-            f"teacher.scores={scores}: it has no {TEACHER_SCORES_INDEX}, so no run of"
-            " algorithm=teacher_scores has completed it"
+            f"teacher.scores={scores}: has no {TEACHER_SCORES_INDEX}; expected the output of a"
+            " completed run of algorithm=teacher_scores"
         )
     elif (difference := policys_difference(config, scores)) is not None:
         yield (
-            f"teacher.scores={scores}: {difference}; they are of a teacher with another tokenizer"
-            " than the policy's"
+            f"teacher.scores={scores}: {difference}; the scores must come from a teacher with the"
+            " policy's tokenizer"
         )
 
 
@@ -84,20 +86,21 @@ def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> It
     )
     if loss in ("copg", "dpo"):
         yield (
-            f"{key}: it is a mean over tokens, and algorithm.loss={loss} compares whole responses;"
-            " give another loss"
+            f"{key}: is a mean over tokens and is not supported with algorithm.loss={loss}, which"
+            " compares whole responses; set another algorithm.loss"
         )
     left = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
     for name in (name for name, leaves_out in left.items() if leaves_out):
         yield (
-            f"{key}: rollout.{name}={getattr(rollout, name):g} leaves tokens out of the policy's"
-            " distribution, which the teacher may find probable; draw among all of them"
+            f"{key}: rollout.{name}={getattr(rollout, name):g} excludes tokens from the policy's"
+            " distribution that may be probable for the teacher; sample from all tokens with"
+            " rollout.top_k=0 rollout.top_p=1 rollout.min_p=0"
         )
     for one, other in itertools.combinations(sources, 2):
         if not one.tasks or not other.tasks or set(one.tasks) & set(other.tasks):
             yield (
-                f"{key}: {one.key} and {other.key} are for the same prompts; give each tasks of"
-                " its own"
+                f"{key}: {one.key} and {other.key} apply to the same prompts; set different tasks"
+                " for each teacher"
             )
 
 

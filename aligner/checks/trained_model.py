@@ -33,11 +33,11 @@ def micro_batch_problems(
         what = (
             "the longest sequence"
             if together == 1
-            else f"{together} of the longest sequence together"
+            else f"{together} of the longest sequences, which must be in one micro-batch"
         )
         yield (
-            f"{role}.micro_batch_tokens={tokens}: must hold {what}, {together * longest} tokens"
-            f" ({longest_sequence_keys(config)})"
+            f"{role}.micro_batch_tokens={tokens}: must be at least {together * longest} to hold"
+            f" {what} ({longest_sequence_keys(config)})"
         )
 
 
@@ -49,12 +49,13 @@ def reader_problems(
     named, longest = f"{key}={directory}", longest_sequence(config)
     if shape.max_positions < longest:
         yield (
-            f"{named}: it has {shape.max_positions} positions, the longest sequence {longest}"
-            f" tokens ({longest_sequence_keys(config)}); give shorter ones, or another model"
+            f"{named}: the model has {shape.max_positions} positions, but the longest sequence"
+            f" has {longest} tokens ({longest_sequence_keys(config)}); set smaller lengths or"
+            " another model"
         )
     if (difference := policys_difference(config, directory)) is not None:
         yield (
-            f"{named}: {difference}; it scores the policy's tokens, so give a model with the"
+            f"{named}: {difference}; the model reads the policy's tokens and must have the"
             " policy's tokenizer"
         )
         return
@@ -66,8 +67,8 @@ def reader_problems(
     vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
     if shape.vocab_size < vocabulary:
         yield (
-            f"{named}: it knows {shape.vocab_size} tokens, the policy writes {vocabulary}; give a"
-            " model of the policy's vocabulary (model.path)"
+            f"{named}: the model has {shape.vocab_size} tokens in its vocabulary, but the policy"
+            f" generates {vocabulary}; set a model with the policy's vocabulary (model.path)"
         )
 
 
@@ -99,18 +100,18 @@ def precision_problems(
     key = f"{role}.precision=fp8"
     if not uses_gpus(config):
         yield (
-            f"{key}: needs GPUs with transformer-engine, and this run's roles have none; allowed:"
-            " auto, fp32, bf16"
+            f"{key}: requires GPUs with transformer-engine, but this run uses no GPUs; set auto,"
+            " fp32 or bf16"
         )
     if isinstance(settings, ActorConfig) and settings.lora.rank:
         yield (
-            f"{key}: layers with adapters ({role}.lora.rank={settings.lora.rank}) are not"
-            " transformer-engine's; give bf16"
+            f"{key}: is not supported with {role}.lora.rank={settings.lora.rank}, because layers"
+            f" with LoRA do not use transformer-engine; set {role}.precision=bf16"
         )
     if shape is not None and shape.num_experts:
         yield (
-            f"{key}: the model is a mixture of experts, whose experts get any number of tokens;"
-            " give bf16"
+            f"{key}: is not supported for mixture-of-experts models, whose experts get varying"
+            f" numbers of tokens; set {role}.precision=bf16"
         )
 
 
@@ -128,24 +129,32 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
     """The optimizer of a role that takes so many of its steps."""
     optimizer, key = settings.optimizer, f"{role}.optimizer"
     if optimizer.warmup_steps >= max(steps, 1):
-        yield f"{key}.warmup_steps={optimizer.warmup_steps}: the run has {steps} optimizer steps"
+        yield (
+            f"{key}.warmup_steps={optimizer.warmup_steps}: must be below {steps}, the number of"
+            " optimizer steps of the run"
+        )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield (
-            f"{key}.min_learning_rate={optimizer.min_learning_rate}: it is above"
+            f"{key}.min_learning_rate={optimizer.min_learning_rate}: must be at most"
             f" {key}.learning_rate={optimizer.learning_rate}"
         )
     if optimizer.kind == "muon":
-        why = f"{key}.kind=muon keeps its state whole, on the devices of all data ranks"
+        why = (
+            f"is not supported with {key}.kind=muon, which keeps its whole state on the device of"
+            " every data-parallel rank"
+        )
         if optimizer.distributed:
-            yield f"{key}.distributed=true: {why}; allowed: false"
+            yield f"{key}.distributed=true: {why}; set false"
         if optimizer.offload_fraction:
-            yield f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; allowed: 0"
+            yield f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; set 0"
     if optimizer.overlap_param_gather and not (
         optimizer.distributed and optimizer.overlap_grad_reduce
     ):
         yield (
-            f"{key}.overlap_param_gather=true: needs {key}.distributed=true and"
+            f"{key}.overlap_param_gather=true: requires {key}.distributed=true and"
             f" {key}.overlap_grad_reduce=true"
         )
     if optimizer.offload_fraction and not optimizer.distributed and optimizer.kind != "muon":
-        yield f"{key}.offload_fraction={optimizer.offload_fraction}: needs {key}.distributed=true"
+        yield (
+            f"{key}.offload_fraction={optimizer.offload_fraction}: requires {key}.distributed=true"
+        )

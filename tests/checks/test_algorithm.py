@@ -33,21 +33,33 @@ def composed(*overrides):
         ),
         (
             ["algorithm=preferences", "rollout.samples_per_prompt=1"],
-            "pairs=best_and_worst is between samples of one prompt",
+            (
+                "must be at least 2, because algorithm.pairs=best_and_worst pairs samples of one"
+                " prompt"
+            ),
         ),
-        (["algorithm.advantage=none"], "algorithm.advantage=none: loss=clip needs an estimator"),
-        (["algorithm.loss=copg"], "algorithm.advantage=gae: loss=copg takes no advantages"),
+        (
+            ["algorithm.advantage=none"],
+            "algorithm.advantage=none: algorithm.loss=clip requires advantages",
+        ),
+        (
+            ["algorithm.loss=copg"],
+            "algorithm.advantage=gae: algorithm.loss=copg does not use advantages",
+        ),
         (
             ["algorithm.loss=dpo", "algorithm.advantage=none"],
-            "loss=dpo and train_on=best_and_worst need each other",
+            "algorithm.loss=dpo and algorithm.train_on=best_and_worst require each other",
         ),
         (
             ["algorithm=rloo", "algorithm.train_on=best"],
-            "algorithm.train_on=best: advantage=rloo compares all",
+            (
+                "algorithm.train_on=best: must be all with algorithm.advantage=rloo, which"
+                " compares all"
+            ),
         ),
         (
             ["algorithm=online_dpo", "algorithm.kl_coefficient=0.1"],
-            "algorithm.kl_coefficient=0.1: loss=dpo is held by",
+            "algorithm.kl_coefficient=0.1: is not supported with algorithm.loss=dpo",
         ),
         (
             ["algorithm=online_dpo", "algorithm.preference.label_smoothing=0.7"],
@@ -59,52 +71,52 @@ def composed(*overrides):
                 "algorithm.preference.kind=ipo",
                 "algorithm.preference.label_smoothing=0.1",
             ],
-            "label_smoothing=0.1: not read with algorithm.preference.kind=ipo",
+            "label_smoothing=0.1: has no effect with algorithm.preference.kind=ipo",
         ),
         (
             ["algorithm=best_of_n", "algorithm.kl_coefficient=0.1"],
-            "algorithm.kl_coefficient=0.1: loss=cross_entropy reads no",
+            "algorithm.kl_coefficient=0.1: a KL penalty in the reward is not supported",
         ),
         (
             ["algorithm=grpo", "algorithm.kl_estimator=k1"],
-            "algorithm.kl_estimator=k1: in the loss its gradient is zero",
+            "algorithm.kl_estimator=k1: has a gradient of zero on average",
         ),
         (
             ["algorithm=copg", "algorithm.truncated_importance=token"],
-            "token: allowed with loss=copg: none, sequence",
+            "token: must be none or sequence with algorithm.loss=copg",
         ),
         (
             ["algorithm=copg", "algorithm.kl_estimator=k3"],
-            "algorithm.kl_estimator=k3: loss=copg is defined with k1",
+            "algorithm.kl_estimator=k3: must be k1 with algorithm.loss=copg",
         ),
         (
             ["algorithm=rloo", "algorithm.early_stop_kl=0.1"],
-            "algorithm.early_stop_kl=0.1: not read with algorithm.loss=",
+            "algorithm.early_stop_kl=0.1: has no effect with algorithm.loss=",
         ),
         (
             ["algorithm=rloo", "algorithm.whiten_rewards=true"],
-            "algorithm.whiten_rewards=true: scores of whole responses",
+            "algorithm.whiten_rewards=true: is not supported with algorithm.advantage=rloo|",
         ),
         (["algorithm.kl_target=0"], "algorithm.kl_target=0.0: must be above 0"),
         (
             ["algorithm.kl_target=1", "algorithm.kl_coefficient=0"],
-            "kl_target=1: not read with algorithm.kl_coefficient=0",
+            "kl_target=1: has no effect with algorithm.kl_coefficient=0",
         ),
         (
             ["algorithm.kl_target=1", "algorithm.kl_horizon=64"],
-            "algorithm.kl_horizon=64: must be above a step's 64 samples",
+            "algorithm.kl_horizon=64: must be above 64, the number of samples in a step",
         ),
         (
             ["algorithm.critic_warmup_steps=40"],
-            "algorithm.critic_warmup_steps=40: the run has 40 steps",
+            "algorithm.critic_warmup_steps=40: must be below run.steps=40",
         ),
         (
             ["algorithm=grpo", "algorithm.critic_warmup_steps=1"],
-            "algorithm.critic_warmup_steps=1: not read with algorithm.advantage=grpo",
+            "algorithm.critic_warmup_steps=1: has no effect with algorithm.advantage=grpo",
         ),
         (
             ["algorithm.critic_warmup_steps=39", "actor.optimizer.warmup_steps=2"],
-            "the run has 2 optimizer steps",
+            "must be below 2, the number of optimizer steps",
         ),
         (
             ["reward.missing_end_score=-1"],
@@ -120,64 +132,70 @@ def composed(*overrides):
                 "rollout.samples_per_prompt=2",
                 "algorithm.kept_fields=[question,reward]",
             ],
-            "algorithm.kept_fields: responses have a `reward` of their own",
+            "algorithm.kept_fields: `reward` is already a field of the stored responses",
         ),
         (
             ["algorithm.replay_routes=true"],
-            "algorithm.replay_routes=true: the model has no experts; give false",
+            (
+                "algorithm.replay_routes=true: requires a mixture-of-experts model, but the model"
+                " has no experts; set"
+            ),
         ),
         (
             ["algorithm.replay_routes=true", "engine=tensorrt_llm"],
             (
-                "algorithm.replay_routes=true: engine.kind=tensorrt_llm does not tell which experts"
-                " it chose; give false, or use"
+                "algorithm.replay_routes=true: is not supported with engine.kind=tensorrt_llm,"
+                " which does not return expert routing; set algorithm.replay_routes=false, or use"
             ),
         ),
         (
             ["rollout.truncate_token=.", "rollout.truncate_after=16"],
-            "rollout.truncate_after=16: responses have at most",
+            "rollout.truncate_after=16: must be below rollout.max_response_tokens=16",
         ),
         (["algorithm.overlong_fraction=1.5"], "algorithm.overlong_fraction=1.5: must be at most 1"),
         (["algorithm.length_penalty=-1"], "algorithm.length_penalty=-1.0: must be at least 0"),
         (
             ["algorithm.length_penalty=0.1", "algorithm.target_length=17"],
-            (
-                "algorithm.target_length=17: no response is so long; give at most"
-                " rollout.max_response_tokens=16"
-            ),
+            ("algorithm.target_length=17: must be at most rollout.max_response_tokens=16"),
         ),
         (
             ["algorithm=rloo", "algorithm.epochs=4"],
-            "algorithm.epochs=4: loss=reinforce takes samples as the policy's own",
+            (
+                "algorithm.epochs=4: must be 1 with algorithm.loss=reinforce, which treats"
+                " samples as on-policy"
+            ),
         ),
         (
             ["algorithm.overlong_filter=true"],
-            "algorithm.overlong_filter=true: with rollout.stop_at_eos=false no response has",
+            (
+                "algorithm.overlong_filter=true: with rollout.stop_at_eos=false every response"
+                " counts as truncated"
+            ),
         ),
         (
             ["algorithm=online_dpo", "algorithm.overlong_filter=true"],
-            "algorithm.overlong_filter=true: not read with algorithm.loss=dpo",
+            "algorithm.overlong_filter=true: has no effect with algorithm.loss=dpo",
         ),
         (
             ["algorithm=grpo", "algorithm.bootstrap_cut=true"],
-            "algorithm.bootstrap_cut=true: not read with algorithm.advantage=grpo",
+            "algorithm.bootstrap_cut=true: has no effect with algorithm.advantage=grpo",
         ),
         (
             ["algorithm.overlong_filter=true", "algorithm.bootstrap_cut=true"],
-            "algorithm.bootstrap_cut=true: not read with algorithm.overlong_filter=true",
+            "algorithm.bootstrap_cut=true: has no effect with algorithm.overlong_filter=true",
         ),
         (
             ["algorithm=rloo", "algorithm.dual_clip=3"],
-            "algorithm.dual_clip=3: not read with algorithm.loss=reinforce",
+            "algorithm.dual_clip=3: has no effect with algorithm.loss=reinforce",
         ),
         (
             ["algorithm=grpo", "critic.with_reward=true"],
-            "critic.with_reward=true: not read with algorithm.advantage=grpo",
+            "critic.with_reward=true: has no effect with algorithm.advantage=grpo",
         ),
-        (["algorithm=copg", "algorithm.minibatches=5"], "a step's 16 prompts do not divide by 5"),
+        (["algorithm=copg", "algorithm.minibatches=5"], "must divide the 16 prompts of a step"),
         (
             ["algorithm=online_dpo", "actor.micro_batch_tokens=40"],
-            "actor.micro_batch_tokens=40: must hold 2 of the longest sequence together, 64 tokens",
+            "actor.micro_batch_tokens=40: must be at least 64 to hold 2 of the longest sequences",
         ),
         (["algorithm.loss=ppo"], "algorithm.loss=ppo: allowed: clip, cispo"),
         (["algorithm.advantage=gea"], "algorithm.advantage=gea: allowed: gae, reinforce"),
@@ -215,9 +233,18 @@ def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_a
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["algorithm=rloo", OWN[2]], "advantage=rloo compares all of a prompt's samples"),
-        (["algorithm=copg", OWN[2]], "loss=copg compares all of a prompt's samples"),
-        (["algorithm=online_dpo", OWN[2]], "loss=dpo and train_on=best_and_worst need each other"),
+        (
+            ["algorithm=rloo", OWN[2]],
+            "must be all with algorithm.advantage=rloo, which compares all samples of a prompt",
+        ),
+        (
+            ["algorithm=copg", OWN[2]],
+            "must be all with algorithm.loss=copg, which compares all samples of a prompt",
+        ),
+        (
+            ["algorithm=online_dpo", OWN[2]],
+            "algorithm.loss=dpo and algorithm.train_on=best_and_worst require each other",
+        ),
         (["algorithm=rloo", "algorithm.with_critic=true"], "algorithm.with_critic=true"),
     ],
 )
@@ -265,35 +292,44 @@ BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
         (
             ["algorithm=ppo"],
             (
-                "give algorithm.truncated_importance=token or sequence, or"
+                "set algorithm.truncated_importance=token or sequence, or"
                 " algorithm.ratio_against=sampler, or"
             ),
         ),
         (
             ["algorithm=cispo"],
             (
-                "give algorithm.truncated_importance=token or sequence, or"
+                "set algorithm.truncated_importance=token or sequence, or"
                 " algorithm.ratio_against=sampler, or"
             ),
         ),
         (
             ["algorithm=rloo"],
             (
-                "give algorithm.truncated_importance=token or sequence, or"
+                "set algorithm.truncated_importance=token or sequence, or accept the bias with"
                 " algorithm.uncorrected_staleness=true"
             ),
         ),
         (
             ["algorithm=best_of_n"],
-            "truncated_importance=token or sequence, or algorithm.uncorrected_staleness=true",
+            (
+                "truncated_importance=token or sequence, or accept the bias with"
+                " algorithm.uncorrected_staleness=true"
+            ),
         ),
         (
             ["algorithm=online_dpo", "algorithm.truncated_importance=none"],
-            "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
+            (
+                "set algorithm.truncated_importance=sequence, or accept the bias with"
+                " algorithm.uncorrected_staleness=true"
+            ),
         ),
         (
             ["algorithm=copg", "algorithm.truncated_importance=none"],
-            "give algorithm.truncated_importance=sequence, or algorithm.uncorrected_staleness=true",
+            (
+                "set algorithm.truncated_importance=sequence, or accept the bias with"
+                " algorithm.uncorrected_staleness=true"
+            ),
         ),
         (
             ["algorithm.loss=some.module:own"],
@@ -338,7 +374,10 @@ def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correcti
 def test_the_sampler_is_corrected_for_once(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"algorithm\.ratio_against=sampler: truncated_importance=token would correct",
+        match=(
+            r"algorithm\.ratio_against=sampler: with algorithm\.truncated_importance=token the"
+            " difference from the sampler would be corrected"
+        ),
     ):
         check(
             composed(

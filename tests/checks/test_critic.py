@@ -79,7 +79,7 @@ def test_its_shape_is_that_models_in_layout_memory_and_description(tmp_path: Pat
     assert check(composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=3"))
     cut = composed(tmp_path, f"critic.path={path}", "critic.num_layers=1")
     assert critic_shape(cut, check(cut)).num_layers == 1
-    assert "critic.num_layers=4: the model has 3 layers" in refused(
+    assert "critic.num_layers=4: must be at most 3, the number of layers of the model" in refused(
         composed(tmp_path, f"critic.path={path}", "critic.num_layers=4")
     )
 
@@ -87,8 +87,14 @@ def test_its_shape_is_that_models_in_layout_memory_and_description(tmp_path: Pat
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"vocab_size": 32}, "it knows 32 tokens, the policy writes 64"),
-        ({"max_position_embeddings": 31}, "it has 31 positions, the longest sequence 32 tokens"),
+        (
+            {"vocab_size": 32},
+            "the model has 32 tokens in its vocabulary, but the policy generates 64",
+        ),
+        (
+            {"max_position_embeddings": 31},
+            "the model has 31 positions, but the longest sequence has 32 tokens",
+        ),
         ({"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
     ],
 )
@@ -105,11 +111,11 @@ def test_a_normalization_that_cannot_be_read_is_refused_and_so_is_a_path_without
 ) -> None:
     path = judge(tmp_path)
     (path / NORMALIZATION).write_text('{"gain": 0, "bias": 1}')
-    assert f"{path / NORMALIZATION}: gain is 0, must be above 0" in refused(
+    assert f"{path / NORMALIZATION}: gain=0: must be above 0" in refused(
         composed(tmp_path, f"critic.path={path}")
     )
     with pytest.raises(
-        ConfigError, match=r"critic\.path=.*: not read with algorithm\.advantage=grpo"
+        ConfigError, match=r"critic\.path=.*: has no effect with algorithm\.advantage=grpo"
     ):
         composed(tmp_path, "algorithm=grpo", f"critic.path={path}")
 
@@ -119,8 +125,8 @@ def test_a_learning_rate_for_a_head_that_is_frozen_is_refused(tmp_path: Path) ->
     check(composed(tmp_path, rate, "critic.frozen=[model.embed_tokens.weight]"))
     found = refused(composed(tmp_path, rate, "critic.frozen=[score.*]"))
     assert (
-        "critic.head_learning_rate=0.001: critic.frozen=['score.*'] has the head stay as it is;"
-        " leave one of both out" in found
+        "critic.head_learning_rate=0.001: has no effect, because critic.frozen=['score.*']"
+        " freezes the head; remove one of the two settings" in found
     )
     assert "critic.head_learning_rate=-1.0: must be at least 0" in refused(
         composed(tmp_path, "critic.head_learning_rate=-1")

@@ -73,7 +73,7 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
         ),
         (
             ["environment.tools=[calculator]"],
-            "environment.tools: 'calculator': must be python or module:function",
+            "environment.tools: 'calculator': must be python, or module:function",
         ),
         (
             ["environment.tools=[python]"],
@@ -155,7 +155,10 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         ),
         (
             ["rollout.spare_prompts=1"],
-            "rollout.spare_prompts=1: agents cannot be carried over to a later step; set",
+            (
+                "rollout.spare_prompts=1: agents cannot be carried over to a later step; set"
+                " rollout.spare_prompts=0"
+            ),
         ),
         (
             ["rollout.stop_at_eos=false"],
@@ -163,7 +166,10 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         ),
         (
             ["rollout.min_response_tokens=2"],
-            "rollout.min_response_tokens=2: a turn may end at any token; set",
+            (
+                "rollout.min_response_tokens=2: a turn may end at any token; set"
+                " rollout.min_response_tokens=0"
+            ),
         ),
         (
             ["actor.parallel.data=2", "engine.parallel.data=2", "environment.deadline_s=301"],

@@ -112,7 +112,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": EvaluationConfig(path="a.csv")},
-            "evaluation.path=a.csv: allowed are .jsonl and .txt files",
+            "evaluation.path=a.csv: must be a .jsonl or .txt file",
         ),
         (
             "online",
@@ -178,12 +178,12 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")},
-            "beside=true: run.end_at=eval/sc",
+            "beside=true: is not supported with run.end_at=eval/sc",
         ),
         (
             "online",
             AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)},
-            "true: run.end_without_gain=2 is to",
+            "true: is not supported with run.end_without_gain=2",
         ),
         (
             "online",

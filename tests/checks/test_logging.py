@@ -29,8 +29,8 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra_if_it_is_aske
     monkeypatch.setitem(sys.modules, name, None)
     checked(tmp_path)
     told = (
-        rf"logging.{name}.enabled=true: the {name} package is not installed; pip install"
-        rf" 'aligner\[{name}\]'"
+        rf"logging\.{name}\.enabled=true: the {name} package is not installed; install it with"
+        rf" pip install 'aligner\[{name}\]'"
     )
     with pytest.raises(ConfigError, match=told):
         checked(tmp_path, f"logging.{name}.enabled=true")
@@ -42,14 +42,14 @@ def test_a_key_to_the_server_must_be_in_the_environment_or_where_login_leaves_it
     online = ("logging.wandb.enabled=true", "logging.wandb.mode=online")
     with pytest.raises(
         ConfigError,
-        match=r"logging.wandb.mode=online: there is no key to the server; run `wandb login`",
+        match=r"logging.wandb.mode=online: no API key found; run `wandb login`",
     ):
         checked(tmp_path, *online)
     checked(tmp_path, "logging.wandb.enabled=false")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789abcdef\n")
     checked(tmp_path, *online)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
-    with pytest.raises(ConfigError, match="there is no key"):
+    with pytest.raises(ConfigError, match="no API key found"):
         checked(tmp_path, *online)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     checked(tmp_path, *online)
@@ -65,7 +65,10 @@ def test_a_database_is_refused_where_the_client_alone_is_installed(
     )
     with pytest.raises(
         ConfigError,
-        match=r"tracking_uri=postgresql\+psycopg://db/mlflow: a database needs the whole of MLflow",
+        match=(
+            r"tracking_uri=postgresql\+psycopg://db/mlflow: a database requires the full mlflow"
+            " package"
+        ),
     ):
         checked(tmp_path, *given)
     checked(tmp_path, given[0], "logging.mlflow.tracking_uri=http://mlflow.example.org:5000")

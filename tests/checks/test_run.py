@@ -64,7 +64,10 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
             "online",
             {"end_at": "score:1"},
             {},
-            "run.end_at=score:1: the metrics of this run begin with eval/, policy/, reward",
+            (
+                "run.end_at=score:1: the run does not have this metric; the metrics of this run"
+                " begin with eval/, policy/, reward"
+            ),
         ),
         (
             "online",
@@ -76,52 +79,55 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
             "sft",
             {"end_at": "reward/mean:1"},
             {},
-            "run.end_at=reward/mean:1: the metrics of this run begin with eval/, ",
+            (
+                "run.end_at=reward/mean:1: the run does not have this metric; the metrics of this"
+                " run begin with eval/, "
+            ),
         ),
         (
             "online",
             {"end_at": "eval/score:1"},
             {},
-            "run.end_at=eval/score:1: the run is never evaluated; give evaluation",
+            "run.end_at=eval/score:1: the run is not evaluated; set evaluation",
         ),
         (
             "sft",
             {"end_at": "eval/loss:1"},
             {},
-            "run.end_at=eval/loss:1: the run is never evaluated; give data.held_out=ROWS",
+            "run.end_at=eval/loss:1: the run is not evaluated; set data.held_out=ROWS",
         ),
         (
             "sft",
             {"end_at": "eval/loss:1"},
             HELD_OUT,
-            "evaluated after its last step alone; give evaluation.every=STEPS",
+            "the run is evaluated only after its last step; set evaluation.every=STEPS",
         ),
         (
             "online",
             {"end_without_gain": 2},
             BEST,
-            "run.end_without_gain=2: the run is never evaluated; give evaluation",
+            "run.end_without_gain=2: the run is not evaluated; set evaluation",
         ),
         (
             "online",
             {"end_without_gain": 2},
             EVALUATED,
-            "run.end_without_gain=2: it counts evaluations by checkpoint.best",
+            "run.end_without_gain=2: requires checkpoint.best_metric to be a metric",
         ),
         (
             "online",
             {"end_without_gain": 2},
             {**EVALUATED, "checkpoint": CheckpointConfig(best_metric="reward/mean")},
             (
-                "checkpoint.best_metric=reward/mean, which must be a metric of theirs, such as"
-                " eval/score"
+                "to be a metric of evaluations, such as eval/score, got"
+                " checkpoint.best_metric=reward/mean"
             ),
         ),
         (
             "dpo",
             {"end_without_gain": 2},
             {**HELD_OUT, "checkpoint": CheckpointConfig(best_metric="eval/loss")},
-            "run.end_without_gain=2: the run is evaluated after its last step alone",
+            "run.end_without_gain=2: the run is evaluated only after its last step",
         ),
     ],
 )

@@ -40,26 +40,28 @@ def test_files_that_fit_are_taken(good: Certificates, mutual: bool) -> None:
 def test_what_is_missing_is_named(good: Certificates) -> None:
     assert problems() == []
     assert problems(mutual=True, key="a.pem") == [
-        "server.tls.key=a.pem: needs server.tls.certificate; without it there is no TLS",
-        "server.tls.mutual=True: needs server.tls.certificate; without it there is no TLS",
+        "server.tls.key=a.pem: requires server.tls.certificate; TLS is off without it",
+        "server.tls.mutual=True: requires server.tls.certificate; TLS is off without it",
     ]
     assert problems(certificate=str(good.certificate), key="absent.pem") == [
         "server.tls.key=absent.pem: no such file",
-        "server.tls.authorities must name a PEM file: server.tls.certificate is given",
+        "server.tls.authorities=null: must name a PEM file, because server.tls.certificate is set",
     ]
 
 
 def test_a_key_of_another_certificate_is_refused(good: Certificates, other: Certificates) -> None:
     (told,) = problems(good, key=str(other.key))
     assert told.startswith(
-        f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: no certificate"
-        " with its"
+        f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: expected a"
+        " certificate and"
     )
 
 
 def test_files_that_are_no_certificates_are_refused(good: Certificates) -> None:
     (told,) = problems(good, authorities=str(good.key))
-    assert told.startswith(f"server.tls.authorities={good.key}: no PEM file with certificates")
+    assert told.startswith(
+        f"server.tls.authorities={good.key}: expected a PEM file with certificates"
+    )
 
 
 def test_a_certificate_that_clients_would_refuse_is_refused(
@@ -91,11 +93,11 @@ def test_files_beside_a_certificate_that_the_run_makes_are_refused() -> None:
     assert problems(certificate="auto", mutual=True) == []
     assert problems(certificate="auto", key="a.pem", authorities="b.pem") == [
         (
-            "server.tls.key=a.pem: with server.tls.certificate=auto the run makes its own; leave"
-            " it out"
+            "server.tls.key=a.pem: is not supported with server.tls.certificate=auto, where the"
+            " run creates its own files; leave it out"
         ),
         (
-            "server.tls.authorities=b.pem: with server.tls.certificate=auto the run makes its own;"
-            " leave it out"
+            "server.tls.authorities=b.pem: is not supported with server.tls.certificate=auto,"
+            " where the run creates its own files; leave it out"
         ),
     ]
