@@ -44,9 +44,9 @@ from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value
 _PACKAGE = Path(__file__).resolve().parent.parent
 AUTOMATIC = "automatic"
 """The root of a run without an experiment, and its name."""
-_OWN = (
-    "or, without one, your own: model.path=DIRECTORY_OR_NAME algorithm=grpo data.path=FILE"
-    " reward.function=NAME"
+_WITHOUT_EXPERIMENT = (
+    "without an experiment, set your own model, data and reward: model.path=DIRECTORY_OR_NAME"
+    " algorithm=grpo data.path=FILE reward.function=NAME"
 )
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -56,7 +56,9 @@ def built_in_directory() -> Path:
     for candidate in (_PACKAGE / "conf", _PACKAGE.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(f"no conf/config.yaml in {_PACKAGE} or beside it; reinstall aligner")
+    raise ConfigError(
+        f"conf/config.yaml not found in {_PACKAGE} or its parent directory; reinstall aligner"
+    )
 
 
 def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
@@ -78,7 +80,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     )
     if "experiment" not in keys and not keys & {"model", "model.path"}:
         raise ConfigError(
-            f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])}; {_OWN}"
+            f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])};"
+            f" {_WITHOUT_EXPERIMENT}"
         )
     named = [override for override in parsed if override.key_or_group in options]
     config = _compose("config" if "experiment" in keys else AUTOMATIC, parsed, directories, named)
@@ -89,8 +92,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
         and not any(key.startswith("reward") for key in keys)
     ):
         raise ConfigError(
-            "reward.function=NAME is missing: what is to be learned; docs/rewards.md has what else"
-            " scores"
+            "reward.function=NAME is missing: a run without an experiment requires a reward;"
+            " docs/rewards.md lists the other reward sources"
         )
     config = _with_engine_replicas(_with_names(config, experiment))
     return dataclasses.replace(
@@ -129,7 +132,7 @@ def unread_notes(config: Config, config_directory: Path | None = None) -> list[s
         known = schema_keys()[key]
         if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
             found.setdefault(current_values(config, terms), []).append(key)
-    return [f"not read with {why}: {', '.join(keys)}" for why, keys in found.items()]
+    return [f"{', '.join(keys)}: no effect with {why}" for why, keys in found.items()]
 
 
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
@@ -199,8 +202,8 @@ def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
             option = (file.parent.name, file.stem)
             if option in found:
                 raise ConfigError(
-                    f"{file}: {option[0]} {option[1]} exists already in {found[option].parent};"
-                    " rename yours"
+                    f"{file}: {option[0]}={option[1]} already exists in {found[option].parent};"
+                    " rename your file"
                 )
             found[option] = file
     groups: dict[str, list[str]] = {}
@@ -217,7 +220,7 @@ def _compose(
     options = tuple(
         str(override.input_line) for override in named if not isinstance(override.value(), dict)
     )
-    said = " ".join(str(override.input_line) for override in named)
+    named_options = " ".join(str(override.input_line) for override in named)
     try:
         with _times_as_text():
             # A user's files may change while this process lives.
@@ -232,7 +235,7 @@ def _compose(
     # Of the rest Hydra does not say in which file it is.
     except RecursionError as error:
         raise ConfigError(
-            f"{said}: defaults that lead in a circle, or keys too deep in each other"
+            f"{named_options}: circular defaults, or keys nested too deeply"
         ) from error
     except UnicodeDecodeError as error:
         files = [
@@ -243,7 +246,7 @@ def _compose(
         ]
         raise ConfigError(f"{', '.join(files)}: {_explain(error)}") from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{said}: {_explain(error)}") from error
+        raise ConfigError(f"{named_options}: {_explain(error)}") from error
 
 
 def _is_text(file: Path) -> bool:
@@ -298,7 +301,7 @@ def _store_schema() -> None:
 def _as_config(node: Any) -> Config:
     config = OmegaConf.to_object(node)
     if not isinstance(config, Config):
-        raise ConfigError("the configuration is not a mapping of the schema's keys")
+        raise ConfigError("the configuration must be a mapping of keys to values")
     written: Config = _with_choices(config)
     return written
 
@@ -338,7 +341,7 @@ def _explain(error: BaseException) -> str:
     for cause in _causes(error):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             if where and cause.full_key == "experiment":
-                return f"the first line must be `# @package _global_`, and keys follow{where}"
+                return f"the first line must be `# @package _global_`, followed by the keys{where}"
             return _explain_key(cause) + where
     return " ".join(message.split()) + where
 
@@ -350,28 +353,29 @@ def _explain_key(error: OmegaConfBaseException) -> str:
             check_key(key)
         except ConfigError as unknown:
             return str(unknown)
-        return f"{key}: no such entry to override; add one with +{key}=VALUE"
+        return f"{key}: no such entry; add it with +{key}=VALUE"
     known = schema_keys().get(key)
     if known is None:
         sections = {section.name for section in schema_sections()}
         if key in sections:
-            return f"{key}={error.value}: a section; give its keys, such as {_first_key(key)}=…"
+            return f"{key}={error.value}: is a section; set keys in it, such as {_first_key(key)}=…"
         return f"{key}: {message}"
     if "Interpolation" in type(error).__name__:
-        return f"{key}: {message}; a ${{ that is meant as text is written \\${{"
+        return f"{key}: {message}; write a literal ${{ as \\${{"
     if isinstance(error, MissingMandatoryValue):
-        return f"{key}=???: stands for a value that is still to be given; give one"
+        return f"{key}=???: requires a value; set {key}=VALUE"
     expected = known.type_name.replace(" | None", " or null")
     if error.value is None:
         return f"{key}=null: expected {expected}, got null"
     if known.is_mapping:
         return (
-            f"{key}={error.value}: expected entries; write {key}={{NAME: VALUE}}, or one as"
-            f" +{key}.NAME=VALUE"
+            f"{key}={error.value}: expected a mapping; write {key}={{NAME: VALUE}}, or add one"
+            f" entry with +{key}.NAME=VALUE"
         )
     if known.type_name.startswith("list") and not isinstance(error.value, (dict, list)):
         return (
-            f"{key}={error.value}: expected {expected}, got one value; write {key}=[{error.value}]"
+            f"{key}={error.value}: expected {expected}, got a single value; write"
+            f" {key}=[{error.value}]"
         )
     value = str(error.value).lower() if isinstance(error.value, bool) else error.value
     return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
@@ -391,17 +395,18 @@ def _with_names(config: Config, experiment: str) -> Config:
     run = config.run
     if run.resumes and run.name is None and run.dir is None:
         raise ConfigError(
-            f"run.resume={run.resume}: say which run with run.dir=DIRECTORY or run.name=NAME"
+            f"run.resume={run.resume}: requires the run to resume; set run.dir=DIRECTORY or"
+            " run.name=NAME"
         )
     started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
         raise ConfigError(
-            f"run.name={run.name}: the run to resume is called {started}; leave run.name out, and"
-            " give run.dir"
+            f"run.name={run.name}: the run to resume is named {started}; leave run.name out and"
+            " set run.dir"
         )
     name = run.name or started or (Path(run.dir).name if run.dir else default_name(experiment))
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
-        raise ConfigError(f"run.name={name}: allowed are letters, digits and . _ - + =")
+        raise ConfigError(f"run.name={name}: must consist of letters, digits and . _ - + =")
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
     named = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
     return dataclasses.replace(config, run=named)
@@ -416,7 +421,7 @@ def _started_name(directory: Path) -> str | None:
     try:
         return str(yaml.safe_load(file.read_text())["run"]["name"])
     except (yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
+        raise ConfigError(f"{file}: not the configuration of a run: {error}") from error
 
 
 def _with_engine_replicas(config: Config) -> Config:

@@ -53,7 +53,7 @@ _RANK = 16
 """Of adapters, where they are what fits."""
 _GROUP, _ALONE = 8, 4
 """Samples a prompt of algorithms that compare them, and of others."""
-UNREAD = "records could not be read, or there is no tokenizer yet"
+UNREAD = "default, because the records could not be read or the tokenizer does not exist yet"
 _LARGE = 5e9
 """Parameters from which reading weights takes minutes."""
 
@@ -87,8 +87,10 @@ def samples_at_once(situation: Situation) -> int:
 def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
     data = situation.data
     if data is not None and data.fields:
-        named = ", ".join(f"its {ours} is called {theirs}" for ours, theirs in data.fields.items())
-        yield Choice("data.fields", dict(data.fields), f"of the data {named}")
+        named = ", ".join(
+            f"the field `{theirs}` is the {ours}" for ours, theirs in data.fields.items()
+        )
+        yield Choice("data.fields", dict(data.fields), f"in the records {named}")
 
 
 def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -104,14 +106,12 @@ def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     )
     limit = min(_rounded(wanted), room)
     why = (
-        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens, 99 of 100 at"
+        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens; 99% have at"
         f" most {data.most_prompts}"
     )
     yield Choice("data.max_prompt_tokens", limit, why)
     if data.longest_prompt > limit or not data.is_whole:
-        yield Choice(
-            "data.long_prompts", "drop", "a longer prompt that may come is left out, and counted"
-        )
+        yield Choice("data.long_prompts", "drop", "longer prompts are dropped and counted")
 
 
 def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -120,24 +120,25 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     answer = data.longest_answer if data is not None else 0
     if config.algorithm.generates:
         usual = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
-        most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where they take the time")
+        most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
         wanted = min(most, max(usual, _rounded(2 * answer)))
         known = (
-            f"twice the data's longest answer ({answer} tokens), but"
+            f"twice the longest answer in the data ({answer} tokens), within"
             if answer
-            else "the data have no answers to go by:"
+            else "the data has no answers to estimate the length from:"
         )
-        why = f"{known} {usual} to {most} {where}"
+        why = f"{known} {usual} to {most} tokens {where}"
         key = "rollout.max_response_tokens"
     elif answer:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
-        why, key = f"the longest response seen has {answer} tokens", "data.max_response_tokens"
+        why = f"the longest response in the data has {answer} tokens"
+        key = "data.max_response_tokens"
     else:
         wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"
     if wanted > room:
         why = (
-            f"{why}; the model has {situation.shape.max_positions} positions, {room} of them behind"
-            " a prompt"
+            f"{why}; the model has {situation.shape.max_positions} positions, which leaves {room}"
+            " after the prompt"
         )
     yield Choice(key, max(1, min(wanted, room)), why)
     if not config.algorithm.generates and (
@@ -146,7 +147,7 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         yield Choice(
             "data.skip_bad_records",
             True,
-            "a longer response that may come is left out, and counted",
+            "records with longer responses are skipped and counted",
         )
 
 
@@ -156,10 +157,12 @@ def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
         settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
     )
     compares = compares or settings.trainer == "preferences"
-    why = "samples of a prompt are compared" if compares else "samples of a prompt are not compared"
-    yield Choice(
-        "rollout.samples_per_prompt", _GROUP if compares else _ALONE, f"{why} by {settings.name}"
+    why = (
+        f"{settings.name} compares the samples of a prompt"
+        if compares
+        else f"{settings.name} does not compare the samples of a prompt"
     )
+    yield Choice("rollout.samples_per_prompt", _GROUP if compares else _ALONE, why)
 
 
 def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -167,7 +170,7 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     where = f"on {counted(situation.machine.cores, 'core')}"
     if gpus:
         where = (
-            f"with {gpus} GPUs a node"
+            f"with {gpus} GPUs per node"
             if situation.machine.most_nodes > 1
             else f"on {counted(gpus, 'GPU')}"
         )
@@ -176,11 +179,13 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     prompts = max(1, samples // config.rollout.samples_per_prompt)
     if records is not None and records < prompts:
         prompts = max(1, records)
-    why = f"{samples} samples a step {where} for {situation.billions}"
+    why = f"{samples} samples per step {where} for a model with {situation.billions}"
     yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, why)
     rows = samples // 4 if gpus else max(8, samples // 8)
     yield Choice(
-        "data.batch_size", -(-rows // unit) * unit, f"rows a step {where} for {situation.billions}"
+        "data.batch_size",
+        -(-rows // unit) * unit,
+        f"sequences per step {where} for a model with {situation.billions}",
     )
 
 
@@ -192,9 +197,9 @@ def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
         else 1
     )
     why = (
-        "a part is scored by models while the next is drawn"
+        "models score one micro-batch while the next one is generated"
         if parts > 1
-        else "decoding all together is what is fast"
+        else "generating all samples of a step in one batch is fastest"
     )
     yield Choice("rollout.micro_batches", parts, why)
 
@@ -214,10 +219,14 @@ def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
         least, most = 50, 200
     steps = min(most, max(least, wanted)) if online else wanted
     why = (
-        f"{wanted} go through {data.records} records {'twice' if passes == 2 else 'once'}, {rows} a"
-        " step"
+        f"{counted(wanted, 'step')} of {rows} records {'cover' if wanted > 1 else 'covers'} the"
+        f" {data.records} records {'twice' if passes == 2 else 'once'}"
     )
-    yield Choice("run.steps", steps, f"{why}; {least} to {most} here" if online else why)
+    yield Choice(
+        "run.steps",
+        steps,
+        f"{why}; limited to {least} to {most} steps on this machine" if online else why,
+    )
 
 
 def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -232,8 +241,8 @@ def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
         values["actor.lora.targets"] = ["attention"]
     if _has_layout(with_values(config, values), situation):
         why = (
-            f"all weights of {situation.billions} with their gradients and optimizer do not fit;"
-            " adapters do"
+            "LoRA, because the weights, gradients and optimizer state of a model with"
+            f" {situation.billions} do not fit"
         )
         yield from (Choice(key, value, why) for key, value in values.items())
 
@@ -250,15 +259,16 @@ def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
     size, trainer = size_of(situation.parameters), config.algorithm.trainer
     rate = {"online": size.online, "dpo": size.preference}.get(trainer, size.imitation)
     adapted = config.actor.lora.rank > 0
-    why = f"for {trainer} with {situation.billions}: larger models take smaller steps" + (
-        f", {_LORA:g} times that as adapters are trained" if adapted else ""
-    )
+    why = (
+        f"for algorithm.trainer={trainer} and a model with {situation.billions}; larger models"
+        " need lower rates"
+    ) + (f"; multiplied by {_LORA:g} for LoRA" if adapted else "")
     # As a person would write it: 1e-05, not 9.999999999999999e-06.
     yield Choice(
         "actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if adapted else rate, why
     )
     yield Choice(
-        "critic.optimizer.learning_rate", size.critic, f"of a critic with {situation.billions}"
+        "critic.optimizer.learning_rate", size.critic, f"for a critic with {situation.billions}"
     )
 
 
@@ -268,7 +278,8 @@ def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
         yield Choice(
             "actor.optimizer.warmup_steps",
             warmup,
-            f"Adam's first of {updates} updates have seen few gradients",
+            f"10% of the {updates} updates, at most 10: Adam's statistics are unreliable in the"
+            " first updates",
         )
 
 
@@ -276,7 +287,7 @@ def _patience(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.parameters < _LARGE:
         return
     factor = 2 if situation.parameters > size_of(int(_LARGE)).parameters else 1
-    why = f"reading {situation.billions} takes minutes"
+    why = f"loading a model with {situation.billions} takes minutes"
     yield Choice("server.start_timeout_s", 900.0 * factor, why)
     yield Choice("server.request_timeout_s", 1000.0 * factor, why)
     yield Choice("cluster.collective_timeout_s", 1200.0 * factor, why)
@@ -286,7 +297,7 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
         yield Choice(
-            "cluster.device_memory_gib", float(gib), "of a GPU, what its context takes left out"
+            "cluster.device_memory_gib", float(gib), "memory of a GPU without its CUDA context"
         )
 
 
@@ -297,8 +308,8 @@ def _layout(config: Config, situation: Situation) -> Iterator[Choice]:
 def _staleness(config: Config, situation: Situation) -> Iterator[Choice]:
     if config.engine.placement == "colocated":
         why = (
-            "the engine shares the trainer's devices, so that samples are always the newest"
-            " weights' (docs/pipeline.md)"
+            "the engine shares the trainer's devices, so samples always come from the newest"
+            " weights (docs/pipeline.md)"
         )
         yield Choice("rollout.max_staleness", 0, why)
 

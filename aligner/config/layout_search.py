@@ -72,7 +72,7 @@ def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
         return ()
     needs = memory_needs(leanest, situation.shape, situation.expected)
     roles = ", ".join(
-        f"{role.role} {role.peak.total / GIB:.1f} and {role.host / GIB:.1f} of the host"
+        f"{role.role} {role.peak.total / GIB:.1f} (host memory {role.host / GIB:.1f})"
         for role in needs
     )
     more = (
@@ -81,9 +81,10 @@ def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
         else ""
     )
     raise ConfigError(
-        f"{situation.billions} do not fit into {_memory_of(situation)}: at least, in GiB a rank,"
-        f" {roles}; give a smaller model, shorter lengths, actor.lora.rank=16 for adapters{more},"
-        " or all values yourself in an experiment (docs/memory.md)"
+        f"a model with {situation.billions} does not fit into {_memory_of(situation)}: the layout"
+        f" with the lowest memory use needs, in GiB per rank, {roles}; use a smaller model,"
+        f" shorter lengths or LoRA (actor.lora.rank=16){more}, or set all values in an experiment"
+        " (docs/memory.md)"
     )
 
 
@@ -264,15 +265,15 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
     )
     if not machine.gpus:
         split = (
-            "a small model's cores are fastest as ranks"
+            "one rank per core is fastest for a small model"
             if situation.parameters <= _SMALL
-            else "threads share the weights"
+            else "threads of a rank share one copy of the weights"
         )
         placed = f"{counted(machine.cores, 'core')}: {split}"
     else:
         gpus = counted(tried.actor.parallel.ranks, "GPU")
-        placed = f"{gpus} for {situation.billions}, cut into no more parts than memory asks for"
-    held = f"a rank holds up to {fullest:.1f} GiB; there are {_memory_of(situation)}"
+        placed = f"{gpus} for {situation.billions}, split into as few parts as memory allows"
+    held = f"a rank needs up to {fullest:.1f} GiB; available: {_memory_of(situation)}"
     for key, value in values.items():
         is_layout = "parallel" in key or key.startswith("cluster.") or key == "engine.sleep"
         yield Choice(key, value, placed if is_layout else held)
@@ -281,5 +282,5 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
 def _memory_of(situation: Situation) -> str:
     machine = situation.machine
     if not machine.gpus:
-        return f"{machine.memory_gib:.0f} GiB of memory"
-    return f"{machine.gpu_memory_gib:.0f} GiB of a GPU"
+        return f"{machine.memory_gib:.0f} GiB of host memory"
+    return f"{machine.gpu_memory_gib:.0f} GiB of GPU memory"

@@ -22,22 +22,22 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
     key = text.partition("=")[0].lstrip("+~")
     if "=" not in text and not text.startswith("~"):
         hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
-        raise ConfigError(f"{text}: not a key=value override{hint}")
+        raise ConfigError(f"{text}: expected an override key=value{hint}")
     if key not in options:
         check_key(key, options)
     if text.startswith("~"):
         raise ConfigError(
-            f"{text}: keys cannot be deleted; give another value, or null where the key allows it"
+            f"{text}: keys cannot be deleted; set another value, or null where the key allows it"
         )
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{text}: {reason}; quote a value with special characters: '{key}=\"VALUE\"'"
+            f"{text}: {reason}; quote values that contain special characters: '{key}=\"VALUE\"'"
         ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: one value is expected; write a list as {key}=[a,b]")
+        raise ConfigError(f"{text}: expected one value; write a list as {key}=[a,b]")
     if (
         key in options
         and not isinstance(override.value(), dict)
@@ -104,9 +104,10 @@ def check_read(
             }
         for shown, terms in idle.items():
             if terms:
-                then = " and ".join(map(str, terms))
+                required = " and ".join(map(str, terms))
                 problems.append(
-                    f"{shown}: not read with {current_values(config, terms)}; it counts with {then}"
+                    f"{shown}: has no effect with {current_values(config, terms)}; requires"
+                    f" {required}"
                 )
     if problems:
         raise ConfigError("\n".join(problems))

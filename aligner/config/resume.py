@@ -15,18 +15,18 @@ from aligner.schema import Config
 from aligner.schema.keys import schema_keys, schema_sections, value_at
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
-    ("run.steps", "upwards; the learning rates then decay to the new last step"),
+    ("run.steps", "may only increase; the learning-rate schedule then ends at the new last step"),
     (
         "run.stop_after run.max_restarts run.resume run.changes run.command run.chosen",
-        "of each launch",
+        "apply to one launch only",
     ),
     (
         "run.dir run.experiment",
-        "the directory may be moved; an experiment's name stands for its values",
+        "the directory may be moved; the name of the experiment has no effect by itself",
     ),
     (
         "actor.parallel.* critic.parallel.* reward.parallel.* teacher.parallel.* engine.parallel.*",
-        "checkpoints are at no particular layout; another one is equal to rounding",
+        "checkpoints do not depend on the layout; results are equal up to rounding",
     ),
     (
         (
@@ -35,13 +35,16 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " *.optimizer.distributed *.optimizer.offload_fraction *.optimizer.overlap_grad_reduce"
             " *.optimizer.overlap_param_gather"
         ),
-        "memory against time, equal to rounding",
+        "trade memory for time; results are equal up to rounding",
     ),
     (
         "*.optimizer.max_skipped_steps rollout.max_skipped_prompts rollout.max_skipped_fraction",
-        "when to give up",
+        "limits at which the run fails",
     ),
-    ("algorithm.uncorrected_staleness", "what is accepted, not what is done"),
+    (
+        "algorithm.uncorrected_staleness",
+        "only permits training on stale samples without a correction",
+    ),
     (
         (
             "engine.placement engine.update engine.batch_size engine.kv_cache_mib"
@@ -49,7 +52,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
             " engine.vllm.* engine.speculation.* rollout.micro_batches"
         ),
-        "how the same samples are drawn; with rollout.spare_prompts, which of them come first",
+        "how samples are generated; the samples stay the same, except that with"
+        " rollout.spare_prompts other prompts may finish first",
     ),
     (
         (
@@ -58,7 +62,7 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " reward.sources.*.function_timeout_s data.function_timeout_s reward.judge_url"
             " reward.judge_timeout_s reward.sources.*.judge_url reward.sources.*.judge_timeout_s"
         ),
-        "addresses and deadlines",
+        "addresses and timeouts",
     ),
     (
         (
@@ -66,12 +70,12 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " *.judge_input_price *.judge_output_price *.judge_cache"
         ),
         (
-            "how a judge is asked, not what; another judge_cache may lack answers that are then"
-            " asked for again"
+            "how requests reach the judge, not their content; another judge_cache may lack"
+            " judgments, which are then requested again"
         ),
     ),
     ("server.* cluster.*", "where and how the roles run"),
-    ("checkpoint.* logging.* evaluation.*", "what is kept, shown and measured"),
+    ("checkpoint.* logging.* evaluation.*", "checkpoints, logs and evaluation"),
 )
 """Keys that a resumed run may have otherwise than it was started with, as patterns, and why."""
 
@@ -90,29 +94,29 @@ def resume_problems(config: Config) -> Iterator[str]:
     try:
         unused = is_unused(paths)
     except OSError as error:
-        yield f"run.dir={paths.root}: cannot be looked into: {error.strerror}; give another run.dir"
+        yield f"run.dir={paths.root}: cannot be read: {error.strerror}; set another run.dir"
         return
     if unused:
         if resume == "true":
             yield (
-                f"run.resume=true: there is no run in {paths.root}; give its run.dir, or leave"
-                " run.resume out to start one"
+                f"run.resume=true: no run found in {paths.root}; set run.dir to an existing run,"
+                " or leave run.resume out to start a new run"
             )
     elif not paths.config.is_file():
-        not_one = "exists already, and has no config.yaml, so it is no run's directory"
-        yield f"run.dir={paths.root}: {not_one}; give another run.dir or run.name"
+        not_a_run = "exists, but is not the directory of a run (no config.yaml)"
+        yield f"run.dir={paths.root}: {not_a_run}; set another run.dir or run.name"
     elif resume == "false":
         how = (
-            "continue it with run.resume=true"
+            "resume it with run.resume=true"
             if can_resume(config)
-            else "start it again with run.resume=auto"
+            else "restart it with run.resume=auto"
         )
-        yield f"run.dir={paths.root}: exists already; {how}, or give another run.dir or run.name"
+        yield f"run.dir={paths.root}: already exists; {how}, or set another run.dir or run.name"
     elif resume == "true" and not can_resume(config):
-        what = "complete checkpoint" if config.algorithm.learns else "steps"
+        what = "complete checkpoint" if config.algorithm.learns else "completed steps"
         yield (
-            f"run.resume=true: no {what} in {paths.root}; run.resume=auto starts such a run from"
-            " the beginning"
+            f"run.resume=true: no {what} in {paths.root}; set run.resume=auto to start the run"
+            " from the beginning"
         )
     else:
         yield from _changes(config, load_config(paths.config))
@@ -163,8 +167,7 @@ def is_unused(paths: RunPaths) -> bool:
 def _changes(config: Config, started: Config) -> Iterator[str]:
     if unknown := [name for name in config.run.changes if not _is_key(name)]:
         yield (
-            f"run.changes: no such key: {', '.join(unknown)}; keys are listed in"
-            " docs/configuration.md"
+            f"run.changes: unknown keys: {', '.join(unknown)}; docs/configuration.md lists all keys"
         )
     own, given = _flat(started), _flat(config)
     changed = [key for key in sorted(own.keys() | given.keys()) if own.get(key) != given.get(key)]
@@ -179,26 +182,28 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     made = (
         [
-            f"  the model was made by {', '.join(fixed)}: these cannot change, whatever run.changes"
-            " names"
+            f"  the initial model was created with {', '.join(fixed)}: these keys cannot change,"
+            " even if run.changes contains them"
         ]
         if fixed
         else []
     )
     way = (
-        " name in run.changes=[KEY,...] what you mean to change," if len(found) > len(fixed) else ""
+        " list the keys that you want to change in run.changes=[KEY,...],"
+        if len(found) > len(fixed)
+        else ""
     )
     where = run_paths(config).config
     yield "\n".join(
         [
             (
-                f"run.resume={config.run.resume}: the run was started with other values ({where} ->"
-                " this launch's):"
+                f"run.resume={config.run.resume}: the run was started with other values ({where}"
+                " -> this launch):"
             ),
             *found[:_SHOWN],
             *more,
             *made,
-            f"  give the run's own,{way} or start another run",
+            f"  restore the original values,{way} or start another run",
         ]
     )
 
@@ -245,5 +250,5 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
-        return "nothing"
+        return "not set"
     return json.dumps(values[key], ensure_ascii=False, default=str)

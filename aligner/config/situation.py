@@ -7,7 +7,7 @@ from typing import Any
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.machine import Machine
-from aligner.placement.roles import parameter_count
+from aligner.placement.roles import parameter_count, parameters_text
 
 
 def counted(number: int, what: str) -> str:
@@ -57,12 +57,7 @@ class Situation:
     @property
     def billions(self) -> str:
         """How many parameters, in words."""
-        millions = self.parameters / 1e6
-        return (
-            f"{millions / 1e3:.1f} B parameters"
-            if millions >= 1000
-            else f"{millions:.1f} M parameters"
-        )
+        return parameters_text(self.parameters)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "expriment=x"], "expriment: unknown key; did you mean experiment?"),
         (
             [TINY, "model.config.depth=1"],
-            "model.config.depth: no such entry to override; add one with +model.config.depth=",
+            "model.config.depth: no such entry; add it with +model.config.depth=",
         ),
         ([TINY, "run.steps=ten"], "run.steps=ten: expected int, got str"),
         ([TINY, "run.steps=2.5"], "run.steps=2.5: expected int, got float"),
@@ -42,22 +42,25 @@ TINY = "experiment=tiny_ppo"
         ([TINY, "critic.num_layers=two"], "critic.num_layers=two: expected int or null, got str"),
         (
             [TINY, "data.prompts=abc"],
-            "data.prompts=abc: expected list[str], got one value; write data.prompts=[abc]",
+            "data.prompts=abc: expected list[str], got a single value; write data.prompts=[abc]",
         ),
-        ([TINY, "actor=5"], "actor=5: a section; give its keys, such as actor."),
-        ([TINY, "run.steps=1,2"], "run.steps=1,2: one value is expected"),
+        ([TINY, "actor=5"], "actor=5: is a section; set keys in it, such as actor."),
+        ([TINY, "run.steps=1,2"], "run.steps=1,2: expected one value"),
         ([TINY, "~run.steps"], "~run.steps: keys cannot be deleted"),
         ([TINY, "run.name=a=b"], "run.name=a=b: "),
-        ([TINY, "run.name=../elsewhere"], "run.name=../elsewhere: allowed are"),
+        ([TINY, "run.name=../elsewhere"], "run.name=../elsewhere: must consist of"),
         (
             [TINY, "run.resume=true"],
-            "run.resume=true: say which run with run.dir=DIRECTORY or run.name=NAME",
+            "run.resume=true: requires the run to resume; set run.dir=DIRECTORY or run.name=NAME",
         ),
         (
             [TINY, "model=tiny_randon"],
             "model=tiny_randon: no such model; did you mean model=tiny_random?",
         ),
-        (["tiny_ppo"], "tiny_ppo: not a key=value override; did you mean experiment=tiny_ppo?"),
+        (
+            ["tiny_ppo"],
+            "tiny_ppo: expected an override key=value; did you mean experiment=tiny_ppo?",
+        ),
         (
             ["experiment=nope"],
             (
@@ -101,10 +104,10 @@ def test_a_resumed_run_keeps_the_name_it_was_started_with(tmp_path: Path) -> Non
         == compose_config([*resumed, "run.name=first"]).run.name
         == "first"
     )
-    with pytest.raises(ConfigError, match=r"run\.name=second: the run to resume is called first"):
+    with pytest.raises(ConfigError, match=r"run\.name=second: the run to resume is named first"):
         compose_config([*resumed, "run.name=second"])
     (tmp_path / "moved" / "config.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"moved/config\.yaml is not a run's configuration"):
+    with pytest.raises(ConfigError, match=r"moved/config\.yaml: not the configuration of a run"):
         compose_config(resumed)
 
 
@@ -207,7 +210,7 @@ def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(
 
 
 def test_a_users_experiment_may_not_shadow_a_built_in_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="experiment tiny_ppo exists already"):
+    with pytest.raises(ConfigError, match="experiment=tiny_ppo already exists in"):
         compose_config([TINY], _own_experiment(tmp_path, "tiny_ppo", "run: {steps: 7}\n"))
 
 

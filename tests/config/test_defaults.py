@@ -131,7 +131,10 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     if (model, machine.gpus * machine.most_nodes, algorithm) in TOO_LARGE:
         with pytest.raises(
             ConfigError,
-            match=r"parameters do not fit into .*: at least, in GiB a rank, trainer .*, critic ",
+            match=(
+                r"parameters does not fit into .*: the layout with the lowest memory use needs, in"
+                r" GiB per rank, trainer .*, critic "
+            ),
         ):
             chosen(monkeypatch, model, machine, *overrides)
         return
@@ -169,7 +172,10 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_needs(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"70\.6 B parameters do not fit into 76 GiB of a GPU: at least.*actor\.lora\.rank=16",
+        match=(
+            r"70\.6 B parameters does not fit into 76 GiB of GPU memory: the"
+            r" layout.*actor\.lora\.rank=16"
+        ),
     ):
         chosen(monkeypatch, "70B", GPU, *online("grpo"))
 
@@ -182,12 +188,12 @@ def test_adapters_are_chosen_where_a_model_fits_with_nothing_else(
     check(config, situation.expected)
     assert (
         config.actor.lora.rank == 16
-        and "do not fit; adapters do" in choices["actor.lora.rank"].reason
+        and "LoRA, because the weights" in choices["actor.lora.rank"].reason
     )
     assert config.actor.optimizer.learning_rate == float(
         f"{10 * size_of(situation.parameters).online:.3g}"
     )
-    with pytest.raises(ConfigError, match="do not fit into 76 GiB of a GPU"):
+    with pytest.raises(ConfigError, match="does not fit into 76 GiB of GPU memory"):
         chosen(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
     whole, _, _ = chosen(monkeypatch, "3B", machine, *online("grpo"))
     assert whole.actor.lora.rank == 0
@@ -285,20 +291,30 @@ def test_few_prompts_make_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(DATA, records=100, is_whole=True, longest_answer=0)
     config, choices, _ = chosen(monkeypatch, "1M", CORES, *online("grpo"), data=few)
-    assert config.run.steps == 50 and choices["run.steps"].reason.endswith("50 to 200 here")
-    assert "have no answers to go by: 64 to 128" in choices["rollout.max_response_tokens"].reason
+    assert config.run.steps == 50 and choices["run.steps"].reason.endswith(
+        "limited to 50 to 200 steps on this machine"
+    )
+    assert (
+        "no answers to estimate the length from: 64 to 128"
+        in choices["rollout.max_response_tokens"].reason
+    )
 
 
 @pytest.mark.parametrize(
     ("machine", "model", "overrides", "words"),
     [
-        (CORES, "135M", [], "16 samples a step on 2 cores for 134.5 M parameters"),
-        (GPU, "8B", ["actor.lora.rank=16"], "128 samples a step on 1 GPU for 8.0 B parameters"),
+        (CORES, "135M", [], "16 samples per step on 2 cores for a model with 134.5 M parameters"),
+        (
+            GPU,
+            "8B",
+            ["actor.lora.rank=16"],
+            "128 samples per step on 1 GPU for a model with 8.0 B parameters",
+        ),
         (
             CLUSTER,
             "70B",
             ["cluster=slurm"],
-            "512 samples a step with 8 GPUs a node for 70.6 B parameters",
+            "512 samples per step with 8 GPUs per node for a model with 70.6 B parameters",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_critic_begins_from_a_result_and_has_its_layers(conf: Path) -> None:
     plan.check()
     shape = read_shape(plan.config)
     assert (shape.num_layers, critic_shape(plan.config, shape, plan.results()).num_layers) == (4, 2)
-    assert "critic.num_layers=3: the model has 2 layers" in refused(
+    assert "critic.num_layers=3: must be at most 2, the number of layers of the model" in refused(
         conf, "experiment=against", "critic.path=experiment:judge", "critic.num_layers=3"
     )
 

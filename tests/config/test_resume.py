@@ -42,7 +42,7 @@ def refusal(*overrides: str) -> str:
 
 def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) -> None:
     given = started(tmp_path / "run")
-    assert "exists already; continue it with run.resume=true" in refusal(*given)
+    assert "already exists; resume it with run.resume=true" in refusal(*given)
     for resume in ("true", "True", "auto"):
         config = compose_config([*given, f"run.resume={resume}"])
         check_run(config)
@@ -52,7 +52,7 @@ def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) 
 def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Path) -> None:
     given = started(tmp_path / "run", step=None)
     (tmp_path / "run" / "checkpoints" / "step_1" / "policy").mkdir(parents=True)
-    assert "exists already; start it again with run.resume=auto" in refusal(*given)
+    assert "already exists; restart it with run.resume=auto" in refusal(*given)
     assert "no complete checkpoint in" in refusal(*given, "run.resume=true")
     config = compose_config([*given, "run.resume=auto"])
     check_run(config)
@@ -61,12 +61,12 @@ def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Pa
 
 def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Path) -> None:
     given = ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]
-    assert f"there is no run in {tmp_path / 'run'}" in refusal(*given, "run.resume=true")
+    assert f"no run found in {tmp_path / 'run'}" in refusal(*given, "run.resume=true")
     check_run(compose_config([*given, "run.resume=auto"]))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
     for resume in ("false", "true", "auto"):
-        assert "has no config.yaml, so it is no run's directory" in refusal(
+        assert "is not the directory of a run (no config.yaml)" in refusal(
             *given, f"run.resume={resume}"
         )
 
@@ -84,20 +84,21 @@ def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume
     assert message.splitlines() == [
         (
             f"run.resume={resume}: the run was started with other values"
-            f" ({tmp_path / 'run' / 'config.yaml'} -> this launch's):"
+            f" ({tmp_path / 'run' / 'config.yaml'} -> this launch):"
         ),
         '  data.prompt_after: null -> "x"',
-        "  model.config.new: nothing -> [1, 2]",
+        "  model.config.new: not set -> [1, 2]",
         "  model.config.num_hidden_layers: 2 -> 3",
         "  run.steps: 40 -> 10",
         "  seed: 1 -> 7",
         (
-            "  the model was made by model.config.new, model.config.num_hidden_layers, seed: these"
-            " cannot change, whatever run.changes names"
+            "  the initial model was created with model.config.new,"
+            " model.config.num_hidden_layers, seed: these keys cannot change, even if run.changes"
+            " contains them"
         ),
         (
-            "  give the run's own, name in run.changes=[KEY,...] what you mean to change, or start"
-            " another run"
+            "  restore the original values, list the keys that you want to change in"
+            " run.changes=[KEY,...], or start another run"
         ),
     ]
 
@@ -139,7 +140,7 @@ def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
     message = refusal(*given, "run.changes=[actor.optimizer.learning_rate]")
     assert "beta1" in message and "learning_rate" not in message
     check_run(compose_config([*given, "run.changes=[actor.optimizer]"]))
-    assert "run.changes: no such key: learning_rate" in refusal(
+    assert "run.changes: unknown keys: learning_rate" in refusal(
         *given, "run.changes=[actor.optimizer,learning_rate]"
     )
 
@@ -161,10 +162,10 @@ def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Pat
         name = told.partition(":")[0]
         assert told in message
         assert (
-            f"the model was made by {name}: these cannot change, whatever run.changes names"
-            in message
+            f"the initial model was created with {name}: these keys cannot change, even if"
+            " run.changes contains them" in message
         )
-        assert message.endswith("  give the run's own, or start another run")
+        assert message.endswith("  restore the original values, or start another run")
 
 
 def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> N
 
 def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:
     given = started(tmp_path / "run", "+run.inputs.model=experiment:pairs")
-    assert '  run.inputs.model: "experiment:pairs" -> nothing' in refusal(
+    assert '  run.inputs.model: "experiment:pairs" -> not set' in refusal(
         *given[:2], "run.resume=true"
     )
 

@@ -608,7 +608,7 @@ def test_what_an_experiment_takes_from_another_is_told_too(tmp_path: Path) -> No
     )
     config = compose_config(["experiment=mine", "algorithm=grpo"], tmp_path)
     assert unread_notes(config, tmp_path) == [
-        "not read with algorithm.advantage=grpo: critic.optimizer.learning_rate",
+        "critic.optimizer.learning_rate: no effect with algorithm.advantage=grpo",
         "evaluation.samples: no effect with evaluation.every=0",
     ]
 

@@ -84,7 +84,11 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "tensor x data can be 1x2 or 2x1",
     ),
     ("rollout.micro_batches=3", "rollout.prompts_per_step=16", "rollout.micro_batches=3"),
-    ("actor.micro_batch_tokens=10", "actor.micro_batch_tokens=10: must be at least", "32 tokens"),
+    (
+        "actor.micro_batch_tokens=10",
+        "actor.micro_batch_tokens=10: must be at least 32",
+        "to hold the longest",
+    ),
     (
         "server.max_sequence_length=31",
         "server.max_sequence_length=31: must be at least 32, the longest sequence",
@@ -147,7 +151,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "set engine.placement=server"),
     (
         "engine.in_flight=interrupt",
-        "engine.in_flight=interrupt: not read",
+        "engine.in_flight=interrupt: has no effect",
         "engine.placement=server",
     ),
     ("engine.placement=server engine.sleep=true", "engine.placement=server", "engine.sleep=false"),
@@ -216,7 +220,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "the hidden size, 64, must be a multiple of the number of attention heads, 5",
     ),
     ("data.path=gone.txt", "data.path=gone.txt: no such file"),
-    ("data.path=prompts.csv", "data.path=prompts.csv: allowed are .jsonl and .txt files"),
+    ("data.path=prompts.csv", "data.path=prompts.csv: must be a .jsonl or .txt file"),
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: expected preferences"),
     (
@@ -229,9 +233,13 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "or module:callable",
     ),
     # The run directory.
-    ("run.dir=full", "full: exists already, and has no config.yaml", "set another run.dir"),
+    (
+        "run.dir=full",
+        "full: exists, but is not the directory of a run (no config.yaml)",
+        "set another run.dir",
+    ),
     ("run.dir=/proc/run", "run.dir=/proc/run: is not writable", "give another run.dir"),
-    (f"run.name={'x' * 300}", "File name too long; set another run.dir"),
+    (f"run.name={'x' * 300}", "File name too long; give another run.dir"),
     ("run.resume=true run.dir=gone", "run.resume=true: no run found in", "leave run.resume out"),
     (
         "run.resume=auto",
@@ -275,7 +283,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
             "server.interface=127.0.0.1: must be 0.0.0.0 with cluster=slurm, because the servers"
             " are reached"
         ),
-        "give 0.0.0.0",
+        "at the addresses of their nodes",
     ),
     (
         "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",

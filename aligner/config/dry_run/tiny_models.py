@@ -46,9 +46,7 @@ def with_fitting_layouts(config: Config) -> Config:
         if sum(role_ranks(smaller).values()) <= limit:
             break
     if (least := sum(role_ranks(smaller).values())) > limit:
-        raise ConfigError(
-            f"dry_run.max_ranks={limit}: one rank a role is {least} ranks; give {least} or more"
-        )
+        raise ConfigError(f"dry_run.max_ranks={limit}: must be at least {least}, one rank per role")
     if smaller == config:
         return config
     for section in layout_sections(config):
