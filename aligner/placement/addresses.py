@@ -40,8 +40,8 @@ def interface_address(interface: str) -> str:
     }
     if interface not in known:
         raise ConfigError(
-            f"server.interface={interface}: neither an IPv4 address nor an interface of this"
-            " machine; allowed:"
+            f"server.interface={interface}: must be an IPv4 address or a network interface of"
+            " this machine:"
             f" {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
         )
     return known[interface]
@@ -148,13 +148,13 @@ def _read_key(path: Path) -> str:
         key = path.read_text(encoding="ascii", errors="replace").strip()
     except OSError as error:
         raise ConfigError(
-            f"server.guard=key: cannot read the run's access key {path}: {error.strerror}"
+            f"server.guard=key: cannot read the access key of the run, {path}: {error.strerror}"
         ) from error
     if not re.fullmatch(r"[!-~]+", key):  # a header's value
         raise ConfigError(
-            f"server.guard=key: the run's access key {path} is {'not one' if key else 'empty'};"
-            " allowed: one line of printable ASCII characters without spaces; remove the file, and"
-            " the next launch makes one"
+            f"server.guard=key: the access key of the run, {path}, is"
+            f" {'not valid' if key else 'empty'}; expected one line of printable ASCII characters"
+            " without spaces; remove the file, and the next launch creates a new key"
         )
     return key
 

@@ -21,13 +21,13 @@ def device_list(key: str, text: str, count: int, limit: str) -> tuple[int, ...]:
     one that is named twice.
     """
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ConfigError(f"{key}={text}: allowed are numbers and ranges, such as 0-3 or 6,7")
+        raise ConfigError(f"{key}={text}: must be a list of numbers and ranges, such as 0-3 or 6,7")
     # first of all: a range may be too long to write out
     is_known = all(int(end) < count for end in re.findall(r"\d+", text))
     found = list(numbers(text)) if is_known else []
     if not found or len(set(found)) < len(found):
         raise ConfigError(
-            f"{key}={text}: allowed are different ones from 0 to {count - 1} ({limit})"
+            f"{key}={text}: must be different devices from 0 to {count - 1} ({limit})"
         )
     return tuple(found)
 

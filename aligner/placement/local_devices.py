@@ -46,11 +46,11 @@ def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tup
     if text is None:
         return None
     key = f"cluster.devices.{role}"
-    devices = device_list(key, text, count, f"the GPUs of this machine that may be used: {count}")
+    devices = device_list(key, text, count, f"GPUs of this machine: {count}")
     if len(devices) % size:
         raise ConfigError(
-            f"{key}={text}: {size} ranks need a device each; name {size}, or for replicas a"
-            " multiple of it"
+            f"{key}={text}: must list {size} devices, one per rank, or for replicas a multiple of"
+            f" {size}"
         )
     first = [other for other in ranks if role_of(other) == role].index(group) * size % len(devices)
     return devices[first : first + size]
@@ -60,16 +60,16 @@ def _check_generator(config: Config, named: dict[str, tuple[int, ...]]) -> None:
     shared = {*named.get("trainer", ())} & {*named.get("generator", ())}
     if shared:
         raise ConfigError(
-            f"cluster.devices.generator={config.cluster.devices.generator}: device {min(shared)} is"
-            " the trainer's, and NCCL, which brings the generator its weights, takes no device"
-            " twice; name others, or give engine.placement=colocated"
+            f"cluster.devices.generator={config.cluster.devices.generator}: device {min(shared)}"
+            " also belongs to the trainer, but NCCL, which transfers the weights to the generator,"
+            " cannot use a device twice; set other devices, or engine.placement=colocated"
         )
 
 
 def _too_few(wanting: dict[str, int], free: int, count: int) -> str:
     asked = ", ".join(f"{group} {size}" for group, size in wanting.items())
     return (
-        f"cluster.devices: a rank takes a GPU of its own, {asked}, and {free} of this machine's"
-        f" {count} are free for these; give smaller layouts, or have roles share devices by naming"
-        " them, such as cluster.devices.trainer=0 cluster.devices.critic=0"
+        f"cluster.devices: each rank requires its own GPU (ranks: {asked}), but only {free} of"
+        f" the {count} GPUs of this machine are free; set smaller layouts, or let roles share"
+        " devices, for example with cluster.devices.trainer=0 cluster.devices.critic=0"
     )

@@ -58,6 +58,6 @@ def _gpu_memory() -> list[float]:
         return [float(line) / 2**10 - _CONTEXT_GIB for line in told.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"nvidia-smi does not tell the GPUs' memory ({error}); give cluster.device_memory_gib,"
-            " or an experiment, experiment=NAME"
+            f"nvidia-smi did not report the memory of the GPUs ({error}); set"
+            " cluster.device_memory_gib, or use an experiment (experiment=NAME)"
         ) from error

@@ -114,7 +114,7 @@ def placement_table(config: Config) -> Table:
         title=f"{config.run.experiment}: {sum(role_ranks(config).values())} processes",
         title_justify="left",
     )
-    for column in ("role", "ranks", "layout", "runs", "device", "threads"):
+    for column in ("role", "ranks", "layout", "components", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
     for place in placements(config):
         table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
@@ -136,8 +136,9 @@ def layer_notes(config: Config) -> Iterator[str]:
         if role in models and uses_gpus(config):
             why = "in float32" if models[role].precision == "fp32" else ""
             if role == "trainer" and config.actor.lora.rank:
-                why = "with adapters"
+                why = "with LoRA"
             if why:
                 yield (
-                    f"note: {role}: {why} its layers are not transformer-engine's, which are faster"
+                    f"note: {role}: {why} the model does not use the faster layers of"
+                    " transformer-engine"
                 )

@@ -20,10 +20,10 @@ def gpu_count() -> int:
 
     ALIGNER_GPUS says of how many configurations are checked on a machine that has others, or none.
     """
-    if told := os.environ.get(PRETENDED_GPUS):
-        if not told.isdecimal():
-            raise ConfigError(f"{PRETENDED_GPUS}={told}: allowed is a number of GPUs")
-        return int(told)
+    if gpus := os.environ.get(PRETENDED_GPUS):
+        if not gpus.isdecimal():
+            raise ConfigError(f"{PRETENDED_GPUS}={gpus}: must be a number of GPUs")
+        return int(gpus)
     # Some sandboxes have no files of the driver's, but all have the devices.
     driver, devices = Path("/proc/driver/nvidia/gpus").glob("*"), Path("/dev").glob("nvidia[0-9]*")
     found, visible = len([*driver]) or len([*devices]), visible_gpus()
@@ -137,6 +137,15 @@ def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
     return sum(spec.numel for spec in weight_table(shape, head))
 
 
+def parameters_text(count: int) -> str:
+    """A number of parameters as text: `70.6 B parameters`, `134.5 M parameters`."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} B parameters"
+    if count >= 1e5:
+        return f"{count / 1e6:.1f} M parameters"
+    return f"{count / 1e3:.1f} K parameters"
+
+
 def describe_model(
     config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> str:
@@ -147,14 +156,14 @@ def describe_model(
     if config.algorithm.trainer == "reward_model":
         trained, model, head = "reward model", first_layers(config, shape), "scalar"
     described = (
-        f"{trained}: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads}"
-        f" heads, {model.num_kv_heads} key-value heads, vocabulary {model.vocab_size},"
-        f" {parameter_count(model, head) / 1e6:.1f} M parameters"
+        f"{trained}: {model.num_layers} layers, hidden size {model.hidden_size},"
+        f" {model.num_heads} heads, {model.num_kv_heads} key-value heads, vocabulary size"
+        f" {model.vocab_size}, {parameters_text(parameter_count(model, head))}"
     )
     if not config.algorithm.has_critic:
         return described
     critic = critic_shape(config, shape, expected)
     return (
         f"{described}\ncritic: {critic.num_layers} layers,"
-        f" {parameter_count(critic, 'scalar') / 1e6:.1f} M parameters"
+        f" {parameters_text(parameter_count(critic, 'scalar'))}"
     )

@@ -104,15 +104,16 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
         if settings.beside is not None:
             if settings.beside not in roles:
                 yield (
-                    f"{key}.beside={settings.beside}: the run has no such role; it has"
+                    f"{key}.beside={settings.beside}: the run has no such role; must be one of"
                     f" {', '.join(roles)}"
                 )
             elif settings.beside == role or slurm_role(config, settings.beside).beside is not None:
-                yield f"{key}.beside={settings.beside}: name a role with nodes of its own"
+                yield f"{key}.beside={settings.beside}: must be another role without `beside`"
             if settings.nodes is not None:
                 yield (
-                    f"{key}.nodes={settings.nodes}: it runs on the nodes of {settings.beside};"
-                    " leave one of both out"
+                    f"{key}.nodes={settings.nodes}: is not supported with"
+                    f" {key}.beside={settings.beside}, which places the role on the nodes of"
+                    f" {settings.beside}; remove one of the two settings"
                 )
         try:
             _chosen_devices(config, role)
@@ -148,8 +149,9 @@ def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
             "cluster.devices_per_node" if chosen is None else f"cluster.slurm.roles.{role}.devices"
         )
         raise ConfigError(
-            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {what} do not"
-            f" go evenly on nodes of {len(slots)} devices ({limit}); change one, or the layout"
+            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {what}"
+            f" cannot be distributed evenly over nodes with {len(slots)} devices ({limit}); change"
+            " one of the two keys, or the layout"
         )
     nodes_each, together = packing
     per_node = ranks // nodes_each
@@ -195,20 +197,22 @@ def _check_shared(config: Config, host: str, places: Mapping[str, Place]) -> Non
         role, key = role_of(group), f"cluster.slurm.roles.{role_of(group)}"
         if place.node_range[-1] >= nodes:
             raise ConfigError(
-                f"{key}.beside={host}: it needs {place.node_range[-1] + 1} nodes, {host} has"
+                f"{key}.beside={host}: requires {place.node_range[-1] + 1} nodes, but {host} has"
                 f" {nodes}"
             )
         if not _needs_device(config, group) or not is_divided:
             continue
         if place.devices is None:
             raise ConfigError(
-                f"{key}.devices=null: {host} shares its nodes; say which devices are whose, such"
-                " as 0-3"
+                f"{key}.devices=null: must list devices, such as 0-3, because several roles share"
+                f" the nodes of {host}"
             )
         for device in place.devices:
             if owners.setdefault(device, role) != role:
                 given = slurm_role(config, role).devices
-                raise ConfigError(f"{key}.devices={given}: device {device} is {owners[device]}'s")
+                raise ConfigError(
+                    f"{key}.devices={given}: device {device} already belongs to {owners[device]}"
+                )
 
 
 def _needs_device(config: Config, group: str) -> bool:

@@ -58,7 +58,10 @@ def test_named_devices_are_a_roles_own_and_the_others_get_what_is_free() -> None
 def test_roles_that_name_the_same_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "1")
     with pytest.raises(
-        ConfigError, match=r"trainer 1, critic 1, and 1 of this machine.s 1 are free"
+        ConfigError,
+        match=(
+            r"\(ranks: trainer 1, critic 1\), but only 1 of the 1 GPUs of this machine are free"
+        ),
     ):
         check(configured())
     config = configured("cluster.devices.trainer=0", "cluster.devices.critic=0")
@@ -78,27 +81,27 @@ def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
     [
         (
             ["cluster.devices.critic=8"],
-            "cluster.devices.critic=8: allowed are different ones from 0 to 7",
+            "cluster.devices.critic=8: must be different devices from 0 to 7",
         ),
         (
             ["cluster.devices.critic='1,1'"],
-            "cluster.devices.critic=1,1: allowed are different ones",
+            "cluster.devices.critic=1,1: must be different devices",
         ),
         (
             ["cluster.devices.critic=all"],
-            "cluster.devices.critic=all: allowed are numbers and ranges",
+            "cluster.devices.critic=all: must be a list of numbers and ranges",
         ),
         (
             [*WIDE, "cluster.devices.critic=3"],
-            "cluster.devices.critic=3: 2 ranks need a device each",
+            "cluster.devices.critic=3: must list 2 devices, one per rank",
         ),
         (
             [*SERVED, "cluster.devices.trainer=1", "cluster.devices.generator=1"],
-            "device 1 is the trainer's, and NCCL",
+            "device 1 also belongs to the trainer, but NCCL",
         ),
         (
             ["actor.parallel.data=8", "engine.parallel.data=8"],
-            "trainer 8, critic 1, and 8 of this machine's 8 are free",
+            "(ranks: trainer 8, critic 1), but only 8 of the 8 GPUs of this machine are free",
         ),
     ],
 )

@@ -240,8 +240,8 @@ def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     )
     assert asleep["generation"].cache == awake["generation"].cache > 0
     assert (
-        asleep["publishing"].cache == 0
-        and asleep["publishing"].engine > asleep["generation"].engine
+        asleep["weight sync"].cache == 0
+        and asleep["weight sync"].engine > asleep["generation"].engine
     )
     in_place = {
         phase.name: phase
@@ -397,7 +397,8 @@ def test_offline_trainers_have_what_they_need() -> None:
 
 
 TOLD = re.compile(
-    r"cluster\.device_memory_gib=\S+: (\w+) needs ([\d.]+) GiB a device.*; what usually helps: (.+)"
+    r"cluster\.device_memory_gib=\S+: too small for the (\w+), which needs ([\d.]+) GiB per"
+    " device.*; to reduce memory use, try (.+)"
 )
 
 
@@ -445,7 +446,7 @@ def test_a_colocated_engine_can_sleep_where_the_trainer_needs_too_much() -> None
         "cluster.device_memory_gib=60",
     ]
     (problem,) = refused("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)
-    assert "trainer needs" in problem and "engine.sleep=true" in problem
+    assert "too small for the trainer, which needs" in problem and "engine.sleep=true" in problem
     assert (
         refused(
             "experiment=llama3_8b_grpo", "engine.batch_size=256", "engine.sleep=true", *smallest

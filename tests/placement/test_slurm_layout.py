@@ -147,55 +147,55 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         (
             ["actor.parallel.data=9"],
             (
-                "cluster.slurm.roles.trainer.nodes=null: 9 ranks do not go evenly on nodes of 8"
-                " devices"
+                "cluster.slurm.roles.trainer.nodes=null: 9 ranks cannot be distributed evenly"
+                " over nodes with 8 devices"
             ),
         ),
         (
             ["actor.parallel.data=4", f"{NODES}.trainer.nodes=3"],
-            "cluster.slurm.roles.trainer.nodes=3: 4 ranks do not go",
+            "cluster.slurm.roles.trainer.nodes=3: 4 ranks cannot be distributed",
         ),
         (
             ["actor.parallel.data=32", f"{NODES}.trainer.nodes=2"],
-            "cluster.slurm.roles.trainer.nodes=2: 32 ranks do not go",
+            "cluster.slurm.roles.trainer.nodes=2: 32 ranks cannot be distributed",
         ),
         (
             [f"{NODES}.critic.beside=critic"],
-            "cluster.slurm.roles.critic.beside=critic: name a role with nodes of its own",
+            "cluster.slurm.roles.critic.beside=critic: must be another role without `beside`",
         ),
         (
             [f"{NODES}.critic.beside=generator"],
             (
-                "roles.critic.beside=generator: the run has no such role; it has trainer, critic,"
-                " reward"
+                "roles.critic.beside=generator: the run has no such role; must be one of trainer,"
+                " critic, reward"
             ),
         ),
         (
             [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.nodes=1"],
-            "it runs on the nodes of trainer; leave",
+            "which places the role on the nodes of trainer; remove",
         ),
         (
             [f"{NODES}.critic.beside=trainer"],
-            "cluster.slurm.roles.trainer.devices=null: trainer shares its nodes",
+            "cluster.slurm.roles.trainer.devices=null: must list devices",
         ),
         (
             [f"{NODES}.trainer.devices=0-8"],
-            "cluster.slurm.roles.trainer.devices=0-8: allowed are different ones from 0 to 7",
+            "cluster.slurm.roles.trainer.devices=0-8: must be different devices from 0 to 7",
         ),
         (
             [f"{NODES}.trainer.devices=0-300000000000"],
             (
-                "cluster.slurm.roles.trainer.devices=0-300000000000: allowed are different ones"
+                "cluster.slurm.roles.trainer.devices=0-300000000000: must be different devices"
                 " from 0 to 7"
             ),
         ),
         (
             [f"{NODES}.trainer.devices=3-0"],
-            "cluster.slurm.roles.trainer.devices=3-0: allowed are different ones from 0 to 7",
+            "cluster.slurm.roles.trainer.devices=3-0: must be different devices from 0 to 7",
         ),
         (
             [f"{NODES}.trainer.devices=a"],
-            "cluster.slurm.roles.trainer.devices=a: allowed are numbers and ranges",
+            "cluster.slurm.roles.trainer.devices=a: must be a list of numbers and ranges",
         ),
         (
             [
@@ -203,13 +203,13 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
                 f"{NODES}.critic.devices='0'",
                 f"{NODES}.trainer.devices='0'",
             ],
-            "cluster.slurm.roles.critic.devices=0: device 0 is trainer's",
+            "cluster.slurm.roles.critic.devices=0: device 0 already belongs to trainer",
         ),
-        (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: allowed are minutes"),
+        (["cluster.slurm.time=soon"], "cluster.slurm.time=soon: must be minutes"),
         (["cluster.slurm.image=/nowhere.sqsh"], "cluster.slurm.image=/nowhere.sqsh: no such file"),
         (
             ["cluster.slurm.image='a b'"],
-            "cluster.slurm.image=a b: neither a file nor an image's name",
+            "cluster.slurm.image=a b: must be a file or the name of an image",
         ),
         (
             ["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/nowhere:/data]"],
@@ -217,14 +217,17 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         (
             ["cluster.slurm.image=a:1", "cluster.slurm.mounts=[/tmp]"],
-            "cluster.slurm.mounts: /tmp is not SOURCE:TARGET",
+            (
+                "cluster.slurm.mounts: expected SOURCE:TARGET[:FLAGS] with an absolute TARGET,"
+                " got /tmp"
+            ),
         ),
         (
             [*REPLICAS_OF_4, "actor.parallel.data=8", "cluster.devices_per_node=2"],
             (
-                "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must be on one"
+                "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must fit on one"
                 " node, but the trainer has 2 ranks on each of 4 nodes (cluster.devices_per_node);"
-                " give more ranks a node, or a size that divides 2"
+                " set more ranks per node, or a size that divides 2"
             ),
         ),
         (
@@ -255,7 +258,7 @@ def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> No
         "cluster.slurm.image='REGISTRY#NAME:1'",
         f"data.path={prompts}",
     )
-    assert f"data.path={prompts}: the container does not see it" in problems(*given)
+    assert f"data.path={prompts}: is not visible in the container" in problems(*given)
     assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
 
 
@@ -273,7 +276,7 @@ def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
         ("evaluation.path", prompts),
         ("reward.sources.judge.path", tmp_path / "judge"),
     ):
-        assert f"{key}={path}: the container does not see it" in told
+        assert f"{key}={path}: is not visible in the container" in told
 
 
 def test_a_replica_within_a_node_or_of_the_embedded_engine_is_not_refused() -> None:
@@ -323,5 +326,5 @@ def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> Non
 
 
 def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="9 ranks do not go evenly"):
+    with pytest.raises(ConfigError, match="9 ranks cannot be distributed evenly"):
         layout("actor.parallel.data=9")

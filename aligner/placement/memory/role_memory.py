@@ -165,7 +165,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
         phases = [
             replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases
         ]
-    return RoleMemory("trainer", tuple(phases) or (_held("publishing", states, 0),), host=host)
+    return RoleMemory("trainer", tuple(phases) or (_held("weight sync", states, 0),), host=host)
 
 
 def _with_engine(
@@ -179,7 +179,7 @@ def _with_engine(
         yield phase if asleep else replace(phase, engine=engine.weights, cache=engine.cache)
     # one that wakes to take new weights has no room for keys and values yet
     cache = 0 if asleep else engine.cache
-    yield replace(alone, name="publishing", engine=engine.weights + engine.transfer, cache=cache)
+    yield replace(alone, name="weight sync", engine=engine.weights + engine.transfer, cache=cache)
     yield replace(alone, engine=engine.weights, cache=engine.cache, activations=engine.work)
 
 
@@ -279,7 +279,7 @@ def _generator(config: Config, shape: ModelShape) -> RoleMemory:
     engine = engine_memory(config, shape)
     phases = (
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
-        Phase("publishing", cache=engine.cache, engine=engine.weights + engine.transfer),
+        Phase("weight sync", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
     kept = 0
     # what they are changes of
@@ -354,7 +354,12 @@ def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = Fa
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
-_HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+_HEADINGS = {
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "act.",
+    "cache": "KV",
+}
 """Of columns with longer names, so that the table fits into 80 characters."""
 GIB, _MIB = 2**30, 2**20
 
@@ -363,8 +368,8 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     """A line for each phase of each role, on the fullest of its devices."""
     limit = config.cluster.device_memory_gib
     unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
-    of = "" if limit is None else f" of {limit:g}"
-    title = f"memory of a device, {'GiB' if unit == GIB else 'MiB'}{of}"
+    of = "" if limit is None else f" (limit {limit:g})"
+    title = f"memory per device in {'GiB' if unit == GIB else 'MiB'}{of}"
     # Narrow, for it has many columns: without lines between them.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in ("role", "stage", "phase"):
@@ -408,9 +413,9 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
         parts = ((column, getattr(role.peak, column)) for column in COLUMNS[:-1])
         held = ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
         yield (
-            f"cluster.device_memory_gib={limit:g}: {role.role} needs {role.peak.total / GIB:.1f}"
-            f" GiB a device in {role.peak.name}{where}: {held}; what usually helps:"
-            f" {_what_helps(config, role.role)}"
+            f"cluster.device_memory_gib={limit:g}: too small for the {role.role}, which needs"
+            f" {role.peak.total / GIB:.1f} GiB per device during {role.peak.name}{where}: {held};"
+            f" to reduce memory use, try {_what_helps(config, role.role)}"
         )
 
 
