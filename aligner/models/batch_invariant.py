@@ -87,8 +87,8 @@ def require(shape: ModelShape) -> None:
     is found by trying."""
     if torch.get_num_threads() > 1:
         raise ConfigError(
-            f"engine.exact=true: {torch.get_num_threads()} threads share a product's sums, which"
-            " then hang on its size; give each rank one (OMP_NUM_THREADS=1)"
+            "engine.exact=true: requires one thread per rank, but torch uses"
+            f" {torch.get_num_threads()}; set the environment variable OMP_NUM_THREADS=1"
         )
     draw = torch.Generator().manual_seed(0)
     for inputs in {shape.hidden_size, shape.num_heads * shape.head_dim, shape.ffn_hidden_size}:
@@ -97,8 +97,9 @@ def require(shape: ModelShape) -> None:
         for rows in (1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 5, _PROBED // 2):
             if not torch.equal(linear(x[-rows:], weight), whole[-rows:]):
                 raise ConfigError(
-                    f"engine.exact=true: this machine's product of {rows} rows and {inputs} inputs"
-                    f" has other bits than these rows of a product of {_PROBED}; give false"
+                    f"engine.exact=true: on this machine a matmul of {rows} rows and {inputs}"
+                    " inputs is not batch-invariant: it differs from the same rows of a matmul of"
+                    f" {_PROBED} rows; set engine.exact=false"
                 )
     query, key, value = torch.randn(3, 1, 1, _PROBED, shape.head_dim, generator=draw)
     whole = attend(query, key, value, torch.ones(_PROBED, _PROBED, dtype=torch.bool).tril())
@@ -109,6 +110,7 @@ def require(shape: ModelShape) -> None:
             whole[:, :, last],
         ):
             raise ConfigError(
-                f"engine.exact=true: on this machine attention over {length} tokens has other bits"
-                f" than within {_PROBED}; give false"
+                f"engine.exact=true: on this machine attention over {length} tokens is not"
+                f" batch-invariant: it differs from the same tokens in a sequence of {_PROBED};"
+                " set engine.exact=false"
             )

@@ -52,8 +52,8 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     patterns = [*_SMALL, _WEIGHTS] if weights else _SMALL
-    why = "what is there lacks config.json, tokenizer.json" + (
-        " or files of its .safetensors" if weights else ""
+    why = "the cached files lack config.json, tokenizer.json" + (
+        " or .safetensors files" if weights else ""
     )
     for settings in (
         {"local_files_only": True},
@@ -68,10 +68,10 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
         except Exception as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise ConfigError(
-        f"{key}={name}: no such directory, not complete in the Hugging Face cache"
-        f" ({constants.HF_HUB_CACHE}), and it cannot be downloaded: {why}; where there is a network"
-        f" run `hf download {name}`, copy the directory that it prints, and give {key}=DIRECTORY,"
-        " or copy the cache and set HF_HUB_CACHE to it"
+        f"{key}={name}: is not a directory, is not complete in the Hugging Face cache"
+        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {why}; on a machine with"
+        f" network access run `hf download {name}`, copy the printed directory here and set"
+        f" {key}=DIRECTORY, or copy the whole cache and set HF_HUB_CACHE to it"
     )
 
 

@@ -191,7 +191,7 @@ def read_config(config: Any, origin: str) -> ModelShape:
     """
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"{origin}: a config.json is an object of entries, got {type(config).__name__}"
+            f"{origin}: config.json must be a JSON object, got {type(config).__name__}"
         )
     named = config.get("architectures") or ["<none>"]
     if not isinstance(named, list) or not isinstance(named[0], str):
@@ -211,17 +211,17 @@ def read_config(config: Any, origin: str) -> ModelShape:
         shape = _read_shape(architecture, entries, origin)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{origin}: a value is not of the type that a config.json has there: {error}"
+            f"{origin}: a value in config.json has the wrong type: {error}"
         ) from error
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
-            f"{origin}: {shape.num_heads} attention heads do not divide by {shape.num_kv_heads}"
-            " key-value heads"
+            f"{origin}: the number of attention heads, {shape.num_heads}, must be a multiple of"
+            f" the number of key-value heads, {shape.num_kv_heads}"
         )
     if shape.num_experts and shape.experts_per_token == 1 and shape.normalize_expert_weights:
         raise ConfigError(
-            f"{origin}: one expert a token, its weight scaled to one, leaves the router nothing to"
-            " learn from"
+            f"{origin}: one expert per token with normalized expert weights is not supported,"
+            " because the router would get no gradient"
         )
     return shape
 
@@ -239,7 +239,9 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         if default in (SIZE, REQUIRED) and config.get(key) is None
     ]
     if missing:
-        raise ConfigError(f"{origin}: the model's configuration lacks {', '.join(missing)}")
+        raise ConfigError(
+            f"{origin}: required entries of config.json are missing: {', '.join(missing)}"
+        )
     values = {attribute: config.get(key, default) for attribute, (key, default) in table.items()}
     for attribute, (key, default) in table.items():
         value = values[attribute]
@@ -258,7 +260,8 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
     if not values.get("head_dim"):
         if hidden % heads:
             raise ConfigError(
-                f"{origin}: a hidden size of {hidden} does not divide by {heads} attention heads"
+                f"{origin}: the hidden size, {hidden}, must be a multiple of the number of"
+                f" attention heads, {heads}"
             )
         values["head_dim"] = hidden // heads
     if architecture.is_rotary:
@@ -294,7 +297,9 @@ def _read_rope(config: Mapping[str, Any], fraction: float, origin: str) -> dict[
             f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
     if missing := [name for name in wanted if name not in rope]:
-        raise ConfigError(f"{origin}: rope scaling {kind} lacks {', '.join(missing)}")
+        raise ConfigError(
+            f"{origin}: rope scaling {kind}: required entries are missing: {', '.join(missing)}"
+        )
     if kind == "linear":
         scaling = RopeScaling("linear", float(rope["factor"]))
     elif kind == "llama3":

@@ -17,10 +17,7 @@ def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iter
     key."""
     yield from tensor_problems(key, layout.tensor, shape)
     if layout.sequence and layout.tensor == 1:
-        yield (
-            f"{key}.sequence=true: it cuts tokens over the tensor ranks, so it needs {key}.tensor"
-            " above 1"
-        )
+        yield f"{key}.sequence=true: requires {key}.tensor above 1"
     yield from _stages(key, layout, shape)
     yield from _experts(key, layout, shape)
 
@@ -30,8 +27,8 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
     if shape.num_experts and shape.ffn_hidden_size % layout.tensor:
         yield (
-            f"engine.parallel.tensor={layout.tensor}: the model's {shape.ffn_hidden_size}"
-            f" feed-forward rows of an expert do not divide by {layout.tensor}"
+            f"engine.parallel.tensor={layout.tensor}: must divide the {shape.ffn_hidden_size}"
+            " feed-forward rows of each expert"
         )
 
 
@@ -59,40 +56,40 @@ def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
     """What does not divide by a tensor-parallel size."""
     uneven = [f"{total} {what}" for what, total in _cut_dimensions(shape).items() if total % size]
     if uneven:
-        whole = ", ".join(f"{what} do not divide by {size}" for what in uneven)
         fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
-        yield f"{key}.tensor={size}: the model's {whole}; sizes that fit: {fitting}"
+        yield (
+            f"{key}.tensor={size}: must divide the model's {' and '.join(uneven)}; valid sizes:"
+            f" {fitting}"
+        )
 
 
 def _stages(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     layers, stages, chunks = shape.num_layers, layout.pipeline, layout.virtual_pipeline
     if chunks > 1:
         if stages == 1:
-            yield (
-                f"{key}.virtual_pipeline={chunks}: it interleaves pipeline stages, so it needs"
-                f" {key}.pipeline above 1"
-            )
+            yield f"{key}.virtual_pipeline={chunks}: requires {key}.pipeline above 1"
         elif layers % (stages * chunks):
             yield (
-                f"{key}.virtual_pipeline={chunks}: {layers} layers do not divide by {stages} stages"
-                f" x {chunks} chunks"
+                f"{key}.virtual_pipeline={chunks}: the model's {layers} layers must be a multiple"
+                f" of {stages} stages x {chunks} chunks"
             )
         if layout.last_stage_layers is not None:
             yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: an interleaved pipeline has"
-                " equal chunks"
+                f"{key}.last_stage_layers={layout.last_stage_layers}: is not supported with"
+                f" {key}.virtual_pipeline={chunks}, which requires chunks of equal size"
             )
     elif layout.last_stage_layers is not None and stages > 1:
         before, earlier = layers - layout.last_stage_layers, stages - 1
         if before < earlier or before % earlier:
             yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: it leaves {before} of the"
-                f" model's {layers} layers, which do not divide over the {earlier} stages before it"
+                f"{key}.last_stage_layers={layout.last_stage_layers}: leaves {before} of the"
+                f" model's {layers} layers, which cannot be split evenly over the {earlier}"
+                " earlier stages"
             )
     elif layers % stages:
         fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
         yield (
-            f"{key}.pipeline={stages}: {layers} layers do not divide by {stages}; sizes that fit:"
+            f"{key}.pipeline={stages}: must divide the model's {layers} layers; valid sizes:"
             f" {fitting}"
         )
 
@@ -101,26 +98,28 @@ def _experts(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[st
     if not shape.num_experts:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(layout, name) or 1) > 1:
-                yield f"{key}.{name}={size}: the model has no experts"
+                yield (
+                    f"{key}.{name}={size}: requires a mixture-of-experts model, but the model has"
+                    " no experts"
+                )
         return
     size, inside = layout.expert, layout.expert_tensor_size
     if shape.num_experts % size:
-        yield (
-            f"{key}.expert={size}: the model's {shape.num_experts} experts do not divide by {size}"
-        )
+        yield f"{key}.expert={size}: must divide the model's {shape.num_experts} experts"
     if shape.ffn_hidden_size % inside:
         yield (
-            f"{key}.expert_tensor={inside}: the model's {shape.ffn_hidden_size} feed-forward rows"
-            f" of an expert do not divide by {inside}"
+            f"{key}.expert_tensor={inside}: must divide the {shape.ffn_hidden_size} feed-forward"
+            " rows of each expert"
         )
     ranks = layout.tensor * layout.context * layout.data
     if ranks % (size * inside):
         yield (
-            f"{key}.expert={size} x expert_tensor={inside}: they do not divide the {ranks} ranks of"
-            f" a pipeline stage (tensor {layout.tensor} x context {layout.context} x data"
+            f"{key}.expert={size} x expert_tensor={inside}: must divide the {ranks} ranks of a"
+            f" pipeline stage (tensor {layout.tensor} x context {layout.context} x data"
             f" {layout.data})"
         )
     if layout.tensor > 1 and not layout.sequence:
         yield (
-            f"{key}.tensor={layout.tensor}: a mixture of experts needs {key}.sequence=true with it"
+            f"{key}.tensor={layout.tensor}: requires {key}.sequence=true for a mixture-of-experts"
+            " model"
         )

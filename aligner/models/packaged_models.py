@@ -52,7 +52,7 @@ def fetch_package(requirement: str) -> Path:
     """
     named = _REQUIREMENT.fullmatch(requirement)
     if named is None:
-        raise ConfigError(f"{requirement}: must be a package's NAME, or NAME==VERSION")
+        raise ConfigError(f"{requirement}: must be a package NAME or NAME==VERSION")
     target = _fetched() / re.sub(r"[-_.]+", "_", named[1].lower())
     started = start_directory(target)
     command = [
@@ -69,7 +69,7 @@ def fetch_package(requirement: str) -> Path:
     if done.returncode:
         shutil.rmtree(started)
         raise AlignerError(
-            f"{requirement} cannot be fetched:"
+            f"{requirement}: could not be fetched:"
             f" {done.stderr.strip() or f'exit code {done.returncode}'}"
         )
     finish_directory(started, target)
@@ -83,7 +83,7 @@ def _installer() -> list[str]:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
-        raise ConfigError("neither pip nor uv is here to fetch a package with; install one of them")
+        raise ConfigError("fetching a package requires pip or uv; install one of them")
     return [uv, "pip", "install", "--python", sys.executable]
 
 

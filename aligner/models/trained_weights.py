@@ -101,13 +101,14 @@ def frozen_names(
         }
         if not matched:
             raise ConfigError(
-                f"{key}: the pattern {pattern!r} matches no weight; there are {_examples(specs)}"
+                f"{key}: the pattern {pattern!r} matches no weight; examples of weight names:"
+                f" {_examples(specs)}"
             )
         frozen |= matched
     if frozen and len(frozen) == len(specs):
         raise ConfigError(
-            f"{key}: {', '.join(patterns)} freeze all of the model's {len(specs)} weights; nothing"
-            " is left to train"
+            f"{key}: {', '.join(patterns)} freeze all {len(specs)} weights of the model; at least"
+            " one weight must be trained"
         )
     _check_whole_parameters(specs, frozen, key)
     return frozenset(frozen)
@@ -126,8 +127,8 @@ def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str]
         left = [spec.name for spec in parts if spec.name not in frozen]
         if chosen and left:
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(left)} not, but they"
-                " are one parameter; freeze all of them, or none"
+                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(left)} would not, but"
+                " they are parts of one parameter; freeze all of them or none"
             )
         # megatron-core's product with a frozen weight gives the bias that it adds no gradient.
         bias = fused.get(parameter.removesuffix("weight") + "bias", [])
@@ -138,6 +139,6 @@ def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str]
         ):
             raise ConfigError(
                 f"{key}: {', '.join(chosen)} would be frozen and"
-                f" {', '.join(spec.name for spec in bias)} not; freeze the biases of query, key and"
-                " value with the weights"
+                f" {', '.join(spec.name for spec in bias)} would not; freeze the biases of"
+                " query, key and value together with the weights"
             )

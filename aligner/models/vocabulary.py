@@ -40,12 +40,18 @@ def vocabulary_difference(
     if not others:
         return None
     shown = ", ".join(
-        f"{id} ({written[id]!r} and {known.get(id, 'nothing')!r})" for id in sorted(others)[:_SHOWN]
+        f"{id} (policy {written[id]!r}, this model {_token_text(known, id)})"
+        for id in sorted(others)[:_SHOWN]
     )
     return (
-        f"{len(others)} of the policy's {len(written)} token ids mean something else to it, as"
-        f" {shown}"
+        f"{len(others)} of the policy's {len(written)} token ids are different tokens in its"
+        f" tokenizer, for example {shown}"
     )
+
+
+def _token_text(vocabulary: Mapping[int, str], id: int) -> str:
+    """The token of an id in quotes; `no token` for an id that the vocabulary lacks."""
+    return repr(vocabulary[id]) if id in vocabulary else "no token"
 
 
 def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
@@ -57,4 +63,6 @@ def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
     if (
         difference := vocabulary_difference(read_vocabulary(policy), read_vocabulary(directory))
     ) is not None:
-        raise ConfigError(f"{key}={directory}: {difference}; give one with the policy's tokenizer")
+        raise ConfigError(
+            f"{key}={directory}: {difference}; set a model with the policy's tokenizer"
+        )

@@ -119,10 +119,10 @@ def test_an_older_configuration_reads_like_a_new_one():
         ),
         (
             {"rope_parameters": {"rope_type": "llama3"}},
-            "rope scaling llama3 lacks factor, low_freq_factor",
+            "rope scaling llama3: required entries are missing: factor, low_freq_factor",
         ),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
-        ({"hidden_size": None}, "the model's configuration lacks hidden_size"),
+        ({"hidden_size": None}, "required entries of config.json are missing: hidden_size"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, message):
@@ -136,7 +136,7 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
 def test_what_is_no_configuration_is_refused_as_such(content):
     with pytest.raises(
         ConfigError,
-        match=r"^here: a config\.json is an object of entries, got (list|str|int|NoneType)$",
+        match=r"^here: config\.json must be a JSON object, got (list|str|int|NoneType)$",
     ):
         read_config(content, "here")
 

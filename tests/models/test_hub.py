@@ -80,7 +80,7 @@ def test_where_there_is_no_network_it_is_told_what_to_do(
     done = find(tmp_path, "org/absent", **environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert (
-        "model.path=org/absent: no such directory, not complete in the Hugging Face cache"
+        "model.path=org/absent: is not a directory, is not complete in the Hugging Face cache"
         f" ({tmp_path})" in done.stderr
     )
     assert "run `hf download org/absent`" in done.stderr and "HF_HUB_CACHE" in done.stderr

@@ -38,28 +38,40 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
 @pytest.mark.parametrize(
     ("shape", "layout", "message"),
     [
-        (DENSE, {"tensor": 3}, "actor.parallel.tensor=3: the model's 4 attention heads"),
-        (DENSE, {"sequence": True}, "sequence=true: it cuts tokens over the tensor ranks"),
-        (DENSE, {"virtual_pipeline": 2}, "virtual_pipeline=2: it interleaves pipeline stages"),
+        (
+            DENSE,
+            {"tensor": 3},
+            "actor.parallel.tensor=3: must divide the model's 4 attention heads",
+        ),
+        (DENSE, {"sequence": True}, "sequence=true: requires actor.parallel.tensor above 1"),
+        (
+            DENSE,
+            {"virtual_pipeline": 2},
+            "virtual_pipeline=2: requires actor.parallel.pipeline above 1",
+        ),
         (
             DENSE,
             {"pipeline": 2, "virtual_pipeline": 3},
-            "8 layers do not divide by 2 stages x 3 chunks",
+            "8 layers must be a multiple of 2 stages x 3 chunks",
         ),
         (
             DENSE,
             {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2},
-            "an interleaved pipeline has equal chunks",
+            "which requires chunks of equal size",
         ),
-        (DENSE, {"expert": 2, "data": 2}, "expert=2: the model has no experts"),
-        (EXPERTS, {"expert": 3, "data": 3}, "expert=3: the model's 4 experts do not divide by 3"),
-        (EXPERTS, {"expert": 2}, "do not divide the 1 ranks of a pipeline stage"),
+        (DENSE, {"expert": 2, "data": 2}, "expert=2: requires a mixture-of-experts model"),
+        (EXPERTS, {"expert": 3, "data": 3}, "expert=3: must divide the model's 4 experts"),
+        (EXPERTS, {"expert": 2}, "must divide the 1 ranks of a pipeline stage"),
         (
             EXPERTS,
             {"tensor": 2, "sequence": True, "expert_tensor": 5},
-            "expert_tensor=5: the model's 24 feed-forward rows",
+            "expert_tensor=5: must divide the 24 feed-forward rows of each expert",
         ),
-        (EXPERTS, {"tensor": 2}, "a mixture of experts needs actor.parallel.sequence=true"),
+        (
+            EXPERTS,
+            {"tensor": 2},
+            "requires actor.parallel.sequence=true for a mixture-of-experts model",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
