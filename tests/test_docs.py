@@ -4,6 +4,7 @@ they make a site."""
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import group_options
+from aligner.rewards.judge_ledger import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import schema_keys
 from aligner.version import __version__
 
@@ -135,6 +137,97 @@ def test_what_settings_of_other_systems_are_called_here_exists() -> None:
         else:
             assert key in keys or key == "reward.sources", name
             assert not value or not keys[key].choices or value in keys[key].choices, name
+
+
+METRIC_MODULES = (
+    "aligner/algorithms/evaluation_scores.py",
+    "aligner/rewards/judge_ledger.py",
+    "aligner/training",
+)
+"""Files and directories that write metrics under their complete names."""
+STATISTIC_MODULES = (
+    "aligner/algorithms/distillation.py",
+    "aligner/algorithms/losses.py",
+    "aligner/algorithms/offline_losses.py",
+    "aligner/algorithms/online_algorithm.py",
+    "aligner/algorithms/online_losses.py",
+    "aligner/algorithms/preference_losses.py",
+    "aligner/megatron/optimizer.py",
+    "aligner/megatron/policy.py",
+    "aligner/megatron/runner.py",
+)
+"""Files that return statistics of an optimizer step; the trainer adds a prefix such as `policy/`."""
+NOT_METRICS = {
+    *("cispo", "clip", "copg", "cross_entropy", "dpo", "reinforce"),  # names of losses
+    *("constant", "sum"),  # aggregations of a loss
+    *("token", "sequence"),  # levels of ratios
+    *("denominator", "temperature", "weights"),  # arguments of functions
+    *("eps", "chunk_tokens"),  # settings of optimizers and of log-probs
+    *("entropies", "logprobs"),  # tensors
+}
+"""Keys of dictionaries in these files that are not metrics."""
+BUILT_METRICS = {
+    *("reward/p10", "reward/p50", "reward/p90"),
+    *("throughput/samples_per_s", "throughput/tokens_per_s"),
+    *(f"judge/{count}" for count in JUDGE_COUNTS),
+}
+"""Names that the code builds from parts, so that they are no literals."""
+
+
+def metric_names() -> set[str]:
+    """Collect the metric names in the code: complete ones, and `/NAME` for statistics."""
+    names = set()
+    for file in python_files(METRIC_MODULES):
+        for node in ast.walk(ast.parse(file.read_text())):
+            for text in string_starts(node):
+                if re.fullmatch(r"[a-z_]+/[a-z_]+@?", text):
+                    names.add(text)
+            is_phase = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase"
+            if is_phase:
+                names |= {f"time/{text}" for text in strings_below(node.args[0])}
+    for file in python_files(STATISTIC_MODULES):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names |= {f"/{key}" for key in written_keys(node) if key not in NOT_METRICS}
+    return names
+
+
+def python_files(places: tuple[str, ...]) -> list[Path]:
+    """List the Python files of some files and directories."""
+    paths = [REPOSITORY / place for place in places]
+    return [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
+
+
+def string_starts(node: ast.AST) -> list[str]:
+    """Return a string literal, or the text before the first field of an f-string."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return string_starts(node.values[0])
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def strings_below(node: ast.AST) -> list[str]:
+    """Return all string literals of an expression."""
+    return [text for each in ast.walk(node) for text in string_starts(each)]
+
+
+def written_keys(node: ast.AST) -> list[str]:
+    """Return the string keys that a dictionary display or an assignment to a subscript writes."""
+    if isinstance(node, ast.Dict):
+        return [text for key in node.keys if key is not None for text in string_starts(key)]
+    if isinstance(node, ast.Assign):
+        targets = [target for target in node.targets if isinstance(target, ast.Subscript)]
+        return [text for target in targets for text in string_starts(target.slice)]
+    return []
+
+
+def test_metrics_page_names_every_metric() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    named = set(re.findall(r"`([^`\s]+)`", page))
+    statistics = {f"/{name.partition('/')[2]}" for name in named if "/" in name}
+    # A number or a name is appended to some: `staleness/share_N`, `eval/pass@1`.
+    starts = {re.sub("(_to_N|N|[A-Z]{2,}|[0-9]+)$", "", name) for name in named}
+    names = metric_names() | BUILT_METRICS
+    assert len(names) > 100
+    assert not names - named - statistics - starts
 
 
 def test_changelog_starts_with_the_installed_version() -> None:
