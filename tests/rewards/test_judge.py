@@ -327,8 +327,8 @@ def test_a_refusal_is_told_at_once_without_the_key(
         assert "secret" not in repr(told.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
         monkeypatch.setenv("TEST_JUDGE_KEY", "sk\nsecret")
         for name, problem in (
-            ("TEST_JUDGE_KEY", "is no key"),
-            ("TEST_NO_KEY", "there is no such variable"),
+            ("TEST_JUDGE_KEY", "does not hold a valid API key"),
+            ("TEST_NO_KEY", "the environment variable is not set"),
         ):
             with pytest.raises(
                 ConfigError, match=rf"reward.judge_key_variable={name}: .*{problem}"

@@ -19,12 +19,12 @@ def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("{", "cannot be read"),
-        ('{"gain": 1}', r'must hold .* got {"gain": 1}'),
-        ('{"gain": 1, "bias": NaN}', "both finite"),
-        ('{"gain": true, "bias": 0}', "both finite"),
-        ('{"gain": 1e400, "bias": 0}', "both finite"),
-        ('{"gain": 1, "bias": 1' + "0" * 400 + "}", "both finite"),
-        ('{"gain": -1, "bias": 0}', "gain is -1, must be above 0"),
+        ('{"gain": 1}', 'must contain .* got {"gain": 1}'),
+        ('{"gain": 1, "bias": NaN}', "with finite numbers"),
+        ('{"gain": true, "bias": 0}', "with finite numbers"),
+        ('{"gain": 1e400, "bias": 0}', "with finite numbers"),
+        ('{"gain": 1, "bias": 1' + "0" * 400 + "}", "with finite numbers"),
+        ('{"gain": -1, "bias": 0}', "gain=-1: must be above 0"),
     ],
 )
 def test_a_broken_file_is_refused_by_name_before_anything_starts(
