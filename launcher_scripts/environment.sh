@@ -1,11 +1,11 @@
-# What a run reads from the environment. Copy, edit, and name the copy in ALIGNER_ENVIRONMENT.
+# Environment variables that a run reads. Copy this file, edit the copy, and set ALIGNER_ENVIRONMENT to its path.
 
-# Where converted models are kept; the user's cache directory when unset.
+# Directory of the cache, such as converted models; by default in the user's cache directory.
 # export ALIGNER_CACHE=/path/with/room
 
-# No colors in messages.
+# Print messages without colors.
 # export NO_COLOR=1
 
-# The launcher sets these for every rank, and overrides what is set here:
+# The launcher sets these variables for every rank and overrides values that are set here:
 #   RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 #   OMP_NUM_THREADS MKL_NUM_THREADS GOMP_SPINCOUNT TOKENIZERS_PARALLELISM

@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
-# What works on a GPU of a Slurm cluster, as a table: gpu_check.sh [flags of python -m benchmarks.gpu_check], in a checkout that
-# its nodes see. The cluster is described as for submit_slurm.sh.
+# Check on a GPU node of a Slurm cluster which parts of aligner work, and print a table:
+#
+#   gpu_check.sh [options of python -m benchmarks.gpu_check]
+#
+# Run it in a checkout on a file system that the nodes share. ALIGNER_CLUSTER names a file that describes the cluster, as for
+# submit_slurm.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

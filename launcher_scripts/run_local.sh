@@ -8,5 +8,5 @@ if [[ $# -lt 1 ]]; then
 fi
 # shellcheck source=environment.sh
 source "${ALIGNER_ENVIRONMENT:-$(dirname "${BASH_SOURCE[0]}")/environment.sh}"
-# exec: signals to this script are signals to the launcher.
+# exec replaces the shell with the launcher, so the launcher receives the signals that are sent to this script.
 exec aligner launch "experiment=$1" "${@:2}"

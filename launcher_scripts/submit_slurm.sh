@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Queue a run as a Slurm job: submit_slurm.sh EXPERIMENT [key=value ...]
-# The cluster is described in a file of shell variables, such as clusters/example_h100.sh, that ALIGNER_CLUSTER names.
+# Submit a run as a Slurm job: submit_slurm.sh EXPERIMENT [key=value ...]
+#
+# ALIGNER_CLUSTER is the path of a file of shell variables that describe the cluster, such as clusters/example_h100.sh.
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -13,7 +14,7 @@ source "${ALIGNER_ENVIRONMENT:-$here/environment.sh}"
 # shellcheck source=clusters/example_h100.sh
 source "$ALIGNER_CLUSTER"
 
-# In Hydra's quotes: a backslash counts there only before a quote.
+# Quote a value for Hydra, in which a backslash is an escape character only before a quote.
 quoted() {
     printf "'%s'" "$(sed -E "s/(\\\\*)'/\\1\\1\\\\'/g; s/(\\\\*)\$/\\1\\1/" <<<"$1")"
 }
