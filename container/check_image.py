@@ -1,9 +1,11 @@
-"""Whether an image has what its roles need, at versions that fit together: `check_image.py
-trainer|server [HELD]`.
+"""Check that an image contains the packages that its roles import, at compatible versions.
 
-Run at the end of a build, so that a base image that does not fit fails there and not on the
-cluster. HELD is what `pins.py` wrote: no build step may have replaced any of it. With `--no-gpu`
-the packages that only the GPU image has are not asked for.
+    check_image.py trainer|server [HELD] [--no-gpu]
+
+The build of each image ends with this check, so an unsuitable base image fails at build time and
+not on the cluster. HELD is the constraints file that `pins.py` wrote; the check fails if a build
+step replaced one of the packages in it. With `--no-gpu`, packages that only the GPU image contains
+are not required.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from pins import installed, pinned
 
-# TensorRT-LLM, transformer-engine and apex load the driver when they are imported, and a build has
-# none: they are looked up.
+# TensorRT-LLM, transformer-engine and apex load the GPU driver when they are imported. An image
+# build has no driver, so these packages are located without an import.
 GPU_PACKAGES = ("tensorrt_llm", "transformer_engine", "apex", "ray")
 GPU_VERSIONS = {"tensorrt-llm": "1.2."}
 VERSIONS = {"megatron-core": "0.16.", "numpy": "1.", "hydra-core": "1.3."}
-"""What versions must begin with; numpy below 2 is nvidia-pytriton's bound, kept everywhere."""
+"""Required version prefix of each package. nvidia-pytriton requires numpy below 2; all roles use
+the same bound."""
 EVERYWHERE = (
     *(
         "torch",
@@ -52,31 +55,47 @@ OF_TARGET = {"trainer": ("aligner.launcher.local",), "server": ("pytriton.triton
 
 
 def problems(target: str, held: Mapping[str, str], *, gpu: bool) -> Iterator[str]:
-    """One line for each thing that does not fit."""
+    """Yield one message for each missing or incompatible package."""
     has = installed()
     for name, beginning in {**VERSIONS, **(GPU_VERSIONS if gpu else {})}.items():
-        version = has.get(name, "missing")
+        version = has.get(name, "not installed")
         if not version.startswith(beginning):
-            yield f"{name} is {version}; {beginning}* is needed"
+            yield f"{name} is {version}; requires {beginning}*"
     for name, version in held.items():
         if name in has and has[name] != version:
-            yield f"{name} {version} was to stay, and is {has[name]} now"
+            yield f"{name} is {has[name]}, but HELD pins {version}; a build step replaced it"
     for name in GPU_PACKAGES if gpu else ():
         if importlib.util.find_spec(name) is None:
-            yield f"{name} is not there; the base image brings all but ray"
+            remedy = (
+                "install the extra tensorrt_llm"
+                if name == "ray"
+                else "use a TensorRT-LLM release image as BASE_IMAGE"
+            )
+            yield f"{name} is not installed; {remedy}"
     for name in (*EVERYWHERE, *OF_TARGET[target]):
         try:
             importlib.import_module(name)
-        except Exception as error:  # a package that does not fit another fails in its own way
+        except Exception as error:  # an incompatible package can raise any exception
             yield f"{name} cannot be imported: {type(error).__name__}: {error}"
 
 
 def main() -> int:
-    """Print what does not fit; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=sorted(OF_TARGET))
-    parser.add_argument("held", nargs="?", type=Path, help="name==version a line")
-    parser.add_argument("--no-gpu", action="store_true")
+    """Print the problems of this environment; return 1 if there are any, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", choices=sorted(OF_TARGET), help="image to check")
+    parser.add_argument(
+        "held",
+        nargs="?",
+        type=Path,
+        help="constraints file of pins.py, one name==version per line",
+    )
+    parser.add_argument(
+        "--no-gpu",
+        action="store_true",
+        help="do not require the packages that only the GPU image contains",
+    )
     given = parser.parse_args()
     held = pinned(given.held.read_text()) if given.held else {}
     found = list(problems(given.target, held, gpu=not given.no_gpu))

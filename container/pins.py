@@ -1,10 +1,14 @@
-"""What pip is to install into an image: `pins.py HELD REQUIREMENTS EXTRA…` writes both files,
-beside pyproject.toml.
+"""Write the requirements and constraints files with which pip installs aligner into an image.
 
-What the base image has stays as it is (HELD lists it, and is a constraint): TensorRT-LLM fits its
-own versions alone. Of the project's dependencies and the extras named, REQUIREMENTS lists those
-that it lacks, at the versions of constraints.txt, and HELD those versions for what they need in
-turn.
+    pins.py HELD REQUIREMENTS EXTRA…
+
+Run it in the directory of pyproject.toml and constraints.txt; it writes HELD and REQUIREMENTS.
+
+- REQUIREMENTS lists the dependencies of the project and of the given extras that the base image
+  lacks, at the versions of constraints.txt.
+- HELD is a constraints file: the versions that the base image contains, and the versions of
+  constraints.txt for all other packages. It keeps pip from replacing packages of the base image,
+  because TensorRT-LLM works only with the versions that it was built with.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from pathlib import Path
 
 import tomllib
 
-# PEP 440's, for an image need not have packaging.
+# A version according to PEP 440. Written here because an image need not contain `packaging`.
 _VERSION = re.compile(
     r"v?([0-9]+!)?[0-9]+(\.[0-9]+)*"
     r"([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?[0-9]*)?"
@@ -29,12 +33,12 @@ _VERSION = re.compile(
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as packaging compares it."""
+    """Return the normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed() -> dict[str, str]:
-    """Versions of all that this environment has."""
+    """Return the version of each distribution in this environment, by normalized name."""
     return {
         canonical(found.metadata["Name"]): found.version
         for found in distributions()
@@ -43,7 +47,7 @@ def installed() -> dict[str, str]:
 
 
 def pinned(constraints: str) -> dict[str, str]:
-    """Versions that a constraints file pins."""
+    """Return the versions that a constraints file pins, by normalized name."""
     lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
     return {
         canonical(name): version
@@ -52,7 +56,12 @@ def pinned(constraints: str) -> dict[str, str]:
 
 
 def wanted(project: Mapping[str, object], extras: Sequence[str]) -> list[str]:
-    """Names that the project depends on, with some extras, as pyproject.toml has it."""
+    """Return the names of the dependencies of a project and of some of its extras.
+
+    Args:
+        project: The table `project` of pyproject.toml.
+        extras: Names of extras.
+    """
     table: Mapping[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
     lines = [*project["dependencies"], *(line for extra in extras for line in table[extra])]  # type: ignore[misc]
     return [canonical(re.match(r"[\w.-]+", line)[0]) for line in lines]  # type: ignore[index]
@@ -61,15 +70,22 @@ def wanted(project: Mapping[str, object], extras: Sequence[str]) -> list[str]:
 def plan(
     has: Mapping[str, str], pins: Mapping[str, str], names: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What holds, and what is to be installed of the pins. Raises SystemExit for a dependency
-    without a pin.
+    """Return the constraints and the requirements of an image, as versions by package name.
 
-    Nothing holds a package of the base image whose version is none of PEP 440's, such as Debian's
-    `1.7build1`: one such line, and pip refuses the whole file.
+    A package of the base image whose version does not follow PEP 440, such as Debian's
+    `1.7build1`, is not constrained: pip rejects a whole file for one such line.
+
+    Args:
+        has: Versions of the packages in the base image.
+        pins: Versions of constraints.txt.
+        names: Dependencies that the image needs.
+
+    Raises:
+        SystemExit: If a dependency is neither in the base image nor pinned.
     """
     lacking = [name for name in names if name not in has]
     if unpinned := [name for name in lacking if name not in pins]:
-        sys.exit(f"constraints.txt has no version of {', '.join(unpinned)}; pin it there")
+        sys.exit(f"constraints.txt: no version of {', '.join(unpinned)}; add a pin")
     holds = {
         name: version for name, version in {**pins, **has}.items() if _VERSION.fullmatch(version)
     }
@@ -77,7 +93,7 @@ def plan(
 
 
 def main(held: Path, requirements: Path, *extras: str) -> None:
-    """Write both files."""
+    """Write the constraints file `held` and the requirements file."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     holds, missing = plan(
         installed(), pinned(Path("constraints.txt").read_text()), wanted(project, extras)

@@ -100,7 +100,7 @@ def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
         and held["pydantic"] == PINS["pydantic"]
     )
     assert missing["nvidia-pytriton"] == "0.7.0" and "torch" not in missing
-    with pytest.raises(SystemExit, match=r"constraints\.txt has no version of torch"):
+    with pytest.raises(SystemExit, match=r"constraints\.txt: no version of torch"):
         plan({}, {}, ["torch"])
 
 
@@ -203,11 +203,13 @@ def test_the_check_names_all_that_does_not_fit(tmp_path: Path) -> None:
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert re.fullmatch(
-        r"trainer image: hydra-core 1\.3\.0 was to stay, and is 1\.3\.\d+ now", lines[1]
+        r"trainer image: hydra-core is 1\.3\.\d+, but HELD pins 1\.3\.0; a build step replaced it",
+        lines[1],
     ), lines
-    assert "trainer image: tensorrt-llm is missing; 1.2.* is needed" in lines
+    assert "trainer image: tensorrt-llm is not installed; requires 1.2.*" in lines
     assert (
-        "trainer image: transformer_engine is not there; the base image brings all but ray" in lines
+        "trainer image: transformer_engine is not installed; use a TensorRT-LLM release image as"
+        " BASE_IMAGE" in lines
     )
 
 
@@ -239,6 +241,6 @@ def test_where_no_daemon_answers_the_script_that_builds_says_so_and_builds_nothi
     )
     assert (done.returncode, done.stdout) == (69, "")
     assert (
-        done.stderr
-        == "no-such-engine: no daemon answers on this machine, so that no image was built\n"
+        done.stderr == "no-such-engine: the container engine does not respond on this machine;"
+        " no image was built\n"
     )
