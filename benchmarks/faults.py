@@ -170,7 +170,7 @@ def run_disturbed(
                     done.append((fault, launch.steps))
                     ends = fault if fault.group == "launcher" else None
             run = launch.finish(timeout_s, _ORPHANS_S)
-        restarts += run.out.count("; starting ")
+        restarts += run.out.count("; restarting ")
         wrote = next((fault for fault, _ in reversed(done) if fault.action == "write"), None)
         if (
             ends is None

@@ -1,4 +1,4 @@
-"""Whole runs, started as a user does; nothing of them stays, and two can be compared."""
+"""Helpers that launch whole runs, as a user does, and compare their results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finished:
 
     def report(self) -> str:
         """What a failed assertion should show."""
-        restarts = "".join(f"{line}\n" for line in self.out.splitlines() if "; starting " in line)
+        restarts = "".join(f"{line}\n" for line in self.out.splitlines() if "; restarting " in line)
         return f"exit code {self.code}\n{restarts}{self.error}\n{_logs(self.paths)}"
 
 
@@ -166,7 +166,7 @@ class Launch:
             self._launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"the launcher still ran after {timeout_s:g} s\n{_logs(self.paths)}"
+                f"the launcher did not exit within {timeout_s:g} s\n{_logs(self.paths)}"
             ) from None
         deadline = time.monotonic() + orphans_s * (self._launcher.returncode < 0)
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -175,14 +175,16 @@ class Launch:
         for file in (self._out, self._error):
             file.seek(0)
             told.append(file.read())
-        assert not left, f"processes outlived the launcher: {left}\n{told[1]}"
+        assert not left, f"processes still run after the launcher exited: {left}\n{told[1]}"
         return Finished(self.paths, self._launcher.returncode, *told)
 
     def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.has_ended and not condition():
-                raise AssertionError(f"the launcher ended before {what}\n{self.finish(1).report()}")
+                raise AssertionError(
+                    f"the launcher exited before {what}\n{self.finish(1).report()}"
+                )
             assert time.monotonic() < deadline, (
                 f"no {what} within {timeout_s:g} s\n{_logs(self.paths)}"
             )

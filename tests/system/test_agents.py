@@ -150,7 +150,7 @@ def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_ki
         run = launch.finish(200)
         assert launch.processes() == []
     assert run.code == 0, run.report()
-    assert run.out.count("; starting ") == len(RANKS), run.report()
+    assert run.out.count("; restarting ") == len(RANKS), run.report()
     assert_identical(run, beside)
 
 

@@ -100,7 +100,7 @@ def test_killed_agent_endpoint_keeps_the_weights(
         run = launch.finish(250)
         assert launch.processes() == []
     assert run.code == 0, run.report()
-    assert run.out.count("; starting ") == 2
+    assert run.out.count("; restarting ") == 2
     assert_identical(run, beside)
 
 

@@ -54,7 +54,7 @@ def test_a_worker_of_vllm_that_is_killed_is_replaced_and_the_run_goes_on(tmp_pat
         run = launch.finish(400)
         assert run.code == 0, run.report()
         assert "generator" in "".join(
-            line for line in run.out.splitlines() if "; starting " in line
+            line for line in run.out.splitlines() if "; restarting " in line
         ), run.report()
         assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 8
         assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
