@@ -32,7 +32,7 @@ def new_experiment(parsed: argparse.Namespace) -> None:
     }
     if there := [str(file) for file in files if file.exists()]:
         raise ConfigError(
-            f"{', '.join(there)}: already exists and is not overwritten; give another directory"
+            f"{', '.join(there)}: existing files are not overwritten; give another directory"
         )
     try:
         for file, text in files.items():

@@ -173,7 +173,7 @@ def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty:
     done = aligner(directory, "launch", *asked, "cluster=my_slurm", "--dry-run")
     assert done.returncode == 0 and "#SBATCH --partition=gpu" in done.stdout, done.stderr
     done = aligner(empty, "new", "mine")
-    assert done.returncode == 2 and "already exists and is not overwritten" in done.stderr
+    assert done.returncode == 2 and "existing files are not overwritten" in done.stderr
 
 
 def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(empty: Path) -> None:
