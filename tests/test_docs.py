@@ -18,6 +18,7 @@ from aligner.config.compose import group_options
 from aligner.rewards.judge_ledger import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import schema_keys
 from aligner.version import __version__
+from aligner.view.metric_descriptions import describe_metric
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -228,6 +229,13 @@ def test_metrics_page_names_every_metric() -> None:
     names = metric_names() | BUILT_METRICS
     assert len(names) > 100
     assert not names - named - statistics - starts
+
+
+def test_viewer_describes_every_metric() -> None:
+    histograms = {"response/drawn", "response/learned"}  # one plot with its own description
+    names = (metric_names() | BUILT_METRICS) - histograms
+    complete = [f"policy{name}" if name.startswith("/") else name for name in names]
+    assert [name for name in complete if not describe_metric(name)] == []
 
 
 def test_changelog_starts_with_the_installed_version() -> None:

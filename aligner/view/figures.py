@@ -19,6 +19,7 @@ from aligner.observability.trace import (
     step_bounds,
     steps_window,
 )
+from aligner.view.metric_descriptions import describe_metric
 from aligner.view.shown_text import printable
 
 Metrics = Sequence[Mapping[str, float]]
@@ -51,7 +52,7 @@ _ACTIVITIES = {
 _OTHER = "#b4bac2"
 _FRESH, _STALE = (156, 195, 230), (176, 86, 143)
 _SHARE = "staleness/share_"
-_LENGTHS = {"response/drawn_to_": "drawn", "response/learned_to_": "learned from"}
+_LENGTHS = {"response/drawn_to_": "generated", "response/learned_to_": "trained on"}
 _OWN_PLOTS = (*_LENGTHS, _SHARE)
 _SECONDS = "seconds"  # no metric: those have a / in their names
 _POINTS, _BARS = 1000, 200
@@ -74,6 +75,8 @@ class Plot:
     group: str = OVERVIEW
     about: str = ""
     """The names of its metrics, which a search finds."""
+    description: str = ""
+    """One sentence that explains what the plot shows."""
 
     def content(self) -> dict[str, Any]:
         """JSON values."""
@@ -90,6 +93,8 @@ class Panel:
     logarithmic: bool = False
     is_share: bool = False
     """Whether its values are parts of a whole, from 0 to 1."""
+    description: str = ""
+    """One sentence that explains the plot; empty: the description of its first metric."""
 
 
 def _held_out(metric: str, *prefixes: str) -> dict[str, str]:
@@ -106,64 +111,84 @@ PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel(
         "reward_quantiles",
-        "Reward, quantiles of a step",
+        "Reward quantiles",
         {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)},
+        description="10th, 50th and 90th percentile of the scores of a step.",
     ),
     Panel(
         "kl",
-        "KL to the reference, nats a response",
+        "KL to the reference (nats per response)",
         {"kl/reference": "KL", "eval/reference_kl": "evaluation"},
     ),
-    Panel("length", "Response length, tokens", {"response/length": "mean"}),
+    Panel("length", "Response length (tokens)", {"response/length": "mean"}),
     Panel(
         "responses",
-        "Responses",
-        {"response/ended_fraction": "ended", "rollout/kept_fraction": "kept"},
+        "Complete and kept responses (fraction)",
+        {"response/ended_fraction": "complete", "rollout/kept_fraction": "kept"},
         is_share=True,
+        description=(
+            "Complete: ended before the length limit. Kept: has a score and was kept by dynamic"
+            " sampling."
+        ),
     ),
     Panel(
         "pairs",
-        "Pairs a step",
-        {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without"},
+        "Preference pairs per step",
+        {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without a pair"},
     ),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
     Panel("loss", "Loss", _held_out("loss", "sft", "dpo", "reward_model")),
-    Panel("accuracy", "Accuracy on pairs", _held_out("accuracy", "dpo", "reward_model", "policy")),
+    Panel(
+        "accuracy", "Accuracy (fraction)", _held_out("accuracy", "dpo", "reward_model", "policy")
+    ),
     Panel(
         "margin",
-        "Margin of the chosen over the rejected",
+        "Reward margin, chosen minus rejected",
         _held_out("margin", "dpo", "reward_model", "policy"),
     ),
     Panel("score", "Evaluation: score", {"eval/score": "score"}),
     Panel(
         "pass",
-        "Evaluation: pass rate and win rate",
+        "Evaluation: pass rate and win rate (fraction)",
         {f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}
         | {"eval/win_rate": "win rate", "eval/judge_win_rate": "judged win rate"},
+        description=(
+            "pass@k: at least one of k responses passes. Win rate: the response scores above the"
+            " reference."
+        ),
     ),
     Panel(
         "perplexity",
-        "Evaluation: the initial model's perplexity",
+        "Evaluation: perplexity under the initial model",
         {"eval/reference_perplexity": "perplexity"},
     ),
-    Panel("entropy", "Entropy of the policy, nats a token", {"policy/entropy": "entropy"}),
-    Panel("approx_kl", "KL of an update", {"policy/approx_kl": "old to new policy"}),
-    Panel("clipped", "Clipped share", _CLIPPED, is_share=True),
+    Panel("entropy", "Entropy of the policy (nats per token)", {"policy/entropy": "entropy"}),
+    Panel(
+        "approx_kl", "KL of the updates (nats per token)", {"policy/approx_kl": "old to new policy"}
+    ),
+    Panel(
+        "clipped",
+        "Clipped tokens (fraction)",
+        _CLIPPED,
+        is_share=True,
+        description="Tokens whose policy ratio, value or importance weight is clipped.",
+    ),
     Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
-    Panel("explained", "Explained variance of returns", {"value/explained_variance": "values"}),
+    Panel("explained", "Explained variance of the critic", {"value/explained_variance": "values"}),
     Panel(
         "mismatch",
-        "Mismatch of engine and trainer",
-        {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "behavior KL"},
+        "Mismatch of engine and trainer (nats per token)",
+        {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "KL"},
         logarithmic=True,
+        description="Difference of the engine's and the trainer's log-probs, and its KL.",
     ),
     Panel(
         "staleness",
-        "Staleness, weight versions",
+        "Staleness (weight versions)",
         {"staleness/mean": "mean", "staleness/max": "maximum"},
     ),
-    Panel("throughput", "Tokens a second", {"throughput/tokens_per_s": "tokens/s"}),
+    Panel("throughput", "Throughput (tokens per second)", {"throughput/tokens_per_s": "tokens/s"}),
 )
 
 
@@ -198,34 +223,44 @@ def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
                 note,
                 group=group,
                 about=" ".join(panel.metrics),
+                description=panel.description or describe_metric(next(iter(panel.metrics))),
             )
 
 
 def metric_plots(metrics: Metrics) -> Iterator[Plot]:
     """A run's curves, staleness, lengths, and where the steps' time went."""
     yield from curves({"": metrics})
-    for key, title, whole, prefix, draw in (
+    for key, title, description, whole, prefix, draw in (
         (
             "staleness_shares",
-            "Tokens by staleness, weight versions",
+            "Tokens by staleness (weight versions)",
+            "Percentage of the trained tokens by the age of the weights that generated them.",
             "staleness/max",
             _SHARE,
             _staleness_shares,
         ),
-        ("step_time", "Seconds a step", "time/step", "time/", _step_times),
+        (
+            "step_time",
+            "Step time by phase (seconds)",
+            "Phases of trainer rank 0.",
+            "time/step",
+            "time/",
+            _step_times,
+        ),
     ):
         shown, together = thinned(
             _with_every(prefix, [record for record in metrics if whole in record]), _BARS
         )
         note = f"each bar is the mean of {together} steps" if together > 1 else ""
         if shown:
-            yield Plot(key, title, *draw(shown), note, about=prefix)
+            yield Plot(key, title, *draw(shown), note, about=prefix, description=description)
     if any(key.startswith(tuple(_LENGTHS)) for record in metrics for key in record):
         yield Plot(
             "lengths",
-            "Responses of the whole run by length, tokens",
+            "Response lengths over the whole run",
             *_length_counts(metrics),
             about="response/length",
+            description="A smaller count of trained responses means that some were left out.",
         )
 
 
@@ -239,7 +274,8 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
         [step for step, (start, _) in step_bounds(spans).items() if step > 0 and start >= begin]
     )
     note = (
-        f"busy share of the last {steps} steps, a mean over each role's ranks; waiting is not busy"
+        f"busy time in the last {steps} steps, mean over the ranks of each role; waiting is not"
+        " counted"
     )
     yield Plot(
         "utilization",
@@ -415,8 +451,11 @@ def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
         traces.append(
             {"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}}
         )
-    axis = {"title": {"text": "tokens"}, "type": "category"}
-    return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, "xaxis": axis}
+    axes = {
+        "xaxis": {"title": {"text": "response length (tokens)"}, "type": "category"},
+        "yaxis": {"title": {"text": "responses"}},
+    }
+    return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, **axes}
 
 
 def _stacked(
@@ -505,7 +544,7 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
         "xaxis": {"range": [0, (end - begin) / 1e6], "title": {"text": "seconds"}},
         "yaxis": {**_ROWS_AXIS, "categoryorder": "array", "categoryarray": rows[::-1]},
     }
-    note = f"{left_out} more ranks are left out" if left_out else ""
+    note = f"{left_out} more ranks are not shown" if left_out else ""
     return Plot("timeline", "Timeline of the last steps", traces, layout, note, wide=True)
 
 

@@ -43,8 +43,8 @@ _PROMPT_SORT_NAMES = {
     "-last_step": "newest",
     "-mean": "highest mean score",
     "mean": "lowest mean score",
-    "-spread": "largest deviation",
-    "spread": "smallest deviation",
+    "-spread": "largest standard deviation",
+    "spread": "smallest standard deviation",
     "-samples": "most samples",
 }
 _MOST_RUNS, _MOST_TROUBLE = 8, 50
@@ -104,7 +104,7 @@ class Pages:
         if column not in _SORTS:
             raise HTTPException(
                 400,
-                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, or with a - before it",
+                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, optionally after a -",
             )
         runs = [run.overview() for run in self._index.runs()]
         text = wanted["q"].lower()
@@ -151,7 +151,7 @@ class Pages:
         """What pages are made of."""
         file = STATIC / request.path_params["name"]
         if file not in list(STATIC.iterdir()):
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, "no such file")
         return FileResponse(file)
 
     @_of_run
@@ -213,7 +213,7 @@ class Pages:
         name = request.query_params.get("file", files[0].name if files else "")
         file = next((each for each in files if each.name == name), None)
         if files and file is None:
-            raise HTTPException(404, f"{name}: the run has no such log")
+            raise HTTPException(404, f"{name}: this run has no such log")
         lines, before = log_end(file) if file is not None else ([], 0)
         return self._run_page(
             "logs.html", run, "Logs", files=files, file=name, lines=lines, before=before
@@ -279,7 +279,7 @@ class Pages:
         step, row = request.path_params["step"], request.path_params["row"]
         tokens = SampleTable(run.paths).tokens(step, row)
         if tokens is None:
-            raise HTTPException(404, f"the tokens of step {step} are not kept any more")
+            raise HTTPException(404, f"the token data of step {step} is no longer stored")
         return JSONResponse(_finite(token_columns(tokens)))
 
     @_of_run
@@ -323,7 +323,7 @@ class Pages:
     def _run(self, key: str) -> ViewedRun:
         run = self._index.run(key)
         if run is None:
-            raise HTTPException(404, "there is no such run, or not any more")
+            raise HTTPException(404, "this run does not exist, or its directory was deleted")
         return run
 
     def _named(self, request: Request) -> dict[str, ViewedRun]:
@@ -332,7 +332,7 @@ class Pages:
             :_MOST_RUNS
         ]
         if len(runs) < 2:
-            raise HTTPException(400, "mark two runs or more to compare them")
+            raise HTTPException(400, "select at least two runs to compare")
         names = [run.overview().name for run in runs]
         twice = {name for name in names if names.count(name) > 1}
         return {
@@ -344,7 +344,7 @@ class Pages:
         table = SampleTable(run.paths)
         sample = table.sample(request.path_params["step"], request.path_params["row"])
         if sample is None:
-            raise HTTPException(404, "there is no such sample, or not any more")
+            raise HTTPException(404, "this sample does not exist, or it is no longer stored")
         return table, sample
 
     def _run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:
@@ -357,7 +357,7 @@ def problem(request: Request, error: Exception) -> Response:
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, HTTPException | AlignerError | OSError):
         message = f"{type(error).__name__}: {message}"
-    title = {404: "Not found", 400: "This cannot be shown"}.get(status, "This cannot be read")
+    title = {404: "Not found", 400: "Invalid request"}.get(status, "Cannot read the run")
     return HTMLResponse(render("problem.html", title=title, message=message), status)
 
 

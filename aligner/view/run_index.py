@@ -202,7 +202,7 @@ def _settings(path: Path) -> tuple[Config, str]:
             own.get("date")
         )
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AlignerError(f"{path}: is not a run's configuration: {error}") from error
+        raise AlignerError(f"{path}: not the configuration of a run: {error}") from error
 
 
 def _time(date: Any) -> str:

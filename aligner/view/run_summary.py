@@ -19,8 +19,8 @@ _BEFORE_AND_AFTER = {
     "reward/mean": ("reward", "{:.3f}"),
     **{f"{trainer}/loss": ("loss", "{:.3f}") for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": ("accuracy", "{:.3f}") for trainer in ("dpo", "reward_model")},
-    "kl/reference": ("KL to the reference", "{:.3f}"),
-    "response/length": ("response length", "{:.1f}"),
+    "kl/reference": ("KL to reference (nats)", "{:.3f}"),
+    "response/length": ("response tokens", "{:.1f}"),
 }
 _EVALUATED = {
     "eval/pass@1": "pass@1",
@@ -67,14 +67,14 @@ def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, 
             found.append((label, f"{now[key]:.3f}", f"from {then[key]:.3f}"))
     if (seconds := window_mean(last, "time/step")) is not None:
         total = sum(record.get("time/step", 0.0) for record in steps)
-        found.append(("seconds a step", f"{seconds:.2f}", f"{total:,.0f} s in all"))
+        found.append(("seconds per step", f"{seconds:.2f}", f"{total:,.0f} s in total"))
     if (rate := window_mean(last, "throughput/tokens_per_s")) is not None:
-        found.append(("tokens a second", f"{rate:,.0f}", f"last {len(last)} steps"))
+        found.append(("tokens per second", f"{rate:,.0f}", f"last {len(last)} steps"))
     if mismatches := [
         record["mismatch/logprob_abs"] for record in steps if "mismatch/logprob_abs" in record
     ]:
         found.append(
-            ("largest mismatch", f"{max(mismatches):.1e}", "log-probs, engine and trainer")
+            ("largest mismatch", f"{max(mismatches):.1e}", "nats, engine vs. trainer log-probs")
         )
     return found
 

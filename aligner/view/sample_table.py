@@ -92,7 +92,7 @@ class SampleTable:
         column = sort.removeprefix("-")
         if column not in SORTS:
             raise AlignerError(
-                f"sort={sort}: must be one of {', '.join(SORTS)}, or with a - before it"
+                f"sort={sort}: must be one of {', '.join(SORTS)}, optionally after a -"
             )
         if (
             self.has_all
@@ -120,7 +120,7 @@ class SampleTable:
         """The same of prompts: what was scored of each, and the place of its newest sample."""
         if sort.removeprefix("-") not in PROMPT_SORTS:
             raise AlignerError(
-                f"sort={sort}: must be one of {', '.join(PROMPT_SORTS)}, or with a - before it"
+                f"sort={sort}: must be one of {', '.join(PROMPT_SORTS)}, optionally after a -"
             )
         condition, values = wanted.condition()
         order = (
@@ -249,7 +249,7 @@ class SampleTable:
                 return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
         except duckdb.Error as error:
             raise AlignerError(
-                f"{self._root}: its samples cannot be read: {str(error).splitlines()[0]}"
+                f"{self._root}: cannot read the samples: {str(error).splitlines()[0]}"
             ) from error
 
 

@@ -36,13 +36,13 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     require_packages("aligner report")
     if not run.is_dir():
         raise ConfigError(
-            f"{run}: no such directory; give a run directory, as `aligner launch` prints it first"
+            f"{run}: no such directory; give a run directory, whose path `aligner launch` prints"
         )
     paths = RunPaths(run.absolute())
     config = load_config(paths.config)
     target = run / paths.report.name if output is None else output
     if not target.parent.is_dir():
-        raise ConfigError(f"--output {target}: there is no directory {target.parent}")
+        raise ConfigError(f"--output {target}: no such directory: {target.parent}")
     with asked_for(target):
         spans = write_trace(paths) if os.access(run, os.W_OK) else read_spans(paths)
         write_file(target, page(config, paths, spans))

@@ -9,13 +9,13 @@ from typing import Any
 LONGEST_TEXT, LONGEST_LINE = 100_000, 4_000
 _KEPT = frozenset("\n\t")
 _DIFFERENCES = {
-    "engine \N{MINUS SIGN} trainer": ("engine_logprob", "trainer_logprob"),
-    "trainer \N{MINUS SIGN} reference": ("trainer_logprob", "reference_logprob"),
+    "engine \N{MINUS SIGN} trainer log-prob": ("engine_logprob", "trainer_logprob"),
+    "trainer \N{MINUS SIGN} reference log-prob": ("trainer_logprob", "reference_logprob"),
 }
 _NAMES = {
-    "engine_logprob": "log-prob, engine",
-    "trainer_logprob": "log-prob, trainer",
-    "reference_logprob": "log-prob, reference",
+    "engine_logprob": "engine log-prob",
+    "trainer_logprob": "trainer log-prob",
+    "reference_logprob": "reference log-prob",
     "advantage": "advantage",
     "entropy": "entropy",
     "version": "weight version",
@@ -42,7 +42,7 @@ def printable(text: str, limit: int = LONGEST_TEXT) -> str:
             c if c.isprintable() or c in _KEPT else c.encode("unicode_escape").decode()
             for c in shown
         )
-    return shown + (f" … {len(text) - limit} characters more" if len(text) > limit else "")
+    return shown + (f" … {len(text) - limit} more characters" if len(text) > limit else "")
 
 
 def turns(messages: str | None) -> list[Turn]:
@@ -105,7 +105,6 @@ def token_columns(tokens: Mapping[str, Any]) -> dict[str, Any]:
         if any(None not in pair for pair in pairs):
             columns[name] = [None if a is None or b is None else a - b for a, b in pairs]
     if "drawn" in columns:
-        # by the environment, not drawn
-        columns["given"] = [int(not value) for value in columns.pop("drawn")]
+        columns["from environment"] = [int(not value) for value in columns.pop("drawn")]
     texts = [printable(text or "") for text in tokens.get("text") or ()]
     return {"id": tokens.get("token_id") or [], "text": texts, "columns": columns}

@@ -91,7 +91,8 @@ class _Gate:
         if self._fits(request.cookies.get(self._cookie, "")):
             return None
         return PlainTextResponse(
-            "The key is missing or wrong: open the whole link that `aligner view` has printed.\n",
+            "The access key is missing or wrong. Open the complete link that `aligner view`"
+            " printed.\n",
             403,
         )
 

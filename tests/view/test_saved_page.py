@@ -121,8 +121,8 @@ def test_the_tokens_of_every_step_add_up_whichever_staleness_it_lacks(
 
 def test_a_length_at_which_responses_are_lost_is_seen(run: RunPaths) -> None:
     drawn, learned = named(metric_plots(read_metrics(run.metrics)), "lengths").traces
-    assert (drawn["name"], drawn["x"], drawn["y"]) == ("drawn", ["2", "5-8"], [45, 30])
-    assert (learned["name"], learned["x"], learned["y"]) == ("learned from", ["2", "5-8"], [45, 0])
+    assert (drawn["name"], drawn["x"], drawn["y"]) == ("generated", ["2", "5-8"], [45, 30])
+    assert (learned["name"], learned["x"], learned["y"]) == ("trained on", ["2", "5-8"], [45, 0])
 
 
 def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_is_no_run_or_has_no_place_is_refused_by_name(
     with pytest.raises(ConfigError, match=r"config\.yaml: no such configuration file"):
         write_report(tmp_path)
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
-    with pytest.raises(ConfigError, match=r"--output .*: there is no directory"):
+    with pytest.raises(ConfigError, match=r"--output .*page\.html: no such directory: .*missing"):
         write_report(paths.root, tmp_path / "missing" / "page.html")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"folder: cannot be written: Is a directory"):

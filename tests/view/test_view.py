@@ -190,7 +190,7 @@ def test_runs_are_listed_with_their_state_sorted_and_filtered(
     }
     whole = viewer.get("/").text
     assert re.findall(r'class="badge (\w+)"', whole).count("finished") == 2
-    assert "trainer rank 0: out of memory" in whole and "is not a run&#39;s configuration" in whole
+    assert "trainer rank 0: out of memory" in whole and "not the configuration of a run" in whole
     assert (
         set(paths_of(viewer.get("/?q=FAIL")))
         == set(paths_of(viewer.get("/?state=failed")))
@@ -199,7 +199,7 @@ def test_runs_are_listed_with_their_state_sorted_and_filtered(
     assert next(iter(paths_of(viewer.get("/?sort=step")))) == "failed"
     assert list(paths_of(viewer.get("/?sort=-step")))[-1] == "damaged"  # of which none is known
     assert viewer.get("/?sort=__class__").status == 400
-    assert "None of the 4 runs is like that" in viewer.get("/?q=nothing").text
+    assert "None of the 4 runs matches the filter" in viewer.get("/?q=nothing").text
 
 
 def test_every_metric_has_a_curve_with_steps_and_time(
@@ -211,6 +211,7 @@ def test_every_metric_has_a_curve_with_steps_and_time(
     assert band["fill"] == "toself" and len(line["y"]) == 30
     assert line["x"][:3] == [1, 2, 3] and line["seconds"][:3] == [1.5, 3, 4.5]
     assert plots["odd/metric"]["group"] == "odd" and plots["reward"]["about"] == "reward/mean"
+    assert plots["reward"]["description"] == "Mean score of the samples, before shaping."
     assert (
         viewer.get(f"{pages['finished']}/curves.json", If_None_Match=answer.headers["etag"]).status
         == 304
@@ -235,7 +236,7 @@ def test_keys_that_were_chosen_are_marked_and_values_are_those_of_the_command_li
     changed = dict(
         re.findall(r'<th scope="row" class="code">(.*?)</th><td class="code">(.*?)</td>', page)
     )
-    marked = {re.sub("<.*", "", key).strip(): ">chosen<" in key for key in changed}
+    marked = {re.sub("<.*", "", key).strip(): ">automatic<" in key for key in changed}
     assert marked["run.steps"] and not marked["algorithm.whiten_advantages"]
     assert changed["algorithm.whiten_advantages"] == "false"
     assert "run.chosen" not in marked and "model.config" not in marked
@@ -283,8 +284,11 @@ def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str
         "two of 100%",
     ]
     assert rows(viewer.get(f"{samples}?sort=-score"))[0] == "deux"
-    assert "not drawn a sample yet" in viewer.get(f"{pages['damaged']}/samples").text
-    assert "No sample is like that" in viewer.get(f"{samples}?q=' OR 1=1 --".replace(" ", "+")).text
+    assert "has not generated any samples yet" in viewer.get(f"{pages['damaged']}/samples").text
+    assert (
+        "No sample matches the filter"
+        in viewer.get(f"{samples}?q=' OR 1=1 --".replace(" ", "+")).text
+    )
     assert (
         viewer.get(f"{samples}?least=x").status == 400
         and viewer.get(f"{samples}?page=1e99").status == 400
@@ -304,7 +308,9 @@ def test_a_sample_is_shown_with_its_turns_scores_and_tokens(
     assert "calculator" in page and "{&#34;x&#34;: &#34;1+2&#34;}" in page
     assert "judge/clarity" in page and "-0.250" in page and "&#34;answer&#34;: &#34;1&#34;" in page
     tokens = viewer.get(f"{pages['finished']}/samples/4/0/tokens.json").json()
-    assert tokens["text"] == ["it", "is", "one", "at", "4"] and tokens["columns"]["given"] == [
+    assert tokens["text"] == ["it", "is", "one", "at", "4"] and tokens["columns"][
+        "from environment"
+    ] == [
         1,
         0,
         0,
@@ -313,18 +319,18 @@ def test_a_sample_is_shown_with_its_turns_scores_and_tokens(
     ]
     assert set(tokens["columns"]) == {
         *(
-            "log-prob, engine",
-            "log-prob, trainer",
-            "log-prob, reference",
+            "engine log-prob",
+            "trainer log-prob",
+            "reference log-prob",
             "advantage",
             "weight version",
-            "given",
+            "from environment",
         ),
-        *("engine \N{MINUS SIGN} trainer", "trainer \N{MINUS SIGN} reference"),
+        *("engine \N{MINUS SIGN} trainer log-prob", "trainer \N{MINUS SIGN} reference log-prob"),
     }
-    assert tokens["columns"]["engine \N{MINUS SIGN} trainer"] == [1.0] * 5
+    assert tokens["columns"]["engine \N{MINUS SIGN} trainer log-prob"] == [1.0] * 5
     assert (
-        "tokens of step 1 are not kept any more"
+        "token data of step 1 is no longer stored"
         in viewer.get(f"{pages['finished']}/samples/1/0").text
     )
     assert viewer.get(f"{pages['finished']}/samples/1/0/tokens.json").status == 404
@@ -354,7 +360,7 @@ def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(
     viewer: Viewer, pages: dict[str, str]
 ) -> None:
     page = viewer.get(f"{pages['failed']}/samples")
-    assert len(rows(page)) <= 1 and "kept a few samples of some steps only" in page.text
+    assert len(rows(page)) <= 1 and "stored only a few samples of some steps" in page.text
     assert viewer.get(f"{pages['failed']}/samples/1/0").status in (200, 404)
 
 
@@ -364,9 +370,7 @@ def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(
     # without colours
     assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text
     log = viewer.get(f"{pages['finished']}/logs").text
-    assert (
-        "all is well" in log and "first line" not in log and "bytes before it are left out" in log
-    )
+    assert "all is well" in log and "first line" not in log and "bytes are not shown" in log
     for name in ("../config.yaml", "/etc/hostname", "linked.log", "%2e%2e/config.yaml"):
         assert viewer.get(f"{pages['failed']}/logs?file={name}").status == 404
     health = viewer.get(f"{pages['failed']}/health").text
@@ -421,14 +425,14 @@ def test_a_damaged_or_missing_run_has_a_page_that_says_so(
         assert answer.status == 500 and "config.yaml" in answer.text
     assert (
         viewer.get("/runs/none").status == 404
-        and "there is no such run" in viewer.get("/runs/none").text
+        and "this run does not exist" in viewer.get("/runs/none").text
     )
 
 
 def test_what_a_run_adds_is_seen_while_it_goes_on(tmp_path: Path) -> None:
     with serving(tmp_path) as viewer:
         viewer.open()
-        assert "No run is here yet" in viewer.get("/").text
+        assert "No runs yet" in viewer.get("/").text
         paths = begin(tmp_path / "new", "experiment=tiny_ppo", name="new")
         page = paths_of(viewer.get("/"))["new"]
         assert viewer.get(f"{page}/curves.json").json() == []

@@ -107,7 +107,7 @@ def test_the_keyboard_reaches_everything_and_its_place_is_seen(
             "[data-inspector]"
         )
         assert page.inner_text(".legend").split() == ["-2", "0"]  # the largest of five
-        page.select_option(".tokens select", label="given")
+        page.select_option(".tokens select", label="from environment")
         assert page.inner_text(".legend").split() == ["0", "1"]
 
 

@@ -1,11 +1,11 @@
-// What pages do in the browser: plots drawn and redrawn, parts that go on with the run, tokens coloured.
+// Browser side of the pages: plots, live updates while the run trains, and token colors.
 "use strict";
 
 const POLL_MS = 3000;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 async function load(source) {
-  // A saved page holds its data; a page that is served asks for it.
+  // A saved report contains its data; a served page requests it.
   const kept = [...document.querySelectorAll("script[data-source]")].find((each) => each.dataset.source === source);
   if (kept) return kept.textContent;
   const answer = await fetch(source, { cache: "no-cache" });
@@ -36,7 +36,7 @@ function tracesOf(plot, settings) {
     const raw = { ...shown, mode: "lines", opacity: 0.25, showlegend: false, hoverinfo: "skip" };
     return [raw, { ...shown, mode: "lines", y: smoothed(trace.y, settings.smoothing) }];
   });
-  return [traces, byTime ? `${name} in steps` : "step"];
+  return [traces, byTime ? `training time (${name})` : "step"];
 }
 
 function layoutOf(plot, horizontal) {
@@ -103,7 +103,7 @@ function plotsOf(section) {
     target.setAttribute("aria-label", plot.title);
     figure.dataset.key = plot.key;
     title.append(" ", note);
-    figure.append(title, target);
+    figure.append(title, ...(plot.description ? [element("p", plot.description, "soft", "about")] : []), target);
     groupOf(plot.group).append(figure);
     cards.set(plot.key, { figure, target, note, visible: false });
     watcher.observe(figure);
@@ -111,11 +111,11 @@ function plotsOf(section) {
   };
   const filter = () => {
     for (const card of cards.values()) {
-      card.figure.hidden = !`${card.plot.title} ${card.plot.about}`.toLowerCase().includes(settings.search);
+      card.figure.hidden = !`${card.plot.title} ${card.plot.about} ${card.plot.description}`.toLowerCase().includes(settings.search);
     }
     for (const group of groups.children) group.hidden = [...group.lastChild.children].every((figure) => figure.hidden);
     const none = [...groups.children].every((group) => group.hidden);
-    if (cards.size) empty.textContent = "No metric is called so.";
+    if (cards.size) empty.textContent = "No metric matches the search.";
     empty.hidden = !none || !empty.textContent;
   };
   const refresh = async () => {
@@ -143,7 +143,7 @@ function plotsOf(section) {
   return refresh;
 }
 
-// Parts of the page that change while the run goes on
+// Parts of the page that change while the run trains
 
 function liveOf(region) {
   toEnd(region);
