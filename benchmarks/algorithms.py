@@ -1,18 +1,18 @@
-"""What every online algorithm makes of `experiment=arithmetic`: greedy pass@1 on held-out sums,
-before and after.
+"""Train `experiment=arithmetic` with every online algorithm and compare greedy pass@1 on held-out
+sums before and after training.
 
-All start from one supervised model, trained once and cached. A run must gain `--gain` within
-`--minutes`, its start-up included; exits 1 unless all do.
+All runs start from the same SFT model, which is trained once and cached. The exit code is 1 unless
+every run gains at least `--gain` pass@1 within `--minutes`, including start-up.
 
-`--off-policy` is another study, in the small, after "Asynchronous RLHF" (Noukhovitch et al. 2024,
-section 3): the samples of N minibatches are drawn at once, so that the last update of a step is N -
-1 updates off-policy, at the same number of samples and updates in all. `--figure FILE.svg` draws it
-(needs matplotlib: the figures extra).
+`--off-policy` runs a small version of the off-policy study in "Asynchronous RLHF" (Noukhovitch et
+al. 2024, section 3). The samples of N minibatches are generated at once, so the last update of a
+step is N - 1 updates off-policy; the total numbers of samples and updates stay the same.
+`--figure FILE.svg` plots the result (requires matplotlib; install the extra figures).
 
-`--beside` is a third: the engine on a device of its own, in turn and beside training, with samples
-up to `--staleness` versions old, whose age the loss accounts for, or does not (`--uncorrected`). It
-exits 1 unless the mean over `--seeds` of every algorithm that does is within 0.05 of its mean in
-turn.
+`--beside` compares synchronous and asynchronous training with the engine on separate devices. The
+maximum staleness of samples is each value of `--staleness`, in weight versions. The loss corrects
+for staleness; `--uncorrected` also runs without the correction. The exit code is 1 unless the mean
+pass@1 over `--seeds` of every corrected algorithm is within 0.05 of its synchronous mean.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
         xscale="log",
         xticks=counts,
         xticklabels=counts,
-        xlabel="N: minibatches a generation",
+        xlabel="N: minibatches per generation phase",
         ylabel="greedy pass@1",
     )
     axes.legend()
@@ -221,35 +221,40 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--algorithms", nargs="+", metavar="NAME", help="all online ones, or those of a study"
+        "--algorithms", nargs="+", metavar="NAME", help="algorithms to run (all of the study)"
     )
     parser.add_argument(
-        "--gain", type=float, default=0.25, help="pass@1 that a run must gain (0.25)"
+        "--gain", type=float, default=0.25, help="minimum gain in pass@1 of each run (0.25)"
     )
-    parser.add_argument("--minutes", type=float, default=4.0, help="in which it must (4)")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="time limit of each run in minutes (4)"
+    )
     parser.add_argument(
         "--off-policy", action="store_true", help="run the off-policy study instead"
     )
     parser.add_argument(
-        "--beside", action="store_true", help="run the study of generation beside training instead"
+        "--beside", action="store_true", help="run the study of asynchronous training instead"
     )
     parser.add_argument(
         "--staleness",
         nargs="+",
         type=int,
         default=STALENESS,
-        help="in which samples may be so old (0 1 4)",
+        help="values of rollout.max_staleness in the asynchronous study (0 1 4)",
     )
     parser.add_argument(
-        "--uncorrected", action="store_true", help="and without accounting for it, too"
+        "--uncorrected", action="store_true", help="also run without the correction for staleness"
     )
     parser.add_argument(
-        "--updates", type=int, default=96, help="optimizer steps of a run of the study (96)"
+        "--updates",
+        type=int,
+        default=96,
+        help="optimizer steps of each run of the off-policy study (96)",
     )
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each point of the study (1)")
-    parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the study")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds of a study (1)")
+    parser.add_argument("--first-seed", type=int, default=1, help="first seed (1)")
+    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="plot the off-policy study")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     parsed = parser.parse_args()
     seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
     timeout_s = 60 * max(parsed.minutes, 1) * 3  # a first run trains the start too
@@ -272,7 +277,7 @@ def main() -> int:
         if parsed.json:
             print(json.dumps(row), flush=True)
     if not parsed.json:
-        Console().print(table(rows, f"{EXPERIMENT}, greedy, held-out sums"))
+        Console().print(table(rows, f"{EXPERIMENT}: greedy pass@1 on held-out sums"))
     if parsed.figure:
         draw(rows, parsed.figure)
     if parsed.beside:

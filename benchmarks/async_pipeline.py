@@ -1,12 +1,14 @@
-"""How near generation beside training comes to the slower of the two.
+"""Compare the step time of asynchronous training with the slower of generation and training.
 
-Runs of one configuration, the engine on devices of its own: in turn (`rollout.max_staleness=0`) and
-beside training (1, and what else `--max-staleness` says). On two CPU cores the trainer has one and
-the generator the other. `ideal_s` is the longer of the two phases as measured in turn, each alone:
-generation, and the rest of the step but for the publish. Three workloads differ in how long the
-responses are and how many: long ones take generation long, many take training long. Means over the
-steps, the first three and the last left out. With `--repeats` the runs take turns, and the medians
-of their figures are told: machines are not equally fast at all times.
+The same configuration runs with the engine on separate devices, synchronously
+(`rollout.max_staleness=0`) and asynchronously (each value of `--max-staleness`). On two CPU cores
+the trainer uses one core and the generator the other. `ideal_s` is the longer of two phases of the
+synchronous run: generation, or the rest of the step without weight sync.
+
+The three workloads differ in the number and length of responses: long responses make generation
+the slower phase, many responses make training the slower phase. Figures are means over the steps,
+without the first three and the last. With `--repeats`, synchronous and asynchronous runs alternate
+and the figures are medians, because the speed of a machine varies over time.
 """
 
 from __future__ import annotations
@@ -108,7 +110,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--bound", nargs="+", choices=BOUND, default=[*BOUND], help="workloads (all)"
+        "--bound",
+        nargs="+",
+        choices=BOUND,
+        default=[*BOUND],
+        help="workloads, named after the slower phase (all)",
     )
     parser.add_argument(
         "--max-staleness",
@@ -116,11 +122,11 @@ def main() -> int:
         nargs="+",
         default=[1],
         metavar="K",
-        help="a run each beside training (1)",
+        help="maximum staleness of each asynchronous run (1)",
     )
-    parser.add_argument("--steps", type=int, default=16, help="steps of a run (16)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind (1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a comparison")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each run (16)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each configuration (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per comparison")
     parsed = parser.parse_args()
     for bound in parsed.bound:
         for found in measure(bound, parsed.max_staleness, parsed.steps, parsed.repeats):

@@ -1,18 +1,22 @@
-"""How fast one device is: a training step, decoding, weights to an engine beside the trainer, and a
-whole step of GRPO.
+"""Measure the speed of one device: a training step, decoding, weight sync, and a GRPO step.
 
-    python -m benchmarks.device --json                     # a GPU of 80 GB
+    python -m benchmarks.device --json                     # a GPU with 80 GB
     python -m benchmarks.device --model tiny --json        # any machine
 
-A line each, with the device's name. `train` is a policy-gradient step (`tokens_per_s`) of a 1B
-model and of eight layers of an 8B one: `flops_share` is what its products and causal attention have
-to compute, over the device's dense bf16 peak, `products_share` the time of the linear layers' and
-the head's products alone, over the step's, and `expected_gib` what docs/memory.md counts, beside
-the peak that torch saw. `decode` is the embedded engine with an 8B model; `bandwidth_share` is the
-time in which the device could read the weights and the keys and values once, over a decoding
-step's. `publish` copies the weights into an engine of the same process. `grpo` is a launch. Shares
-are null for a device whose peaks are not known here. Random weights; medians of --repeats, with the
-least and the most.
+Each line has the name of the device and the figures of one part and model:
+
+- `train`: a policy-gradient step of a 1B model and of eight layers of an 8B model. `flops_share` is
+  the model FLOP utilization: the FLOP/s of GEMMs and causal attention as a share of the device's
+  dense bf16 peak. `products_share` is the time of the GEMMs of the linear layers and the output
+  layer alone, as a share of the step time. `peak_gib` is the peak memory that torch allocated, and
+  `expected_gib` the estimate that docs/memory.md describes.
+- `decode`: the embedded engine with an 8B model. `bandwidth_share` is the time in which the device
+  can read the weights and the KV cache once, as a share of the time of a decode step.
+- `publish`: weight sync to an engine in the same process.
+- `grpo`: whole steps of `aligner launch` with GRPO.
+
+Shares are null if the peak of the device is not known to this script. Weights are random. Figures
+are medians of `--repeats` measurements, with minimum (`_least`) and maximum (`_most`).
 """
 
 from __future__ import annotations
@@ -220,42 +224,54 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (everything)"
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (all)"
     )
     parser.add_argument(
         "--model",
         choices=sorted(MODELS),
-        help="for every part, instead of those that fit a GPU of 80 GB",
+        help="model of every part (by default models that fit a GPU with 80 GB)",
     )
     parser.add_argument(
         "--rows",
         type=int,
         default=8,
-        help="rows of a training step, and prompts of one of GRPO (8)",
+        help="sequences of a training step, and prompts of a GRPO step (8)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="of each row of a training step (2048)"
+        "--tokens", type=int, default=2048, help="tokens of each sequence of a training step (2048)"
     )
     parser.add_argument(
-        "--micro-batch-tokens", type=int, default=8192, help="of training, in GRPO too (8192)"
+        "--micro-batch-tokens",
+        type=int,
+        default=8192,
+        help="tokens of a micro-batch in training and GRPO (8192)",
     )
     parser.add_argument(
         "--batches",
         type=int,
         nargs="+",
         default=BATCHES,
-        help="responses decoded at a time (16 64 256)",
+        help="batch sizes of decoding (16 64 256)",
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="where responses are drawn (128)"
+        "--prompt-tokens",
+        type=int,
+        default=PROMPT_TOKENS,
+        help="tokens of each prompt in decode and grpo (128)",
     )
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each response (128)")
-    parser.add_argument("--samples", type=int, default=8, help="a prompt of GRPO's (8)")
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], help="of everything (bf16 on a GPU, else fp32)"
+        "--new-tokens", type=int, default=NEW_TOKENS, help="tokens of each response (128)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="samples per prompt of a GRPO step (8)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="precision of all parts (bf16 on a GPU, fp32 on a CPU)",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of measurements (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     for result in results(args):
         print(

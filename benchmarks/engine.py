@@ -1,23 +1,24 @@
-"""Tokens per second of the embedded engine, beside transformers' `generate`, vLLM and the matrix
-products alone.
+"""Compare the throughput of the embedded engine with transformers' `generate`, vLLM, and the GEMMs
+alone.
 
-Random weights. The engine runs as one replica (DP') a core with one thread each, or as one with all
-threads, and transformers in one process with one thread or all: each side tries both and goes on
-with its best. Both sample for the same prompts. First every response has the same length; then
-lengths are mixed (uniform), and transformers decodes a batch until its longest response is
-complete, while the engine gives free rows to the responses that wait. Neither knows the lengths
-beforehand: they stand for the stop tokens of a trained model.
+Weights are random. The embedded engine runs either as one single-threaded replica per core or as
+one replica with all threads; transformers runs in one process with one thread or all threads. Each
+side tries both and is measured with the faster one. All sides sample for the same prompts.
 
-`gemm_fraction` is the time that a decoding step's matrix products alone take, with that many rows
-on the same cores, over the step's. Told are medians over `--repeats`, and of the ratios within
-each.
+First, all responses have the same length. Then lengths are mixed (uniform): transformers decodes a
+batch until its longest response is complete, while the embedded engine uses continuous batching. No
+side knows the lengths in advance; they stand for the stop tokens of a trained model.
 
-`--engines embedded,vllm,transformers` measures vLLM too, as engine=vllm drives it (`aligner
-install-vllm`); it uses cores its own way.
+`gemm_fraction` is the time of the GEMMs of a decode step alone, on the same cores with the same
+batch size, as a share of the step time. Figures are medians over `--repeats`; ratios are computed
+within each repeat.
 
-With `--guesses N` one response alone is generated instead, with N tokens guessed ahead
-(`engine.speculation`) and with none: the likeliest tokens of random weights, which soon repeat
-themselves, so that it is the most that guesses can gain.
+`--engines embedded,vllm,transformers` also measures vLLM as engine=vllm runs it (requires `aligner
+install-vllm`); vLLM chooses its own threads.
+
+`--guesses N` measures speculative decoding (`engine.speculation`) instead: it generates one
+response greedily, with N draft tokens per step and without. Greedy responses of random weights soon
+repeat themselves, so the result is the largest possible gain.
 """
 
 from __future__ import annotations
@@ -371,48 +372,55 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model",
         choices=sorted(MODELS),
         default="smollm2_135m",
-        help="whose shape to give the model",
+        help="model shape (smollm2_135m)",
     )
     parser.add_argument(
-        "--batch", type=int, default=64, help="sequences decoded at a time, over all replicas"
+        "--batch", type=int, default=64, help="batch size, summed over replicas (64)"
     )
     parser.add_argument(
-        "--new-tokens", type=int, default=32, help="length of every response, where all are equal"
+        "--new-tokens", type=int, default=32, help="tokens of each response of equal length (32)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens of each prompt (16)")
     parser.add_argument(
         "--mixed-batches",
         type=int,
         default=5,
         metavar="N",
-        help="responses of mixed lengths, in batches (5)",
+        help="number of responses of mixed lengths, in batches (5)",
     )
-    parser.add_argument("--samples-per-prompt", type=int, default=8)
+    parser.add_argument(
+        "--samples-per-prompt", type=int, default=8, help="responses per prompt (8)"
+    )
     parser.add_argument(
         "--way",
         choices=sorted(WAYS),
-        help="how the engine uses the cores; the best way when not given",
+        help="replicas of the embedded engine (by default the faster choice)",
     )
     parser.add_argument(
-        "--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)"
+        "--precision", choices=sorted(DTYPES), default="fp32", help="precision of all sides (fp32)"
     )
     parser.add_argument(
-        "--guesses", type=int, metavar="N", help="measure guesses ahead, for one response alone"
+        "--guesses",
+        type=int,
+        metavar="N",
+        help="measure speculative decoding with N draft tokens, for a single response",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="measurements (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="number of measurements (5)")
     parser.add_argument(
         "--engines",
         type=lambda text: text.split(","),
         default=["embedded", "transformers"],
         metavar="NAME,…",
-        help="embedded, and what it is measured beside: vllm, transformers (embedded,transformers)",
+        help="engines to measure: embedded, vllm, transformers (embedded,transformers)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     args.ways = [WAYS[args.way]] if args.way else list(WAYS.values())
     with tempfile.TemporaryDirectory() as directory:

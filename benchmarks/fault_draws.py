@@ -1,4 +1,4 @@
-"""Faults at random moments: what happens to which process of a run, and when."""
+"""Random faults: which process of a run is disturbed, how, and when."""
 
 from __future__ import annotations
 

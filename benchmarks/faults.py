@@ -1,37 +1,41 @@
-"""Faults at random moments of training: does the run end as if nothing had happened, and what does
-it cost?
+"""Inject faults into training runs and compare their results with an undisturbed run.
 
-An undisturbed run of `tiny_ppo`, then, for each seed, the same run with faults between its first
-and its last step. Trainer and critic have two ranks, the reward model two replicas; a generator
-draws the samples while older ones are learned from (`rollout.max_staleness=1`).
+The benchmark runs `tiny_ppo` without faults and then, for each seed, with faults at random times
+between the first and the last step. The critic has two ranks. If both reward replicas are disturbed
+(servers, mixed), the reward model has two replicas. If the trainer or the generator is disturbed,
+the trainer has two ranks and training is asynchronous (`rollout.max_staleness=1`).
 
-`--campaign kill` is SIGKILL to a rank of each group of `--role`, in turn: `servers` is critic and
-both replicas, `all` one of each role, `environment` a process in which the generator's environments
-live (with `--episodes`), `endpoint` the generator of a run whose responses are those of agents that
-ask it with OpenAI's client. `stop` is SIGSTOP to it, for good. `mixed` draws two faults a seed, on
-any role:
+`--campaign` selects the faults:
 
-- kill, stop: a rank, or the gateway or Triton of a server
-- pause: the same, for some seconds, as a delay or a partition would look
-- write: from now on a rank of the trainer or the critic cannot write more than 64 KiB of a file,
-  which fails its next checkpoint; a run that ends by that error is launched again
-- launcher: it is killed, and the run launched again with `run.resume=auto`
-- flip: the run is told to stop, one bit of its newest checkpoint or its journal is flipped, and the
-  run is launched again
+- kill: SIGKILL to one rank of each group of `--role`
+- stop: SIGSTOP to one rank of each group of `--role`; the rank is never resumed
+- mixed: two random faults per seed, in any role:
+    - kill, stop: a rank, or the gateway or Triton of a server
+    - pause: SIGSTOP to one of these processes for some seconds, like a delay or a network partition
+    - write: a rank of the trainer or the critic cannot write more than 64 KiB to a file, so its
+      next checkpoint fails; if the run exits with that error, it is launched again
+    - launcher: SIGKILL to the launcher; the run is launched again with `run.resume=auto`
+    - flip: the run is stopped, one bit of its newest checkpoint or its journal is flipped, and the
+      run is launched again
+- flips: a run is stopped, and one bit of one file of its newest checkpoint or its journal is
+  flipped before it is launched again; once for the beginning, the middle and the end of every file
 
-`--campaign flips` flips a bit of every file of the newest checkpoint and the journal of a run that
-was stopped, in the beginning, the middle and the end of each, and has it go on: a line for each
-file and place.
+`--role` selects the groups: `servers` is the critic and both reward replicas; `all` is one rank of
+each role; `environment` is a process of the generator that runs environments (requires
+`--episodes`); `endpoint` is the generator of a run with agents that use the OpenAI client.
 
-With `--episodes` the run is `calculator`'s, of a random model: its responses are episodes, some of
-which a step leaves behind in their middle, so that checkpoints hold them.
+With `--episodes` the run is `experiment=calculator` with a random model. Its responses are
+episodes, some of which are carried over to later steps, so checkpoints contain partial rollouts.
 
-A run is `identical` when its metrics, but for times, and every file of its last checkpoint are the
-undisturbed run's bit for bit, and `refused` when a flipped file is named by the error it ended
-with. Anything else has `FAILED`, as has a run that leaves processes, shared memory or temporary
-files behind that were seen to be its own. A run that was over before all of its faults had come is
-drawn again, with other moments; where that happens too often it is `missed`. Exits 1 if any has
-FAILED.
+Outcomes:
+
+- identical: the metrics, except times, and every file of the last checkpoint equal those of the
+  undisturbed run bit for bit
+- refused: the run exited with an error that names the file with the flipped bit
+- missed: the run ended before all faults were injected, in each of four attempts with other times
+- FAILED: anything else, or the run left processes, shared memory or temporary files behind
+
+The exit code is 1 if any run FAILED.
 """
 
 from __future__ import annotations
@@ -119,7 +123,7 @@ _NEXT_DRAW = 1_000_000
 _LOOK_S = 0.05
 _ORPHANS_S = 15.0
 """For what a killed launcher has left to end."""
-_COLUMNS = ("seed", "faults", "restarts", "exit", "s added", "outcome")
+_COLUMNS = ("seed", "faults", "restarts", "exit code", "added s", "outcome")
 
 
 @dataclass(frozen=True)
@@ -461,32 +465,39 @@ def table_row(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--campaign",
         choices=("kill", "stop", "mixed", "flips"),
         default="kill",
-        help="what happens",
+        help="faults to inject (kill)",
     )
     parser.add_argument(
-        "--role", choices=sorted(GROUPS), default="critic", help="to whom; mixed: to all"
+        "--role",
+        choices=sorted(GROUPS),
+        default="critic",
+        help="role to disturb (critic); mixed and flips disturb all roles",
     )
     parser.add_argument(
-        "--episodes", action="store_true", help="a run whose responses are episodes in environments"
+        "--episodes",
+        action="store_true",
+        help="use a run whose responses are episodes in environments",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="disturbed runs")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
+    parser.add_argument("--seeds", type=int, default=3, help="number of disturbed runs (3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="first seed (0)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps of each run (12)")
     parser.add_argument(
-        "--directory", type=Path, help="where to keep the runs; they are deleted if not given"
+        "--directory", type=Path, help="directory that keeps the runs (by default they are deleted)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     if args.role == "environment" and not args.episodes:
-        parser.error("--role environment: only --episodes have environments")
-    columns = ("file", "place", "exit", "outcome") if args.campaign == "flips" else _COLUMNS
+        parser.error("--role environment requires --episodes")
+    columns = ("file", "place", "exit code", "outcome") if args.campaign == "flips" else _COLUMNS
     table = Table(
-        title=f"{args.campaign} {args.role}, compared with the undisturbed run",
+        title=f"Faults: {args.campaign} {args.role}, compared with the undisturbed run",
         title_justify="left",
     )
     for column in columns:

@@ -1,5 +1,4 @@
-"""What benchmarks tell: ratios of paired times, and figures for the docs, small and the same for
-the same numbers."""
+"""Helpers for results of benchmarks: ratios of paired times, and reproducible SVG plots."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What of aligner works on this machine's GPU: a table with pass, fail or absent for each check,
-and why.
+"""Check which parts of aligner work on the GPU of this machine, and print a table: pass, fail or
+absent for each check, with the reason.
 
-    make gpu-check                                     # or python -m benchmarks.gpu_check, where
-    there is no make
-    ALIGNER_DEVICE=cpu python -m benchmarks.gpu_check  # the same checks on the CPU, at the same
-    tiny sizes
+    make gpu-check                                     # or, without make:
+    python -m benchmarks.gpu_check
+    ALIGNER_DEVICE=cpu python -m benchmarks.gpu_check  # the same checks on the CPU
 
-A check runs in a process of its own. What it came to is added to --output as it ends, and a check
-that has passed there is not run again, so that a call that was cut short is simply repeated;
---limit-s ends a call between two checks. What a machine lacks (a GPU, transformer-engine, PyTriton,
-TensorRT-LLM) is told by name, and is no failure. Exits 1 if any failed.
+Each check runs in a separate process, and its result is appended to --output. Checks that have
+passed according to that file are skipped, so repeat the command after an interruption. After
+--limit-s no further check starts. A check whose device or package is missing (a GPU,
+transformer-engine, PyTriton, TensorRT-LLM) is absent, which is not a failure. The exit code is 1 if
+any check failed.
 """
 
 from __future__ import annotations
@@ -143,22 +143,28 @@ _GENERATOR = (
 )
 _SHORT = ("rollout.prompts_per_step=8", "rollout.max_response_tokens=8", "run.steps=2")
 CHECKS = (
-    _tests("families against transformers", "tests/gpu/test_parity.py"),
-    _tests("optimizer", "tests/gpu/test_optimizer.py"),
-    _tests("sums in one order", "tests/gpu/test_deterministic.py"),
+    _tests("model families against transformers", "tests/gpu/test_parity.py"),
+    _tests("optimizers", "tests/gpu/test_optimizer.py"),
+    _tests("deterministic training (cluster.deterministic)", "tests/gpu/test_deterministic.py"),
     _tests("embedded engine", "tests/gpu/test_engine.py"),
-    _tests("weights over NCCL and by CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
+    _tests("weight sync over NCCL and CUDA IPC", "tests/gpu/test_resharding.py", needs=[CUDA]),
     _run(
-        "a run without servers (SFT)",
+        "run without servers (SFT)",
         "experiment=arithmetic_sft",
         "run.steps=5",
         "actor.optimizer.warmup_steps=0",
     ),
-    _run("a run with a reward server (GRPO)", *_SERVED, *_SHORT, needs=["pytriton"]),
-    _run("a run at TP2, PP2, DP2", *_SERVED, *_SHORT, *_LAYOUT, needs=["pytriton", "8 GPUs"]),
-    _run("weights to a generator", *_SERVED, *_SHORT, *_GENERATOR, needs=["pytriton", "4 GPUs"]),
+    _run("run with a reward server (GRPO)", *_SERVED, *_SHORT, needs=["pytriton"]),
+    _run("run with TP2, PP2 and DP2", *_SERVED, *_SHORT, *_LAYOUT, needs=["pytriton", "8 GPUs"]),
+    _run(
+        "weight sync to a separate generator",
+        *_SERVED,
+        *_SHORT,
+        *_GENERATOR,
+        needs=["pytriton", "4 GPUs"],
+    ),
     _tests(
-        "TensorRT-LLM as it is expected",
+        "interfaces of TensorRT-LLM",
         "tests/engines/tensorrt_llm/test_contract.py",
         needs=[CUDA, "tensorrt_llm"],
     ),
@@ -177,7 +183,7 @@ def lacking(check: Check) -> list[str]:
         if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))
     ]
     if "pytriton" in check.needs and (unfit := unfit_numpy()):
-        missing.append(f"numpy for it ({unfit})")
+        missing.append(f"numpy < 2 ({unfit})")
     wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
     return [
         *([CUDA if DEVICE == "cpu" else GPU] if wants_cuda and not gpus() else []),
@@ -198,7 +204,7 @@ def gpus() -> int:
 def carry_out(check: Check) -> Outcome:
     """Run a check, or tell what it lacks."""
     if missing := lacking(check):
-        return Outcome(check.name, DEVICE, "absent", f"no {', '.join(missing)}")
+        return Outcome(check.name, DEVICE, "absent", f"missing: {', '.join(missing)}")
     environment = {**os.environ, "PYTHONPATH": python_path(), "ALIGNER_DEVICE": DEVICE}
     if DEVICE == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -219,7 +225,7 @@ def carry_out(check: Check) -> Outcome:
         except subprocess.TimeoutExpired as late:
             # bytes, even of text
             before = [(part or b"").decode(errors="replace") for part in (late.stdout, late.stderr)]
-            said, failed = "\n".join([*before, f"not over after {TIMEOUT_S} s"]), True
+            said, failed = "\n".join([*before, f"timed out after {TIMEOUT_S} s"]), True
     seconds = round(time.perf_counter() - begin, 1)
     if failed:
         print(said, file=sys.stderr)
@@ -256,7 +262,7 @@ def versions() -> str:
         try:
             found.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{package} absent")
+            found.append(f"{package} not installed")
     return f"{name}; {', '.join(found)}"
 
 
@@ -283,10 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--output",
         type=Path,
         default=Path("gpu_check.jsonl"),
-        help="results, a line each (gpu_check.jsonl)",
+        help="file of results, one JSON object per check (gpu_check.jsonl)",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=540.0, help="no check begins after so long (540)"
+        "--limit-s",
+        type=float,
+        default=540.0,
+        help="seconds after which no further check starts (540)",
     )
     args = parser.parse_args(arguments)
     before, outcomes, begin = passed_before(args.output), [], time.monotonic()
@@ -296,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         if time.monotonic() - begin > args.limit_s:
             outcomes.append(
-                Outcome(check.name, DEVICE, "not run", "the time of this call is over: repeat it")
+                Outcome(check.name, DEVICE, "not run", "--limit-s was reached; repeat the command")
             )
             continue
         print(f"{check.name} …", file=sys.stderr, flush=True)

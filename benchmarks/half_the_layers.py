@@ -1,9 +1,9 @@
-"""SmolLM2-135M teaches a student of its own first layers on the student's samples, by its whole
-distribution (`teacher.loss`).
+"""Distill SmolLM2-135M into a student that consists of its first layers: on-policy distillation on
+the student's samples with a loss over the teacher's whole distribution (`teacher.loss`).
 
-Told is the KL from the teacher, KL(teacher ‖ student), over the whole vocabulary at what the
-teacher itself writes to held-out openings, a token in the mean, before and behind, as transformers
-computes it. Exits 1 unless it falls to `--share` of that.
+The output is KL(teacher ‖ student) before and after training, computed with transformers over the
+whole vocabulary: the mean per token of the teacher's own responses to held-out prompts. The exit
+code is 1 unless the KL falls to at most `--share` of its value before training.
 """
 
 from __future__ import annotations
@@ -79,14 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--layers", type=int, default=15, help="of the student; the teacher has 30 (15)"
+        "--layers", type=int, default=15, help="layers of the student; the teacher has 30 (15)"
     )
-    parser.add_argument("--steps", type=int, default=20, help="of 32 samples (20)")
-    parser.add_argument("--loss", default="forward_kl", help="teacher.loss (forward_kl)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of 32 samples (20)")
+    parser.add_argument("--loss", default="forward_kl", help="value of teacher.loss (forward_kl)")
     parser.add_argument(
-        "--share", type=float, default=0.5, help="of the KL before, to come to (0.5)"
+        "--share",
+        type=float,
+        default=0.5,
+        help="required KL after training, as a share of the KL before (0.5)",
     )
-    parser.add_argument("overrides", nargs="*", help="further overrides of the run")
+    parser.add_argument("overrides", nargs="*", help="further overrides of the run, key=value")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="aligner-half-the-layers-") as place:
         root = Path(place)

@@ -1,9 +1,10 @@
-"""Memory and time of importing a Hugging Face directory into a Megatron layout: each rank reads its
-own slices alone.
+"""Measure memory and time of loading a Hugging Face directory into a Megatron layout, where each
+rank reads only its own slices.
 
-Writes a random Llama in several files, then starts one process a rank. The claim: the peak of a
-rank's own memory, beyond what it held before the model was built, is at most its shard and one
-tensor. Pages of the mapped files are the page cache's and not counted.
+The benchmark writes a random Llama model of several files and starts one process per rank. It
+verifies a claim: the peak memory of a rank, minus the memory before the model was built, is at most
+the size of its shard plus its largest tensor (`peak_over_limit` is at most 1). Pages of
+memory-mapped files belong to the page cache and are not counted.
 """
 
 from __future__ import annotations
@@ -143,13 +144,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tensor", type=int, default=2)
-    parser.add_argument("--pipeline", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tensor", type=int, default=2, help="tensor parallel size (2)")
+    parser.add_argument("--pipeline", type=int, default=2, help="pipeline parallel size (2)")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size (1024)")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers (8)")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="vocabulary size (32000)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     layout = ParallelConfig(tensor=args.tensor, pipeline=args.pipeline)
     shape = make_shape(args.hidden, args.layers, args.vocabulary)

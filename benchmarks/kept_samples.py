@@ -1,6 +1,10 @@
-"""What keeping all samples of a step costs: CPU seconds of the thread that does it, and bytes.
+"""Measure the cost of writing all samples of a step to Parquet files: CPU time, the time for which
+training waits, and file size.
 
-python -m benchmarks.kept_samples MODEL_DIRECTORY PROMPTS SAMPLES TOKENS
+    python -m benchmarks.kept_samples MODEL_DIRECTORY PROMPTS SAMPLES TOKENS
+
+The samples consist of random tokens and random training data; the benchmark writes the same step
+five times.
 """
 
 from __future__ import annotations
@@ -73,10 +77,13 @@ def step_samples(tokenizer: Tokenizer, prompts: int, each: int, tokens: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    for name in ("prompts", "samples", "tokens"):
-        parser.add_argument(name, type=int)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="model directory, whose tokenizer is used")
+    parser.add_argument("prompts", type=int, help="prompts of the step")
+    parser.add_argument("samples", type=int, help="samples per prompt")
+    parser.add_argument("tokens", type=int, help="tokens of each response")
     asked = parser.parse_args()
     tokenizer = Tokenizer(asked.model)
     samples = step_samples(tokenizer, asked.prompts, asked.samples, asked.tokens)
@@ -92,14 +99,17 @@ def main() -> None:
             recorder.settle(step)
             cpu, wall = time.process_time() - begun, time.perf_counter() - wall
             print(
-                f"step {step}: {cpu:.3f} s CPU, {wall:.3f} s, of which training waits"
+                f"step {step}: {cpu:.3f} s CPU time, {wall:.3f} s elapsed; training waited for"
                 f" {handed * 1e6:.0f} us"
             )
         size = sum(
             file.stat().st_size for file in Path(directory).glob(f"*_{_REPEATS:06d}.parquet")
         )
     count = asked.prompts * asked.samples * asked.tokens
-    print(f"{count} tokens: {cpu / count * 1e6:.2f} us CPU and {size / count:.1f} bytes a token")
+    print(
+        f"{count} response tokens: {cpu / count * 1e6:.2f} us CPU time and"
+        f" {size / count:.1f} bytes per token"
+    )
 
 
 if __name__ == "__main__":

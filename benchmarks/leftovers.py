@@ -1,5 +1,5 @@
-"""What a run's servers leave in shared memory and temporary files, on a machine where other runs
-have theirs."""
+"""Detect shared memory and temporary files that the servers of a run leave behind, on a machine on
+which other runs may also have such files."""
 
 from __future__ import annotations
 

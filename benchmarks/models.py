@@ -1,4 +1,4 @@
-"""The models that benchmarks measure: real shapes, random weights."""
+"""Models for benchmarks: shapes of real models with random weights."""
 
 from __future__ import annotations
 

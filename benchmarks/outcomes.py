@@ -1,9 +1,16 @@
-"""What runs learn, as hashes: the same before and after a change that must not change it.
+"""Print hashes of the results of several runs, to verify that a code change does not change them.
 
-Each run's metrics, but for times, and each file of its last checkpoint make a hash. The runs: PPO
-at one rank and at TP2 x PP2 with a TP2 critic, the same killed and resumed, imitation, and four
-algorithms on sums, each in turn and beside training. `--tree DIR` runs another checkout of this
-project, and `--expect FILE` compares with what `--json` wrote before: exits 1 where a hash differs.
+One hash covers the metrics of a run, except times; further hashes cover the policy and the critic
+in its last checkpoint. The runs are:
+
+- PPO with one rank
+- PPO with TP2 x PP2 and a critic with TP2
+- PPO that is killed and resumed
+- SFT
+- four algorithms on `experiment=arithmetic`, each synchronous and asynchronous
+
+`--tree DIR` runs the code of another checkout of this project. `--expect FILE` compares with
+earlier output of `--json`; the exit code is 1 if a hash differs.
 """
 
 from __future__ import annotations
@@ -116,30 +123,38 @@ def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: boo
             time.sleep(5)
         elif launch.wait():
             raise RuntimeError(
-                f"{' '.join(command)}: exit code {launch.returncode}; {_end_of(directory)}"
+                f"{' '.join(command)} exited with code {launch.returncode}; {_end_of(directory)}"
             )
 
 
 def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) -> None:
     while not metrics.exists() or metrics.read_text().count("\n") < steps:
         if launch.poll() is not None:
-            raise RuntimeError(f"the run ended before step {steps}; {_end_of(metrics.parent)}")
+            raise RuntimeError(f"the run exited before step {steps}; {_end_of(metrics.parent)}")
         time.sleep(0.05)
 
 
 def _end_of(directory: Path) -> str:
     """The last lines that a run printed; its directory is gone when they are read."""
-    return "it said last:\n" + "\n".join(
+    return "last lines of its output:\n" + "\n".join(
         (directory.parent / f"{directory.name}.log").read_text().splitlines()[-20:]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tree", type=Path, default=REPOSITORY, help="checkout whose code runs")
-    parser.add_argument("--runs", nargs="+", choices=sorted(RUNS), default=list(RUNS))
-    parser.add_argument("--expect", type=Path, help="file with the lines that --json printed")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tree", type=Path, default=REPOSITORY, help="checkout whose code the runs use (this one)"
+    )
+    parser.add_argument(
+        "--runs", nargs="+", choices=sorted(RUNS), default=list(RUNS), help="runs (all)"
+    )
+    parser.add_argument(
+        "--expect", type=Path, help="file with earlier output of --json to compare with"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     expected = {}
     if args.expect:

@@ -1,7 +1,9 @@
-"""Virtual environments of programs that are no dependencies of ours, which benchmarks compare with
-and tests train.
+"""Install TRL or verifiers into a separate virtual environment, for benchmarks and tests.
 
-python -m benchmarks.peer_environment verifiers      # installs it
+    python -m benchmarks.peer_environment verifiers
+
+The environment is created in the cache directory of aligner. Its packages are listed in
+benchmarks/peers/. The command prints the path of its Python interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def peer_python(name: str) -> Path:
         return found
     place, requirements = _place(name), _requirements(name)
     print(
-        f"Installing {name} into {place}: some minutes, the first time only",
+        f"Installing {name} into {place}; this takes some minutes, the first time only",
         file=sys.stderr,
         flush=True,
     )
@@ -48,7 +50,9 @@ def peer_python(name: str) -> Path:
         requirements,
     ]
     if code := subprocess.run(pip, stdout=sys.stderr).returncode:
-        raise SystemExit(f"pip could not install {requirements} (exit code {code})")
+        raise SystemExit(
+            f"{requirements}: pip exited with code {code}; its messages are printed above"
+        )
     write_file(place / _INSTALLED, _digest(name))
     return python
 
@@ -86,5 +90,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = sorted(file.stem for file in (REPOSITORY / "benchmarks" / "peers").glob("*.txt"))
-    parser.add_argument("name", choices=known)
+    parser.add_argument("name", choices=known, help="environment to install")
     print(peer_python(parser.parse_args().name))

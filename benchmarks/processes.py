@@ -1,7 +1,7 @@
-"""The processes that a benchmark compares.
+"""Worker processes of the sides that a benchmark compares.
 
-Each lives in its own process, started with its own thread count and stopped by the `Group` that
-started it, and does what it is told over a pipe.
+A `Group` starts processes with a given number of threads, sends them method calls over pipes, and
+stops them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""How fast weights go from a trainer's layout into an engine's, beside a plain transfer of the same
-bytes.
+"""Compare weight sync from a trainer layout to an engine layout with a plain transfer of the same
+number of bytes.
 
-One process a rank over gloo on this machine: the trainer's and the engine's in worlds of their own,
-or together (`--colocated`). The plain transfer moves, between the same ranks over the same link, as
-many bytes from one contiguous buffer to another (and copies as many as stay on their rank); it
-takes turns with the publishes. Seconds are the slowest rank's, the median of the repeats, for on a
-shared machine the best of one side says little of the other.
+The benchmark starts one process per rank on this machine, connected by gloo. Trainer and engine
+have separate process groups, or share one with `--colocated`. The plain transfer moves the same
+number of bytes between the same ranks over the same link, from contiguous buffer to contiguous
+buffer; bytes that stay on a rank are copied. Weight syncs and plain transfers alternate. Times are
+those of the slowest rank, as the median over `--repeats`.
 
-`peak_extra_bytes` is the most by which a rank's resident memory rose above what it was before a
-publish (the kernel's high-water mark, set back before each); `staging_bytes` is what the publisher
-itself says of its buffers; `staged_bytes` is the second set of weights that lets an engine serve
-the old version meanwhile, which exists before and after.
+- `link_fraction`: time of the plain transfer as a share of the time of the weight sync.
+- `peak_extra_bytes`: largest increase of a rank's resident memory during a weight sync, measured
+  with the kernel's high-water mark.
+- `staging_bytes`: size of the buffers that the publisher reports.
+- `staged_bytes`: size of the second set of weights, which lets the engine serve the old version
+  during a weight sync; it is allocated permanently.
 """
 
 from __future__ import annotations
@@ -232,7 +234,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         extra.append(memory("VmHWM") - before)
         staging = max(staging, stats.staging_bytes)
         publishing.append(most(link, stats.seconds))
-    with link.agreement("the published weights are not the trainer's"):
+    with link.agreement("the weights of the engine differ from those of the trainer"):
         verify(plan, link, torch.float32, shards.read, receiver.serving)
     figures = {
         "peak_extra_bytes": int(most(link, max(extra))),
@@ -296,7 +298,8 @@ def layout(text: str, allowed: Sequence[str]) -> dict[str, Any]:
         name, _, size = part.partition("=")
         if name not in allowed or not size.isdigit() or int(size) < 1:
             raise SystemExit(
-                f"{text!r}: {part!r} is not NAME=SIZE with NAME one of {', '.join(allowed)}"
+                f"layout {text}: got {part!r}, expected NAME=SIZE, where NAME is one of"
+                f" {', '.join(allowed)} and SIZE is a positive integer"
             )
         sizes[SHORT[name]] = int(size)
     return sizes
@@ -307,24 +310,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--source", default="tp=2,pp=2", help="the trainer's layout, of tp, pp, dp, cp, ep"
+        "--source",
+        default="tp=2,pp=2",
+        help="trainer layout: sizes of tp, pp, dp, cp and ep (tp=2,pp=2)",
     )
-    parser.add_argument("--target", default="tp=2,dp=1", help="the engine's layout, of tp and dp")
-    parser.add_argument("--model", choices=MODELS, default="llama_125m")
     parser.add_argument(
-        "--colocated", action="store_true", help="the engine's ranks are the trainer's first ones"
+        "--target", default="tp=2,dp=1", help="engine layout: sizes of tp and dp (tp=2,dp=1)"
     )
-    parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--model", choices=MODELS, default="llama_125m", help="model shape (llama_125m)"
+    )
+    parser.add_argument(
+        "--colocated", action="store_true", help="run the engine on the first ranks of the trainer"
+    )
+    parser.add_argument("--bucket-mib", type=int, default=64, help="bucket size in MiB (64)")
+    parser.add_argument("--repeats", type=int, default=20, help="number of measurements (20)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     args.source_text, args.target_text = args.source, args.target
     args.source = ParallelConfig(**layout(args.source, tuple(SHORT)))
     args.target = EngineParallelConfig(**layout(args.target, ("tp", "dp")))
     if args.colocated and args.target.ranks > args.source.ranks:
         parser.error(
-            f"the engine has {args.target.ranks} ranks, more than the {args.source.ranks} that it"
-            " shares"
+            f"--target has {args.target.ranks} ranks; with --colocated it must have at most the"
+            f" {args.source.ranks} ranks of --source"
         )
     try:
         make_plan(args)

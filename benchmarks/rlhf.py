@@ -1,15 +1,15 @@
-"""What "Asynchronous RLHF" (Noukhovitch et al. 2024) claims, on sums: the gold scorer's win rate
-over the KL, as curves.
+"""Reproduce the study of "Asynchronous RLHF" (Noukhovitch et al. 2024) on sums: curves of the gold
+scorer's win rate over the KL.
 
-Runs are `experiment=arithmetic_rlhf`: a reward model that has learned from pairs is maximized, and
-what labeled the pairs judges held-out sums. Of each algorithm there is a run with the samples of N
-= 1, 4 and 16 minibatches drawn at once, in turn with training, and one with those of each update
-drawn beside training, up to k = 1 and 4 versions old. All have the same updates and samples, and
-are evaluated at the same updates but for N = 16, which is evaluated where a step ends.
+All runs use `experiment=arithmetic_rlhf`: training maximizes a reward model that was trained on
+preference pairs, and the scorer that labeled these pairs (the gold scorer) judges responses to
+held-out sums. For each algorithm there are synchronous runs that generate the samples of N = 1, 4
+and 16 minibatches at once, and asynchronous runs with a maximum staleness of k = 1 and 4 weight
+versions. All runs have the same numbers of updates and samples. They are evaluated after the same
+updates, except that N = 16 is evaluated after each step.
 
-With `--rows FILE` each run's figures are put into that file as they come, and runs that it has
-already are not made again. `--figure FILE.svg` draws all that there are (needs matplotlib: the
-figures extra).
+`--rows FILE` appends the figures of each run to that file and skips runs that it already contains.
+`--figure FILE.svg` plots all runs (requires matplotlib; install the extra figures).
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def draw(rows: Sequence[Row], kl: float, file: Path) -> None:
                 seed = [[point[name] for point in points] for name in ("kl", "win_rate")]
                 axes.plot(*seed, color=line.get_color(), linewidth=0.5, alpha=0.4)
         axes.axvline(kl, color="gray", linestyle=":", linewidth=0.8)
-        axes.set(title=algorithm, xlabel="KL, nats a response")
-    plots[0][0].set_ylabel("win rate by the gold scorer")
+        axes.set(title=algorithm, xlabel="KL (nats per response)")
+    plots[0][0].set_ylabel("win rate according to the gold scorer")
     plots[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
@@ -186,23 +186,30 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--algorithms", nargs="+", metavar="NAME", default=ALGORITHMS, help=" ".join(ALGORITHMS)
+        "--algorithms",
+        nargs="+",
+        metavar="NAME",
+        default=ALGORITHMS,
+        help=f"algorithms ({' '.join(ALGORITHMS)})",
     )
     parser.add_argument(
-        "--updates", type=int, default=48, help="optimizer steps of a run, a multiple of 16 (48)"
+        "--updates", type=int, default=48, help="optimizer steps of each run, a multiple of 16 (48)"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each point (1)")
-    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (1)")
+    parser.add_argument("--first-seed", type=int, default=1, help="first seed (1)")
     parser.add_argument(
         "--kl",
         type=float,
         default=0.25,
-        help="KL budget, nats a response, to compare win rates at (0.25)",
+        help="KL in nats per response at which win rates are compared (0.25)",
     )
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE.jsonl", help="the runs' figures, read and added to"
+        "--rows",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="file of figures of runs, read and appended to",
     )
-    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the curves")
+    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="plot the curves")
     parsed = parser.parse_args()
     if parsed.updates % max(MINIBATCHES):
         parser.error(f"--updates {parsed.updates}: must be a multiple of {max(MINIBATCHES)}")
@@ -216,7 +223,10 @@ def main() -> int:
             with parsed.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     Console(width=170).print(
-        table(summary(rows, parsed.kl), f"{EXPERIMENT}, held-out sums, mean (range) of the seeds")
+        table(
+            summary(rows, parsed.kl),
+            f"{EXPERIMENT} on held-out sums: mean (minimum to maximum) over seeds",
+        )
     )
     if parsed.figure:
         draw(rows, parsed.kl, parsed.figure)

@@ -1,12 +1,12 @@
-"""What serving the critic costs: a served request against the same computation called directly, and
-many clients.
+"""Measure the overhead of serving the critic, and the request rate with many clients.
 
     python -m benchmarks.server --json
     python -m benchmarks.server --soak 300 --clients 16 --json
 
-`overhead_fraction` is served over direct, minus one: the median of pairs measured one after the
-other. The soak sends requests of random shapes and updates in between, and shows the memory of the
-server's processes.
+`overhead_fraction` is the time of a request to the server divided by the time of the same
+computation without a server, minus one: the median over pairs of consecutive measurements. The soak
+test sends requests of random shapes and occasional updates for `--soak` seconds, and reports errors
+and the memory of the server processes. The exit code is 1 if the soak test had errors.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ class Served:
                 self.connection.check_ready(1.0)
                 return
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the critic did not start:\n{self._log.read_text()[-3000:]}")
+                raise SystemExit(
+                    f"the critic exited, or did not start within {_START_S:g} s; end of its log:\n"
+                    f"{self._log.read_text()[-3000:]}"
+                )
             time.sleep(0.2)
 
     def values(self, rows: int, width: int, tokens: NDArray | None = None) -> float:
@@ -315,12 +318,20 @@ def measurements(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=_SHAPES, default=list(_SHAPES))
-    parser.add_argument("--clients", type=int, help="clients at a time: 32, for the soak 16")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each rate")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="soak instead of measuring")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=_SHAPES, default=list(_SHAPES), help="models (all)"
+    )
+    parser.add_argument(
+        "--clients", type=int, help="number of concurrent clients (32; with --soak 16)"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per request rate (5)")
+    parser.add_argument(
+        "--soak", type=float, metavar="SECONDS", help="run the soak test for this time instead"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
     failed = False
     for measured in measurements(arguments):

@@ -1,14 +1,16 @@
-"""A long run of many small steps, whose trainer is killed in the middle: does what it takes of the
-machine stay bounded?
+"""Check for resource leaks in a long run of many small steps, whose trainer is killed once.
 
     python -m benchmarks.soak --minutes 30 --json
 
-`tiny_ppo`, with a checkpoint every 500 steps, to its end or until the time is over. So often as
-`--every` says there is a line with the memory of its processes, their open files, the shared memory
-of its servers and its files on disk. The last line has what each grew by in a thousand steps, over
-the second half of either life of the trainer; disk but for the record of its steps (metrics,
-samples, TensorBoard), which a run keeps. Exits 1 where memory grew by more than a hundredth in a
-thousand steps, or files or shared memory at all.
+The run is `tiny_ppo` with a checkpoint every 500 steps; its trainer is killed in the middle. Every
+`--every` seconds a line shows the memory of the run's processes, their open files, the shared
+memory of its servers, and its files on disk. `disk_mib` does not include metrics, samples and
+TensorBoard files (`record_mib`), which a run keeps. The last line has the growth of each figure per
+1,000 steps: the larger of the slopes before and after the kill, each over the second half of that
+period.
+
+The exit code is 1 if the run failed, if memory grew by 1% or more per 1,000 steps, or if open files
+or shared memory (MiB) grew by 1 or more.
 """
 
 from __future__ import annotations
@@ -131,11 +133,15 @@ def soak(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--minutes", type=float, default=30, help="the run is told to stop then")
-    parser.add_argument("--every", type=float, default=20, help="seconds between two lines")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20_000, help="steps of the run (20000)")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="minutes after which the run is stopped (30)"
+    )
+    parser.add_argument("--every", type=float, default=20, help="seconds between lines (20)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
 
     def show(figures: dict[str, Any]) -> None:

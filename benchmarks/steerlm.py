@@ -1,8 +1,10 @@
-"""Whether answers have the attributes that they were asked for: `python -m benchmarks.steerlm MODEL
-…`.
+"""Measure how often the responses of a SteerLM policy have the requested attributes.
 
-Greedy answers of held-out sums, each asked for with every pair of attributes; of each pair the
-share that has exactly these.
+    python -m benchmarks.steerlm MODEL …
+
+The policy answers held-out sums greedily, once with each pair of attributes: whether the answer is
+right, and its number of superfluous zeros. The output has, for each pair, the share of responses
+with the requested first attribute (`right`), second attribute (`zeros`), and both.
 """
 
 from __future__ import annotations
@@ -42,9 +44,14 @@ def followed(samples: Path) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "models", nargs="+", type=Path, help="run directories, or results in the cache"
+        "models",
+        nargs="+",
+        type=Path,
+        help="run, checkpoint or Hugging Face model directories, as for aligner generate",
     )
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -1,19 +1,21 @@
-"""Seconds of a whole GRPO step, samples to weights, beside another trainer's on the same cores.
+"""Compare the time of a whole GRPO step (generation to weight sync) with TRL on the same cores.
 
     python -m benchmarks.step --peer trl --model smollm2_135m --json
     python -m benchmarks.step --peer trl --model llama_3m --new-tokens 64 --json
 
-Ours is `aligner launch`, the peer TRL's GRPOTrainer with transformers' generation, in an
-environment of its own that is made the first time. Both begin with the same random weights and take
-the same prompts, all of a length, to responses of exactly --new-tokens tokens, at temperature 1,
-with a reference model, a trivial reward and one update a step. Each side first tries its ways of
-using the cores and goes on with the best; then whole launches take turns, the first --warm-up steps
-of each are left out, and what counts of a launch is the median of its other steps. Told are the
-median, least and most over launches.
+Our side is `aligner launch`. The peer is TRL's GRPOTrainer with transformers' generation, in a
+separate environment that is installed the first time. Both sides start from the same random weights
+and use the same prompts of equal length, responses of exactly --new-tokens tokens, temperature 1, a
+reference model, a trivial reward, and one update per step.
 
-`products_s` is what the step's matrix products alone take, on our way's ranks: of the linear layers
-and the head, for each prompt once and each new token, in generation, forward for the reference, and
-forward and backward for the update, the head for new tokens alone. Attention's are not counted.
+Each side first tries several numbers of threads and processes and is measured with the fastest.
+Then launches of both sides alternate. The time of a launch is the median of its steps, without the
+first --warm-up steps. Figures are medians over launches, with minimum (`_least`) and maximum
+(`_most`).
+
+`products_s` is the time of the GEMMs of a step alone, on the ranks of our side: those of the linear
+layers and the output layer in generation, in the forward pass of the reference model, and in the
+forward and backward passes of the update. Attention is not included.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ def trl(work: Work, way: Way, rows: int) -> Steps:
             for process in processes:
                 process.kill()
         if any(codes):
-            raise SystemExit("TRL failed; why is told above")
+            raise SystemExit(f"TRL exited with codes {codes}; its error is printed above")
         steps: Steps = json.loads(files[1].read_text())
     return steps
 
@@ -288,33 +290,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", choices=["trl"], default="trl", help="whom to compare with")
+    parser.add_argument(
+        "--peer", choices=["trl"], default="trl", help="trainer to compare with (trl)"
+    )
     parser.add_argument(
         "--model",
         choices=sorted(MODELS),
         default="smollm2_135m",
-        help="whose shape to give the model",
+        help="model shape (smollm2_135m)",
     )
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step (8)")
-    parser.add_argument("--samples", type=int, default=8, help="samples a prompt (8)")
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens of every prompt (16)")
-    parser.add_argument("--new-tokens", type=int, default=16, help="tokens of every response (16)")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step (8)")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt (8)")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens of each prompt (16)")
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens of each response (16)")
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], default="fp32", help="of both sides (fp32)"
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="precision of both sides (fp32)",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="launches of each side, in turn (5)")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of a launch (3)")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps before these (1)")
+    parser.add_argument("--repeats", type=int, default=5, help="launches of each side (5)")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each launch (3)")
     parser.add_argument(
-        "--our-way", nargs="+", choices=OURS, default=[*OURS], help="ways to try (all)"
+        "--warm-up", type=int, default=1, help="steps of each launch before the measured steps (1)"
     )
     parser.add_argument(
-        "--peer-way", nargs="+", choices=PEER_WAYS, default=[*PEER_WAYS], help="ways to try (all)"
+        "--our-way",
+        nargs="+",
+        choices=OURS,
+        default=[*OURS],
+        help="threads and ranks that our side tries (all)",
     )
     parser.add_argument(
-        "--override", action="append", default=[], metavar="KEY=VALUE", help="of our configuration"
+        "--peer-way",
+        nargs="+",
+        choices=PEER_WAYS,
+        default=[*PEER_WAYS],
+        help="threads, processes and micro-batch sizes that the peer tries (all)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of our configuration",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     peer_python(args.peer)  # what takes minutes the first time comes first
     with tempfile.TemporaryDirectory() as directory:

@@ -1,5 +1,7 @@
-"""The reward of benchmarks.step, trivial and the same on both sides; TRL's environment has nothing
-of ours but this."""
+"""The reward of benchmarks.step: trivial and the same on both sides.
+
+The environment of TRL imports no module of this project except this one and benchmarks.step_trl.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""TRL's side of benchmarks.step: a few GRPO steps, and how long each took. Run by the interpreter
-of TRL's own environment.
+"""The TRL side of benchmarks.step: runs and times GRPO steps. It runs with the interpreter of the
+separate TRL environment and imports only the reward from this project.
 
-Nothing of ours is imported here but the reward. Phases are timed where TRL enters them: `generate`
-is `_generate`, `logprobs` what it computes of log-probs without gradients (the reference's alone:
-with one update a step TRL takes the update's own as the old ones), and `train` is the rest of the
-step.
+Phases: `generate` is the time in `_generate`; `logprobs` is the time of log-probs without gradients
+(only those of the reference model: with one update per step TRL uses the log-probs of the update as
+old log-probs); `train` is the rest of the step.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Tokens per second of a training step, beside a plain transformers + torch step on the same cores
-in the same run.
+"""Compare the throughput of a training step with a plain transformers + torch step on the same
+cores.
 
-A step is forward, backward, clipping and Adam on a policy-gradient loss over response tokens, fp32,
-random weights. On mixed lengths (uniform between --shortest and --longest) the peer pads and ours
-packs; tokens are real tokens on both sides. Each side first tries its ways of using the cores (the
-peer one thread and two; ours one process with two threads, and two ranks with one each) and goes on
-with the best; then both take turns. Told are medians of steps, and of ratios within a turn.
+A step consists of forward, backward, gradient clipping and Adam with a policy-gradient loss over
+response tokens, in fp32 with random weights. With mixed lengths (uniform between --shortest and
+--longest) the peer pads sequences and our side packs them; padding does not count as tokens. Each
+side first tries two settings (the peer one thread and two threads; our side one process with two
+threads, and two ranks with one thread each) and is measured with the faster one. Then steps of both
+sides alternate. Figures are medians over steps; ratios are computed between consecutive steps.
 
-The same step is then taken with rows of one prompt each and with as many that share prompts
-(`--prompt`, `--samples`).
+`shared_prompts_ratio` compares a step whose sequences each have their own prompt with a step of the
+same size in which `--samples` responses share a prompt (`--prompts`, `--prompt`, `--response`).
 
-`gemm_fraction` is the time that our step's matrix products alone take, over the step's. Memory is
-that of the pass from hidden states to log-probs and their gradients, over one micro-batch of
-tokens.
+`gemm_fraction` is the time of the GEMMs of our step alone, as a share of the step time.
+`logprob_mib` is the memory of the computation from hidden states to log-probs, with gradients, for
+one micro-batch; `logprob_dense_mib` is that of log_softmax over all logits at once.
 """
 
 from __future__ import annotations
@@ -113,37 +114,50 @@ def memory(directory: str, tokens: int, chunk_tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model",
         choices=sorted(MODELS),
         default="smollm2_135m",
-        help="whose shape to give the model",
+        help="model shape (smollm2_135m)",
     )
-    parser.add_argument("--sequences", type=int, default=12, help="sequences a step")
+    parser.add_argument("--sequences", type=int, default=12, help="sequences per step (12)")
     parser.add_argument(
-        "--shortest", type=int, default=16, help="tokens of the shortest mixed sequence"
+        "--shortest", type=int, default=16, help="minimum tokens of mixed sequences (16)"
     )
     parser.add_argument(
-        "--longest", type=int, default=128, help="tokens of the longest, and of all equal ones"
+        "--longest",
+        type=int,
+        default=128,
+        help="maximum tokens of mixed sequences, and tokens of equal ones (128)",
     )
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side and kind")
     parser.add_argument(
-        "--prompts", type=int, default=2, help="prompts of the steps that compare shared prompts"
+        "--steps", type=int, default=5, help="measured steps of each side and kind (5)"
     )
-    parser.add_argument("--samples", type=int, default=8, help="samples of each of these")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each of these prompts")
     parser.add_argument(
-        "--response", type=int, default=64, help="tokens of each of their responses"
+        "--prompts", type=int, default=2, help="prompts of the comparison of shared prompts (2)"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
+    parser.add_argument(
+        "--samples", type=int, default=8, help="samples per prompt in that comparison (8)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=256, help="tokens per prompt in that comparison (256)"
+    )
+    parser.add_argument(
+        "--response", type=int, default=64, help="tokens per response in that comparison (64)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=2048, help="tokens of a micro-batch (2048)"
+    )
     parser.add_argument(
         "--chunk-tokens",
         type=int,
         default=256,
-        help="of the log-prob pass whose memory is measured",
+        help="tokens per chunk in the memory measurement of log-probs (256)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, args.model)

@@ -1,5 +1,5 @@
-"""What benchmarks.train compares: our trainer's ranks, and a plain transformers + torch training
-step."""
+"""Workers of benchmarks.train and benchmarks.device: ranks of our trainer, and a plain training
+step with transformers and torch."""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
-"""Episodes of 1 to 128 turns: what a turn costs beside the model's own work, and the same episodes
-with transformers.
+"""Measure the overhead of multi-turn episodes with 1 to 128 turns, and compare with transformers.
 
-Random weights. A turn has 8 drawn tokens in the mean, the same ones in every repeat, and 8 words
-that an environment in a worker process tells. transformers' `generate` is given every turn's whole
-history again, as text, which is how its users have episodes; it draws each turn as long as ours has
-it, the episodes of a turn in one batch.
+Weights are random. In each turn the policy generates 8 tokens on average, the same in every repeat,
+and an environment in a worker process responds with 8 words. transformers' `generate` receives the
+whole history of every turn again as text, the usual way to run episodes with it. It generates turns
+of the same lengths, one batch per turn.
 
-`forward_s` are the model's own passes, `sampling_s` is what draws tokens from their logits, as for
-any response, and `between_s` is all else, by turn: the episode's tokens and text, the environment's
-process, what waits for it. `between_share` is their part of the whole. `prefill_ratio` is of tokens
-that were run without being drawn to those that were new. Told are medians over `--repeats`, of
-ratios too, with the least and the most.
+- `forward_s`, `sampling_s`: time per turn of an episode in forward passes, and in sampling from the
+  logits.
+- `between_s`: all other time per turn: tokenization, the environment process, and waiting for it.
+  `between_share` is its share of the total time.
+- `prefill_ratio`: tokens that were prefilled, divided by the number of prompt and observation
+  tokens; 1 means that no token was prefilled twice.
 
-With `--delays` environments take up to 2 s for each of the turns of 64 episodes, which is compared
-with the longer of: the same without delays, and the episode that takes the longest by itself.
+Figures are medians over `--repeats`; ratios also have minimum (`_least`) and maximum (`_most`).
+
+With `--delays`, environments take up to 2 s per turn in 64 concurrent episodes. `delays_ratio`
+compares the total time with a lower bound: the longer of the same episodes without delays and the
+slowest episode alone.
 """
 
 from __future__ import annotations
@@ -249,30 +252,36 @@ def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", choices=sorted(MODELS), help="whose shape (smollm2_135m; with --delays tiny)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--precision", choices=sorted(DTYPES), default="fp32", help="of both sides (fp32)"
+        "--model", choices=sorted(MODELS), help="model shape (smollm2_135m; with --delays tiny)"
     )
     parser.add_argument(
-        "--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="of an episode; all"
+        "--precision", choices=sorted(DTYPES), default="fp32", help="precision of both sides (fp32)"
     )
-    parser.add_argument("--episodes", type=int, help="at a time (4; with --delays 64)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
+    parser.add_argument(
+        "--turns", type=int, nargs="+", choices=TURNS, default=TURNS, help="turns per episode (all)"
+    )
+    parser.add_argument("--episodes", type=int, help="concurrent episodes (4; with --delays 64)")
+    parser.add_argument("--repeats", type=int, default=3, help="number of measurements (3)")
     parser.add_argument(
         "--peer-turns",
         type=int,
         default=max(TURNS),
-        help="most turns that transformers takes too (all)",
+        help="maximum number of turns for which transformers is measured (128)",
     )
-    parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument(
-        "--delays", action="store_true", help="measure what environments' delays cost"
+        "--no-transformers", action="store_true", help="do not measure transformers"
     )
-    parser.add_argument("--delay-turns", type=int, default=8, help="and of how many turns (8)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--delays", action="store_true", help="measure the cost of environment delays instead"
+    )
+    parser.add_argument(
+        "--delay-turns", type=int, default=8, help="turns per episode with --delays (8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(arguments)
     args.model = args.model or ("tiny" if args.delays else "smollm2_135m")
     args.episodes = args.episodes or (64 if args.delays else 4)

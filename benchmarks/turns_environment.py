@@ -1,4 +1,4 @@
-"""The environment of benchmarks.turns."""
+"""Environment of benchmarks.turns."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: P
     assert code == 0 and len(outcomes) == 14
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
-    assert "tensorrt_llm" in outcomes["TensorRT-LLM as it is expected"]["why"]
+    assert "tensorrt_llm" in outcomes["interfaces of TensorRT-LLM"]["why"]
 
 
 def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
@@ -48,7 +48,7 @@ def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
     outcome = gpu_check.carry_out(gpu_check.Check("one that waits", waits))
     assert (outcome.result, outcome.why.split("\n")) == (
         "fail",
-        ["half of it", "", "", "not over after 2 s"],
+        ["half of it", "", "", "timed out after 2 s"],
     )
     assert "half of it" in capsys.readouterr().err
 
