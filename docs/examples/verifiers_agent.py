@@ -1,13 +1,16 @@
-"""Trains environments that are written for `verifiers` (0.4, its v1 stack), which live in a virtual
-environment of their own.
+"""Train a policy on environments of `verifiers` 0.4 (its v1 API) in a separate virtual environment.
 
-With the Python of that, `verifiers_agent.py tasks TASKSET > tasks.jsonl` makes prompts of a
-taskset's tasks. A taskset is a module that is installed there, or lies beside this file.
+Run this file with the Python of that virtual environment to write a taskset's tasks as prompts:
 
-`run` is the agent, `environment.agent=verifiers_agent:run`, and imports nothing of verifiers: it
-starts this file with the interpreter VERIFIERS_PYTHON, once in each process of
-`environment.workers`, for the taskset VERIFIERS_TASKSET, and passes it episodes, a line of JSON
-each. They share that process, which takes seconds to start, and the tool servers of the taskset.
+    verifiers_agent.py tasks TASKSET > tasks.jsonl
+
+TASKSET is a module that is installed there or is in the directory of this file.
+
+`run` is the agent: set `environment.agent=verifiers_agent:run`. It does not import verifiers.
+Instead, each process of `environment.workers` starts this file once with the interpreter
+VERIFIERS_PYTHON for the taskset VERIFIERS_TASKSET, and sends it episodes as lines of JSON. All
+episodes of a worker share this process, which takes seconds to start, and the tool servers of the
+taskset.
 """
 
 import asyncio
@@ -20,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 26
-"""Of a line, which has all of a task."""
+"""Maximum size of a line, which contains a whole task."""
 MOST_TOLD = 2000
-"""Characters of what went wrong."""
+"""Maximum length of an error message in characters."""
 
 
 class VerifiersProcess:
-    """The process of verifiers, started for the first episode, and what it is asked for."""
+    """Client of the verifiers process: starts it for the first episode and sends it episodes."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
@@ -36,8 +39,18 @@ class VerifiersProcess:
         self._ends: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> None:
-        """An episode, to its end. Raises RuntimeError where it fails; cancelled, it is ended there
-        too."""
+        """Run an episode and return when it is complete.
+
+        If this call is canceled, the verifiers process cancels the episode too.
+
+        Args:
+            task: Record of the prompt; its field `verifiers` is the task of the taskset.
+            base_url: Address of the OpenAI-compatible endpoint of this episode.
+            api_key: API key of the endpoint.
+
+        Raises:
+            RuntimeError: If the episode fails.
+        """
         async with self._starting:
             if self._reading is None or self._reading.done():
                 await self._start()
@@ -66,7 +79,7 @@ class VerifiersProcess:
             "serve",
             os.environ["VERIFIERS_TASKSET"],
         )
-        # the run's are for its own Python
+        # The PYTHONPATH of the run is for its own Python interpreter.
         pipe, paths = asyncio.subprocess.PIPE, {"PYTHONPATH": str(Path(__file__).parent)}
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, env=os.environ | paths
@@ -86,9 +99,7 @@ class VerifiersProcess:
         code = await process.wait()
         for end in self._ends.values():
             if not end.done():
-                end.set_exception(
-                    RuntimeError(f"the process of verifiers has ended with code {code}")
-                )
+                end.set_exception(RuntimeError(f"the verifiers process exited with code {code}"))
 
     def _tell(self, content: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -99,25 +110,36 @@ run = VerifiersProcess().run
 
 
 def environment(taskset: str) -> Any:
-    """The environment of a taskset, run on this machine: with its own harness, or a loop that has
-    its tools alone."""
+    """Return the environment of a taskset, which runs on this machine.
+
+    It uses the harness of the taskset; a taskset without a harness gets a loop that only calls the
+    taskset's tools.
+    """
     import verifiers.v1 as vf
 
-    # "bash" where it has none, which would run the policy's commands here
+    # The default for a taskset without a harness is "bash", which would run commands of the policy
+    # on this machine.
     own = vf.default_harness_id(taskset)
-    # and "max_turns", …
+    # Further options of the agent, such as "max_turns", can be added here.
     agent = {"harness": {"id": "null" if own == "bash" else own}, "runtime": {"type": "subprocess"}}
     return vf.load_environment(vf.resolve_env_config({"taskset": {"id": taskset}, "agent": agent}))
 
 
 async def episode(env: Any, asked: dict[str, Any]) -> None:
-    """Run the one that a line asks for, and post its reward. Raises RuntimeError where it has
-    failed."""
+    """Run the episode of a request and post its reward.
+
+    Args:
+        env: Environment of verifiers.
+        asked: Request with `number`, `task`, `base_url` and `api_key`.
+
+    Raises:
+        RuntimeError: If the episode failed.
+    """
     import verifiers.v1 as vf
 
     task_type = type(env.taskset).task_type()
     task = task_type(task_type.data_type().model_validate(asked["task"]), env.taskset.config.task)
-    # verifiers reads keys from its environment alone
+    # verifiers reads API keys only from environment variables.
     key_name = f"EPISODE_{asked['number']}_API_KEY"
     os.environ[key_name] = asked["api_key"]
     client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=key_name)
@@ -132,7 +154,7 @@ async def episode(env: Any, asked: dict[str, Any]) -> None:
 
 
 def post_reward(asked: dict[str, Any], reward: float) -> None:
-    """Tell the run what an episode is worth."""
+    """Send the reward of an episode to the run."""
     headers = {"Authorization": f"Bearer {asked['api_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(
         f"{asked['base_url']}/reward", json.dumps({"reward": reward}).encode(), headers
@@ -141,16 +163,16 @@ def post_reward(asked: dict[str, Any], reward: float) -> None:
 
 
 async def serve(taskset: str) -> None:
-    """Run the episodes that lines ask for, until there are no more lines."""
+    """Run the episodes that are requested on standard input, until it is closed."""
     env, running = environment(taskset), dict[int, asyncio.Task[None]]()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an environment prints is no answer
+    os.dup2(2, 1)  # output of an environment must not mix with the answers
 
     async def answered(asked: dict[str, Any]) -> None:
         problem = None
         try:
             await episode(env, asked)
-        except Exception as error:  # the environment is the user's, and fails in its own ways
+        except Exception as error:  # an environment can raise any exception
             problem = f"{type(error).__name__}: {error}"[:MOST_TOLD]
         finally:
             running.pop(asked["number"], None)
@@ -160,9 +182,9 @@ async def serve(taskset: str) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
     )
-    # Not `env.serving()`: it would keep a client for every address, of which each episode has one,
-    # until its end. So each rollout has a server of its own between harness and endpoint, and
-    # closes both.
+    # Do not use `env.serving()`: each episode has its own endpoint address, and `serving` keeps a
+    # client for every address until it exits. This way each rollout has its own server between
+    # harness and endpoint, and closes it.
     async with env.shared_tools() as env._shared_tools:
         await env.start()
         async for line in lines:
@@ -179,7 +201,7 @@ async def serve(taskset: str) -> None:
 
 
 def main() -> None:
-    """What verifiers' own interpreter runs."""
+    """Run the command `serve` or `tasks` with the Python interpreter of verifiers."""
     what, taskset = sys.argv[1:]
     if what == "serve":
         asyncio.run(serve(taskset))

@@ -1,5 +1,4 @@
-"""An environment as users of `verifiers` have them: products, a calculator as its tool, and a loop
-of its own."""
+"""An example environment for `verifiers`: products, with a calculator tool and a custom harness."""
 
 import json
 
@@ -10,7 +9,7 @@ TURNS = 4
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
-    """The tool server that all episodes share."""
+    """Tool server that all episodes share."""
 
     TOOL_PREFIX = None
 
@@ -21,25 +20,25 @@ class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
 
 
 class ProductData(vf.TaskData):
-    """What is asked, and what is right."""
+    """Data of a task: the prompt and the correct answer."""
 
     answer: str
 
 
 class ProductTask(vf.Task[ProductData]):
-    """A product."""
+    """A task: compute a product."""
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """1 where the last answer is the product."""
+        """Return 1 if the last reply is the product, else 0."""
         return float((trace.last_reply or "").strip() == self.data.answer)
 
 
 class ProductsTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
-    """All products of two digits."""
+    """All products of two numbers from 2 to 9."""
 
     def load(self) -> list[ProductTask]:
-        """As verifiers asks for it."""
+        """Return all tasks. verifiers calls this method."""
         numbers = range(2, 10)
         return [
             ProductTask(ProductData(prompt=f"{a}*{b}?", answer=str(a * b)))
@@ -49,13 +48,15 @@ class ProductsTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
 
     @classmethod
     def toolsets(cls, config: vf.TasksetConfig) -> list[vf.Toolset]:
-        """As verifiers asks for it."""
+        """Return the tool servers of the taskset. verifiers calls this method."""
         return [Calculator(vf.SharedToolsetConfig())]
 
 
 class ProductsHarness(vf.Harness[vf.HarnessConfig]):
-    """A loop with tools within the process of verifiers: a program would have to be started for
-    every episode."""
+    """Tool-calling loop in the verifiers process.
+
+    A harness that is a separate program would have to be started for every episode.
+    """
 
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
@@ -71,7 +72,17 @@ class ProductsHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """As verifiers asks for it."""
+        """Run one episode of at most `TURNS` requests. verifiers calls this method.
+
+        Args:
+            ctx: Model of the episode.
+            trace: Record of the episode.
+            runtime: Runtime of the episode.
+            endpoint: Base URL of the OpenAI-compatible endpoint.
+            secret: API key of the endpoint.
+            mcp_urls: Address of each tool server, by name.
+            data: Data of the task.
+        """
         from contextlib import AsyncExitStack
 
         from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
