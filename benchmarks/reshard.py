@@ -332,8 +332,8 @@ def main() -> None:
     args.target = EngineParallelConfig(**layout(args.target, ("tp", "dp")))
     if args.colocated and args.target.ranks > args.source.ranks:
         parser.error(
-            f"--target has {args.target.ranks} ranks; with --colocated it must have at most the"
-            f" {args.source.ranks} ranks of --source"
+            f"--target {args.target_text}: got {args.target.ranks} ranks; with --colocated it must"
+            f" have at most as many ranks as --source ({args.source.ranks})"
         )
     try:
         make_plan(args)
