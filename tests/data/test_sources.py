@@ -84,7 +84,7 @@ def test_several_splits_and_other_directories_are_refused_before_and_when_read(
     splits = DataConfig(path=str(dataset / "splits"))
     train, test = dataset / "splits" / "train", dataset / "splits" / "test"
     assert (
-        f"data.path={splits.path}: several splits; give one of them: {test}, {train}"
+        f"data.path={splits.path}: contains several splits; set the path of one split: {test}, {train}"
         in problems(splits)
     )
     assert problems(DataConfig(path=str(train))) == ""

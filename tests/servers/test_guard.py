@@ -392,6 +392,6 @@ def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
 def test_an_interface_is_known_by_name_or_address_and_another_names_those_there_are():
     assert interface_address("lo") == "127.0.0.1" and interface_address("10.1.2.3") == "10.1.2.3"
     with pytest.raises(
-        ConfigError, match=r"server.interface=nothere0: .* allowed: .*lo \(127.0.0.1\)"
+        ConfigError, match=r"server.interface=nothere0: .* of this machine: .*lo \(127.0.0.1\)"
     ):
         interface_address("nothere0")
