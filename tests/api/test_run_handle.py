@@ -98,7 +98,7 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
     one, two = aligner.generate(run, ["hello", "numbers"], max_new_tokens=4, greedy=True)
     assert one["prompt"] == "hello" and two["response"]
     assert (run.export("model") / "config.json").is_file()
-    with pytest.raises(aligner.ConfigError, match="exists already"):
+    with pytest.raises(aligner.ConfigError, match="already exists"):
         aligner.launch(
             **TINY, data=records, reward="digit_fraction", run={"steps": 3, "dir": "run"}
         )
