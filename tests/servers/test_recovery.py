@@ -113,7 +113,7 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
             client.start([CriticState(3, 21)])
         with pytest.raises(
             AlignerError,
-            match=r"no critic checkpoint .*step_9/critic; updates 20 to 39 are not in the journal",
+            match=r"critic checkpoint .*step_9/critic does not exist; updates 20 to 39 are not in the journal",
         ):
             client.start([saving, CriticState(9, 40)])
         client.start([saving])
