@@ -118,7 +118,7 @@ PANELS = (
     Panel(
         "kl",
         "KL to the reference (nats per response)",
-        {"kl/reference": "KL", "eval/reference_kl": "evaluation"},
+        {"kl/reference": "training", "eval/reference_kl": "evaluation"},
     ),
     Panel("length", "Response length (tokens)", {"response/length": "mean"}),
     Panel(
@@ -452,8 +452,8 @@ def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
             {"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}}
         )
     axes = {
-        "xaxis": {"title": {"text": "response length (tokens)"}, "type": "category"},
-        "yaxis": {"title": {"text": "responses"}},
+        "xaxis": {"title": _axis_title("response length (tokens)"), "type": "category"},
+        "yaxis": {"title": _axis_title("responses")},
     }
     return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, **axes}
 
@@ -541,7 +541,7 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
         "legend": {"yref": "container", "yanchor": "top", "y": 1},  # above the steps' numbers
         "shapes": lines,
         "annotations": labels,
-        "xaxis": {"range": [0, (end - begin) / 1e6], "title": {"text": "seconds"}},
+        "xaxis": {"range": [0, (end - begin) / 1e6], "title": _axis_title("seconds")},
         "yaxis": {**_ROWS_AXIS, "categoryorder": "array", "categoryarray": rows[::-1]},
     }
     note = f"{left_out} more ranks are not shown" if left_out else ""
@@ -560,6 +560,10 @@ def _row_bar(activity: str, hover: str, **data: Any) -> Trace:
         "hovertemplate": hover,
         **data,
     }
+
+
+def _axis_title(text: str) -> dict[str, Any]:
+    return {"text": text, "font": {"size": 12}}
 
 
 def _label(text: str) -> str:

@@ -151,7 +151,7 @@ class Pages:
         """What pages are made of."""
         file = STATIC / request.path_params["name"]
         if file not in list(STATIC.iterdir()):
-            raise HTTPException(404, "no such file")
+            raise HTTPException(404, "No such file.")
         return FileResponse(file)
 
     @_of_run
@@ -279,7 +279,7 @@ class Pages:
         step, row = request.path_params["step"], request.path_params["row"]
         tokens = SampleTable(run.paths).tokens(step, row)
         if tokens is None:
-            raise HTTPException(404, f"the token data of step {step} is no longer stored")
+            raise HTTPException(404, f"The token data of step {step} is no longer stored.")
         return JSONResponse(_finite(token_columns(tokens)))
 
     @_of_run
@@ -323,7 +323,7 @@ class Pages:
     def _run(self, key: str) -> ViewedRun:
         run = self._index.run(key)
         if run is None:
-            raise HTTPException(404, "this run does not exist, or its directory was deleted")
+            raise HTTPException(404, "This run does not exist, or its directory was deleted.")
         return run
 
     def _named(self, request: Request) -> dict[str, ViewedRun]:
@@ -332,7 +332,7 @@ class Pages:
             :_MOST_RUNS
         ]
         if len(runs) < 2:
-            raise HTTPException(400, "select at least two runs to compare")
+            raise HTTPException(400, "Select at least two runs to compare.")
         names = [run.overview().name for run in runs]
         twice = {name for name in names if names.count(name) > 1}
         return {
@@ -344,7 +344,7 @@ class Pages:
         table = SampleTable(run.paths)
         sample = table.sample(request.path_params["step"], request.path_params["row"])
         if sample is None:
-            raise HTTPException(404, "this sample does not exist, or it is no longer stored")
+            raise HTTPException(404, "This sample does not exist, or it is no longer stored.")
         return table, sample
 
     def _run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:

@@ -425,7 +425,7 @@ def test_a_damaged_or_missing_run_has_a_page_that_says_so(
         assert answer.status == 500 and "config.yaml" in answer.text
     assert (
         viewer.get("/runs/none").status == 404
-        and "this run does not exist" in viewer.get("/runs/none").text
+        and "This run does not exist" in viewer.get("/runs/none").text
     )
 
 

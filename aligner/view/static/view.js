@@ -39,17 +39,24 @@ function tracesOf(plot, settings) {
   return [traces, byTime ? `training time (${name})` : "step"];
 }
 
-function layoutOf(plot, horizontal) {
-  const own = plot.layout;
+function legendRowsOf(plot, width) {
+  const names = plot.traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name || "");
+  if (!plot.layout.showlegend || !names.length) return 1;
+  const entry = 40 + 6 * Math.max(...names.map((name) => name.length));
+  return Math.ceil(names.length / Math.max(1, Math.floor((width - 80) / entry)));
+}
+
+function layoutOf(plot, horizontal, width) {
+  const own = plot.layout, legend = 20 * (legendRowsOf(plot, width) - 1);
   const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule") };
   // Margins that follow the labels of a value axis may never come to rest; names of rows have to fit.
   const left = plot.wide && own.yaxis ? 8 : 56;
   return {
-    height: 250, showlegend: false, hovermode: "closest", ...own,
+    showlegend: false, hovermode: "closest", ...own, height: (own.height || 250) + legend,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
     hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
-    margin: { l: left, r: 12, t: own.showlegend ? 32 : 12, b: 42, ...own.margin },
+    margin: { l: left, r: 12, b: 42, ...own.margin, t: (own.margin?.t ?? (own.showlegend ? 32 : 12)) + legend },
     legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, traceorder: "normal", ...own.legend },
     xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, automargin: left === 8, ...own.yaxis },
   };
@@ -72,8 +79,9 @@ function plotsOf(section) {
   const draw = (card) => {
     if (!card.visible || !card.plot) return;
     const [traces, horizontal] = tracesOf(card.plot, settings);
-    card.target.style.minHeight = `${card.plot.layout.height || 250}px`;
-    Plotly.react(card.target, traces, layoutOf(card.plot, horizontal), { displayModeBar: false, responsive: true });
+    const layout = layoutOf(card.plot, horizontal, card.target.clientWidth || 400);
+    card.target.style.minHeight = `${layout.height}px`;
+    Plotly.react(card.target, traces, layout, { displayModeBar: false, responsive: true });
   };
   const watcher = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
