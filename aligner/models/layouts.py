@@ -58,7 +58,7 @@ def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
     if uneven:
         fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
         yield (
-            f"{key}.tensor={size}: must divide the model's {' and '.join(uneven)}; valid sizes:"
+            f"{key}.tensor={size}: must divide the model's {', '.join(uneven)}; valid sizes:"
             f" {fitting}"
         )
 

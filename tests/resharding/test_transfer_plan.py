@@ -190,7 +190,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
             "actor.parallel.tensor=3: must divide the model's 4 attention heads and 4 key-value"
             " heads"
         ),
-        "and 32 vocabulary entries",
+        ", 32 vocabulary entries",
         ("actor.parallel.expert_tensor=5: must divide the 24 feed-forward rows of each expert"),
         "actor.parallel.pipeline=3: must divide the model's 4 layers",
         "actor.parallel.expert=3: must divide the model's 4 experts",
@@ -218,7 +218,7 @@ def test_heads_are_not_cut_in_half(family, key_heads):
     )
     with pytest.raises(
         AlignerError,
-        match=rf"engine\.parallel\.tensor=2: .*9 attention heads and {key_heads} key-value heads",
+        match=rf"engine\.parallel\.tensor=2: .*9 attention heads, {key_heads} key-value heads",
     ):
         plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=2))
     plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=3))
