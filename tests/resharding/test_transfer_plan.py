@@ -187,7 +187,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
     told = str(caught.value)
     for wanted in (
         (
-            "actor.parallel.tensor=3: must divide the model's 4 attention heads and 4 key-value"
+            "actor.parallel.tensor=3: must divide the model's 4 attention heads, 4 key-value"
             " heads"
         ),
         ", 32 vocabulary entries",
