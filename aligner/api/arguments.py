@@ -133,7 +133,7 @@ def place_records(
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
         raise ConfigError(
-            f"data: the run in this directory uses other records, {file}; give another run.dir, or"
+            f"data: the run in this directory uses other records, {file}; choose another run.dir, or"
             " data=PATH"
         )
     paths.root.mkdir(PRIVATE, parents=True, exist_ok=True)

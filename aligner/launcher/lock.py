@@ -52,7 +52,7 @@ def locked(
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(
-                f"run.dir={directory}: is not writable: {why}; give another run.dir"
+                f"run.dir={directory}: is not writable: {why}; choose another run.dir"
             ) from error
         with file:
             try:

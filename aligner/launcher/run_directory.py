@@ -86,7 +86,7 @@ def _set_training_aside(paths: RunPaths, console: Console) -> None:
         except OSError as error:
             raise ConfigError(
                 f"run.dir={paths.root}: files of an earlier start cannot be moved aside: {error};"
-                " give another run.dir"
+                " choose another run.dir"
             ) from error
         print_line(
             console,

@@ -238,8 +238,8 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "full: exists, but is not the directory of a run (no config.yaml)",
         "set another run.dir",
     ),
-    ("run.dir=/proc/run", "run.dir=/proc/run: is not writable", "give another run.dir"),
-    (f"run.name={'x' * 300}", "File name too long; give another run.dir"),
+    ("run.dir=/proc/run", "run.dir=/proc/run: is not writable", "choose another run.dir"),
+    (f"run.name={'x' * 300}", "File name too long; choose another run.dir"),
     ("run.resume=true run.dir=gone", "run.resume=true: no run found in", "leave run.resume out"),
     (
         "run.resume=auto",
