@@ -1,5 +1,4 @@
-"""A run's curves as one figure: the reward it learned from, what an evaluation made of it, and how
-far the policy went.
+"""Plot a run's training reward, held-out score, win rate and KL over its steps in one figure.
 
 python -m benchmarks.curves RUN FILE.svg
 """
@@ -15,16 +14,15 @@ from aligner.paths import RunPaths
 from benchmarks.figures import vector_plots
 
 CURVES = {
-    "reward/mean": "reward",
-    "eval/score": "score, held-out prompts",
-    "eval/win_rate": "win rate against the start",
-    "kl/reference": "KL, nats a response",
+    "reward/mean": "training reward",
+    "eval/score": "held-out score",
+    "eval/win_rate": "win rate vs. initial policy",
+    "kl/reference": "KL (nats per response)",
 }
 
 
 def draw(metrics: list[dict[str, float]], file: Path) -> None:
-    """One plot a metric that the run has, over its steps; an evaluation's with its 95 %
-    interval."""
+    """Plot each metric that the run has over its steps, evaluation metrics with 95% intervals."""
     names = [name for name in CURVES if any(name in step for step in metrics)]
     figure, plots = vector_plots().subplots(
         1, len(names), figsize=(3.4 * len(names), 3), squeeze=False
@@ -50,12 +48,12 @@ def main() -> int:
         "figure",
         type=Path,
         metavar="FILE.svg",
-        help="what to draw; needs matplotlib: the figures extra",
+        help="figure to write; requires matplotlib (the figures extra)",
     )
     parsed = parser.parse_args()
     metrics = read_metrics(RunPaths(parsed.run).metrics)
     if not metrics:
-        parser.error(f"{parsed.run}: no metrics.jsonl with a step in it")
+        parser.error(f"{parsed.run}: metrics.jsonl is missing or has no steps")
     draw(metrics, parsed.figure)
     return 0
 
