@@ -54,6 +54,10 @@ class KLController:
         if self.target is None:
             return
         if not math.isfinite(current):
-            raise ValueError(f"the mean KL divergence is {current}, must be finite")
+            raise ValueError(
+                f"algorithm.kl_target={self.target:g}: got a mean KL divergence of {current}, must"
+                " be finite; resume from an earlier checkpoint with a lower"
+                " actor.optimizer.learning_rate"
+            )
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * steps / self.horizon

@@ -148,8 +148,8 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     elif model is not None and model.ffn_hidden_size % _VECTOR:
         yield (
             f"{key}: requires a feed-forward size that is a multiple of {_VECTOR}, but the model"
-            f" has {model.ffn_hidden_size}: the rest of a vector would be rounded differently; set"
-            " engine.exact=false"
+            f" has {model.ffn_hidden_size}, so engine and trainer could round the last elements"
+            " differently; set engine.exact=false"
         )
 
 

@@ -301,8 +301,8 @@ _EVALUATE = (
         type=Path,
         metavar="SOURCE",
         help=(
-            "initial model: reports its perplexity on the responses, and generates the reference of"
-            " each prompt without a `reference` field"
+            "initial model: reports the perplexity of the responses under this model, and generates"
+            " the reference response of each prompt that has no `reference` field"
         ),
     ),
     _add(

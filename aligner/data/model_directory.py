@@ -149,7 +149,10 @@ def _write_converted(directory: Path, file: Path) -> None:
         default=None,
     )
     if pad is None:
-        raise ConfigError(f"{file}: the tokenizer has no special token for padding other than EOS")
+        raise ConfigError(
+            f"{file}: the tokenizer has no special token for padding other than EOS; use a GGUF"
+            " file whose tokenizer has one"
+        )
     # The weights are float32 now: what is left of the GGUF's description must not be applied to
     # them again.
     config = model.config.to_dict()

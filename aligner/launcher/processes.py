@@ -148,7 +148,10 @@ class Processes:
         while rest := self._descendants():
             self._kill(rest)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"cannot kill these processes: {', '.join(map(str, rest))}")
+                raise RuntimeError(
+                    f"processes are still running {_KILL_TIMEOUT_S:g} s after SIGKILL; wait until"
+                    f" they have exited before you start another run: {', '.join(map(str, rest))}"
+                )
         self._watcher.kill()
         self._watcher.communicate()
         for rank in self._ranks:

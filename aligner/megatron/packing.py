@@ -400,7 +400,8 @@ def token_budget_batches(
         batches = _least_loaded(lengths, count)
         if not _fits(batches, lengths, budget):
             raise ValueError(
-                f"{sum(lengths)} tokens do not fit into {count} micro-batches of {budget} tokens"
+                f"micro_batch_tokens={budget}: {len(lengths)} sequences with {sum(lengths)} tokens"
+                f" do not fit into {count} micro-batches"
             )
         return batches
     fewest = -(-sum(lengths) // budget)

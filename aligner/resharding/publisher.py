@@ -74,8 +74,8 @@ class Publisher:
             )
         if dtype.itemsize != plan.itemsize:
             problems.append(
-                f"{dtype} has {dtype.itemsize} bytes per element, but the transfer plan has"
-                f" {plan.itemsize}"
+                f"{dtype} has {dtype.itemsize} bytes per element, but the transfer plan requires"
+                f" {plan.itemsize} bytes"
             )
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))

@@ -113,7 +113,7 @@ class HttpEndpoint:
                 f"{self.url}: the response exceeds the limit of {_LARGEST_ANSWER} bytes"
             )
         if time.monotonic() >= deadline:
-            raise TimeoutError("the response was incomplete at the deadline")
+            raise TimeoutError("timed out before the response was complete")
         if response.length:
             raise http.client.IncompleteRead(answer, response.length)
         asked = response.getheader("Retry-After", "")

@@ -105,14 +105,14 @@ class AlgorithmConfig:
     )
     responses: str = option(
         "all",
-        "Samples that are stored as responses. `all`: all of them; `best`: the best one of each"
-        " prompt.",
+        "Samples that are written to `responses.jsonl`. `all`: all samples; `best`: the best"
+        " sample of each prompt.",
         choices=("all", "best"),
         read=".trainer=preferences",
     )
     min_score: float | None = option(
         None,
-        "Minimum score of a sample that is stored as a response; null means no minimum.",
+        "Minimum score of a sample that is written to `responses.jsonl`; null means no minimum.",
         read=".trainer=preferences",
     )
     kept_fields: list[str] = option(

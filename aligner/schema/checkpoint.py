@@ -10,19 +10,22 @@ class CheckpointConfig:
     """Checkpoints, from which a run resumes."""
 
     every: int = option(
-        0, "Steps between checkpoints; 0 means none by steps, except one at the end.", minimum=0
+        0,
+        "Steps between checkpoints; 0 means only one at the end, besides time-based ones.",
+        minimum=0,
     )
     every_minutes: float = option(
         30.0,
-        "Minutes after the last checkpoint, or the start, after which the next step also saves"
-        " one; 0 means none by time. These checkpoints only serve resuming: they are not"
-        " evaluated, and `checkpoint.best_metric` ignores them.",
+        "Minutes between time-based checkpoints: the first step that ends at least this long"
+        " after the last checkpoint (or after the start of the run) also saves a checkpoint. 0"
+        " means no time-based checkpoints. They are used only to resume: they are not evaluated,"
+        " and `checkpoint.best_metric` ignores them.",
         minimum=0,
     )
     keep: int = option(
         2,
-        "Number of newest checkpoints that are kept; older ones are deleted. Checkpoints by"
-        " steps take precedence over those by time.",
+        "Number of newest checkpoints that are kept; older ones are deleted. Step-based"
+        " checkpoints take precedence over time-based ones.",
         minimum=1,
     )
     best_metric: str | None = option(

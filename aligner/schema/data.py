@@ -73,8 +73,8 @@ class DataConfig:
     )
     function_timeout_s: float = option(
         3600.0,
-        "Timeout in seconds of a Python function that yields records; it runs in a separate"
-        " process.",
+        "Time in seconds within which a Python function must yield all its records; the function"
+        " runs in a separate process.",
         minimum=0.1,
     )
     tasks: list[Any] = option(
@@ -95,7 +95,7 @@ class DataConfig:
     )
     prompts: list[str] = option(
         [],
-        "List of prompts, as an alternative to a file.",
+        "List of prompts, instead of `data.path`.",
         read=".path=null and .sources={} and .tasks=[]",
     )
     fields: dict[str, Any] = option(

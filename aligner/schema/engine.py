@@ -48,8 +48,8 @@ class TensorRTLLMConfig:
     )
     timeout_s: float = option(
         900.0,
-        "Maximum time in seconds to start, to release memory, or without a new token in any"
-        " response; the run fails after that.",
+        "Timeout in seconds of startup, of memory release, and of the wait for a new token in any"
+        " response; the run fails when it expires.",
         minimum=1,
     )
 
@@ -77,8 +77,8 @@ class VLLMConfig:
     )
     timeout_s: float = option(
         180.0,
-        "Maximum time in seconds to start, to release memory, or without a new token in any"
-        " response; the run fails after that.",
+        "Timeout in seconds of startup, of memory release, and of the wait for a new token in any"
+        " response; the run fails when it expires.",
         minimum=1,
     )
 
@@ -89,16 +89,18 @@ class SpeculationConfig:
 
     tokens: int = option(
         0,
-        "Maximum number of draft tokens per step, copied from what followed the same tokens"
-        " earlier in the prompt or response; 0 means no speculative decoding.",
+        "Maximum number of draft tokens per step, found by prompt lookup: they are copied from the"
+        " continuation of the same n-gram earlier in the prompt or response. 0 means no"
+        " speculative decoding.",
         minimum=0,
     )
     ngram: int = option(
-        3, "Number of consecutive tokens that must match earlier ones.", minimum=1, read=".tokens>0"
+        3, "Length in tokens of the n-gram for prompt lookup.", minimum=1, read=".tokens>0"
     )
     rows: int = option(
         4,
-        "Maximum number of responses in flight on a rank with which draft tokens are used.",
+        "Maximum number of responses in flight on a rank for speculative decoding; with more of"
+        " them, no draft tokens are used.",
         minimum=1,
         read=".tokens>0",
     )

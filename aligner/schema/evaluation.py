@@ -33,10 +33,10 @@ class EvaluationConfig:
         "Mapping from aligner's field names to those of the file, as `data.fields`.",
         read=".path!=null",
     )
-    prompts: list[str] = option([], "List of held-out prompts, as an alternative to a file.")
+    prompts: list[str] = option([], "List of held-out prompts, instead of `evaluation.path`.")
     questions: int = option(
         0,
-        "Number of held-out questions of each task in `data.tasks`, as an alternative to a file.",
+        "Number of held-out questions of each task in `data.tasks`, instead of `evaluation.path`.",
         minimum=0,
         read="data.tasks!=[]",
     )

@@ -96,7 +96,7 @@ class RewardConfig(MegatronModelConfig):
     judge_model: str | None = option(None, "Name of the judge at the endpoint.", read=_JUDGE)
     judge_asks: str = option(
         "score",
-        'Type of question. `score`: a number per response; `yes_no`: probability of "yes" by'
+        'Type of judge request. `score`: a number per response; `yes_no`: probability of "yes" by'
         " log-probs; `pairwise`: the better one of every two samples of a prompt, in both orders;"
         " `ranking`: order of all samples of a prompt.",
         choices=tuple(ASKINGS),
@@ -104,8 +104,9 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_template: str | None = option(
         None,
-        "Template of the question with the fields `{prompt}`, `{response}` (`{response_a}` and"
-        " `{response_b}`, or `{responses}`) and any record field; null means a built-in template.",
+        "Template of the judge's prompt with the fields `{prompt}`, `{response}` (`{response_a}`"
+        " and `{response_b}`, or `{responses}`) and any record field; null means a built-in"
+        " template.",
         read=_JUDGE,
     )
     judge_pattern: str = option(
@@ -131,23 +132,26 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_tries: int = option(
         3,
-        "Maximum number of times that a question is asked until the answer is valid; after that"
-        " the prompt is rejected.",
+        "Maximum number of attempts to get a valid answer from the judge; after that the prompt is"
+        " rejected.",
         minimum=1,
         read=_JUDGE,
     )
     judge_timeout_s: float = option(
         60.0,
-        "Timeout in seconds of each answer, including HTTP retries.",
+        "Timeout in seconds of each judge request, including HTTP retries.",
         minimum=0.1,
         read=_JUDGE,
     )
     judge_concurrency: int = option(
-        8, "Maximum number of questions in flight per replica.", minimum=1, read=_JUDGE
+        8,
+        "Maximum number of judge requests in flight per reward replica.",
+        minimum=1,
+        read=_JUDGE,
     )
     judge_requests_per_minute: float | None = option(
         None,
-        "Maximum number of requests per minute and replica; null means no maximum.",
+        "Maximum number of judge requests per minute and reward replica; null means no maximum.",
         above=0,
         read=_JUDGE,
     )
@@ -159,20 +163,20 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_input_price: float = option(
         0.0,
-        "Price of a million question tokens, for the metric `judge/cost`.",
+        "Price of a million prompt tokens of the judge, for the metric `judge/cost`.",
         minimum=0,
         read=_JUDGE,
     )
     judge_output_price: float = option(
         0.0,
-        "Price of a million answer tokens, for the metric `judge/cost`.",
+        "Price of a million generated tokens of the judge, for the metric `judge/cost`.",
         minimum=0,
         read=_JUDGE,
     )
     judge_cache: str | None = option(
         None,
-        "Directory of cached answers, which several runs may share; null means `judge/` in the"
-        " run directory.",
+        "Directory of cached judge answers, which several runs may share; null means `judge/` in"
+        " the run directory.",
         read=_JUDGE,
     )
     gain: float = option(

@@ -61,7 +61,8 @@ class ServerConfig:
     )
     start_timeout_s: float = option(
         180.0,
-        "Seconds after which a role that is not healthy yet ends the run.",
+        "Maximum startup time of a role in seconds; the run fails if the role is not healthy by"
+        " then.",
         minimum=1,
         read="always",
     )
@@ -88,7 +89,10 @@ class ServerConfig:
         minimum=0,
     )
     max_batch_size: int = option(
-        256, "Maximum number of rows per request of the batching endpoints.", minimum=1
+        256,
+        "Maximum number of sequences per request to `critic_infer`, `reward_model` or"
+        " `teacher_logprobs`.",
+        minimum=1,
     )
     max_sequence_length: int | None = option(
         None,
@@ -101,13 +105,14 @@ class ServerConfig:
     )
     concurrent_requests: int = option(
         4,
-        "Maximum number of requests that an inference endpoint accepts at a time; waiting"
-        " requests are computed together.",
+        "Maximum number of requests that each of `critic_infer`, `reward_model` and"
+        " `teacher_logprobs` accepts at a time; accepted requests that wait are computed in one"
+        " batch.",
         minimum=1,
     )
     batch_tokens: int = option(
         16384,
-        "Maximum number of tokens, including padding, of requests that are computed together; 1"
-        " means that each is computed alone.",
+        "Maximum number of tokens, including padding, in a batch of several requests; 1 means that"
+        " each request is computed alone.",
         minimum=1,
     )

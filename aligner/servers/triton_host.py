@@ -297,7 +297,7 @@ def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
     """Return once it listens. Raises AlignerError where it has ended instead."""
     assert gateway.stdout is not None
     if gateway.stdout.readline().strip() != READY:
-        raise AlignerError(f"its gateway exited with code {gateway.wait()}")
+        raise AlignerError(f"the server's gateway process exited with code {gateway.wait()}")
 
 
 class _TritonFailed(BaseException):

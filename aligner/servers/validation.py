@@ -318,17 +318,19 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
     optional = {"instance", *(each.name for each in parameters)}
     if not expected <= set(request) <= expected | optional:
         raise RequestError(
-            f"control: {op} got keys {', '.join(sorted(request))}, allowed:"
+            f"control: {op}: got keys {', '.join(sorted(request))}, expected:"
             f" {', '.join(sorted(expected))}"
         )
     for name in {"instance", "run_id", "host"} & set(request):
         if not isinstance(request[name], str):
-            raise RequestError(f"control: {op} got {name} {request[name]!r:.99}, allowed: a string")
+            raise RequestError(
+                f"control: {op}: {name}: got {request[name]!r:.99}, allowed: a string"
+            )
     for name in _LOWEST.keys() & set(request):
         value, lowest = request[name], _LOWEST[name]
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
             raise RequestError(
-                f"control: {op} got {name} {value!r:.99}, allowed: an integer from {lowest} to"
+                f"control: {op}: {name}: got {value!r:.99}, allowed: an integer from {lowest} to"
                 " 2^63 - 1"
             )
     return request

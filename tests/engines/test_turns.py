@@ -294,7 +294,7 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     again = add([*read, 1], asked_before=1)
     while not generation.done:
         behind.update((3, sample) for at, sample in generation.step() if at == again)
-    with pytest.raises(AlignerError, match="a branch needs KV cache for"):
+    with pytest.raises(AlignerError, match="a new branch of the episode needs KV cache for"):
         generation.add(
             GenerationRequest(Prompt(7, "", torch.arange(2, 50)), 0, LIMIT, asked_before=0)
         )

@@ -52,7 +52,12 @@ def test_nothing_to_batch_gives_no_batches():
         ([3, 0], 8, None, r"sequence 1 has 0 tokens"),
         ([3, 3], 8, 3, r"2 sequences cannot fill exactly 3"),
         ([3, 3], 8, 0, r"2 sequences cannot fill exactly 0"),
-        ([6, 6], 8, 1, r"12 tokens do not fit into 1 micro-batches of 8"),
+        (
+            [6, 6],
+            8,
+            1,
+            r"micro_batch_tokens=8: 2 sequences with 12 tokens do not fit into 1 micro-batches",
+        ),
     ],
 )
 def test_impossible_batches_are_refused(lengths, budget, count, message):

@@ -161,7 +161,10 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
             " the transfer plan writes into its engine, but it has no engine"
         )
         assert "the transfer plan has 4 ranks, but the link has 2" in other_size
-        assert "torch.bfloat16 has 2 bytes per element, but the transfer plan has 4" in other_size
+        assert (
+            "torch.bfloat16 has 2 bytes per element, but the transfer plan requires 4 bytes"
+            in other_size
+        )
         assert "a bucket of 100 bytes is too small" in small
 
 

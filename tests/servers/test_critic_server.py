@@ -328,14 +328,14 @@ def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
     ("op", "arguments", "told"),
     [
         ("restore", {"step": 999}, "critic checkpoint .* does not exist"),
-        ("restore", {"step": -1}, "got step -1, allowed: an integer from 0 to"),
-        ("checkpoint", {"step": 10**300}, "got step 1000.*, allowed: an integer from 0 to"),
+        ("restore", {"step": -1}, "step: got -1, allowed: an integer from 0 to"),
+        ("checkpoint", {"step": 10**300}, "step: got 1000.*, allowed: an integer from 0 to"),
         (
             "begin_checkpoint",
             {"step": 1, "sequence_number": "1"},
-            "got sequence_number '1', allowed: an integer from -1 to",
+            "sequence_number: got '1', allowed: an integer from -1 to",
         ),
-        ("checkpoint", {}, "got keys op, allowed: op, step"),
+        ("checkpoint", {}, "got keys op, expected: op, step"),
         ("dance", {}, "got op 'dance', allowed: health"),
     ],
 )

@@ -377,15 +377,18 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"op": "receive"}, "receive got keys op, allowed: op, version"),
-        ({"op": "receive", "version": -1}, "receive got version -1, allowed: an integer from 0 to"),
+        ({"op": "receive"}, "receive: got keys op, expected: op, version"),
+        (
+            {"op": "receive", "version": -1},
+            "receive: version: got -1, allowed: an integer from 0 to",
+        ),
         (
             {"op": "connect", "host": 3, "port": 1, "generation": 0},
-            "connect got host 3, allowed: a string",
+            "connect: host: got 3, allowed: a string",
         ),
         (
             {"op": "connect", "host": "a", "port": 0, "generation": 0},
-            "connect got port 0, allowed: an integer from 1 to",
+            "connect: port: got 0, allowed: an integer from 1 to",
         ),
         ({"op": ["connect"]}, r"got op \['connect'\], allowed: "),
     ],

@@ -108,8 +108,8 @@ class EmbeddedGeneration:
         columns, limit = self._machine.cache.size.columns, request.limit(self._options)
         if (longest := len(request.prompt.tokens) + limit - 1) > columns:
             raise AlignerError(
-                f"prompt {request.prompt.id}: a branch needs KV cache for {longest} tokens, but the"
-                f" cache has room for {columns} tokens per sequence"
+                f"prompt {request.prompt.id}: a new branch of the episode needs KV cache for"
+                f" {longest} tokens, but the cache has room for {columns} tokens per sequence"
             )
         self._waiting.append(begin(self._count, request, self._options, self._seed))
         self._count += 1

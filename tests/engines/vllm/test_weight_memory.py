@@ -191,7 +191,10 @@ def test_a_process_on_the_same_gpu_opens_its_memory(gpus, monkeypatch):
 
 def test_a_process_on_another_gpu_is_refused_by_name(gpus):
     handle = sent(shared_whole(TENSORS, functools.partial(DeviceMemory, CPU)))
-    told = "the weights are in the memory of GPU-a0, but this worker runs on GPU-b0"
+    told = (
+        "the trainer's weights are in the memory of GPU-a0, but this vLLM worker runs on GPU-b0;"
+        " both must use the same GPU"
+    )
     with pytest.raises(ValueError, match=told), opened(handle["memory"], torch.device("cuda", 1)):
         pass
 

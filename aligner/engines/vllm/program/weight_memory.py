@@ -103,7 +103,8 @@ class DeviceMemory:
         where it is another one."""
         if (mine := device_uuid(device)) != (theirs := handle["device"]):
             raise ValueError(
-                f"the weights are in the memory of {theirs}, but this worker runs on {mine}"
+                f"the trainer's weights are in the memory of {theirs}, but this vLLM worker runs on"
+                f" {mine}; both must use the same GPU"
             )
         allocation, size, start, counter, place = handle["handle"]
         allocation, counter = base64.b64decode(allocation), base64.b64decode(counter)
