@@ -243,6 +243,27 @@ def test_changelog_starts_with_the_installed_version() -> None:
     assert versions[0] == __version__
 
 
+def headings_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_of_pages_outside_the_site_lead_to_files_and_headings() -> None:
+    # Sphinx checks the links of the pages in docs/.
+    pages = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    broken = []
+    for page in [*pages, REPOSITORY / "examples" / "README.md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            if link.startswith("https://"):
+                continue
+            if not target.exists() or (anchor and anchor not in headings_of(target)):
+                broken.append((page.name, link))
+    assert not broken
+
+
 @pytest.mark.slow
 def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(
     tmp_path: Path,
