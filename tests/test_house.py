@@ -86,7 +86,7 @@ def test_the_way_from_the_launch_to_the_loss_is_as_documented() -> None:
 
 def test_the_table_of_changes_names_files_that_there_are() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = page.split("## Which files a change touches")[1].split("\n## ")[0]
+    rows = page.split("## Files to edit for a change")[1].split("\n## ")[0]
     names = [name for name in re.findall(r"`([\w/]+\.py)`", rows) if "SECTION" not in name]
     assert len(re.findall(r"^\| (?!change|---)", rows, re.MULTILINE)) >= 12 and names
     assert not [name for name in names if not (PACKAGE / name).is_file()]
