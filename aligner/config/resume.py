@@ -52,8 +52,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
             " engine.vllm.* engine.speculation.* rollout.micro_batches"
         ),
-        "how samples are generated; the samples stay the same, except that with"
-        " rollout.spare_prompts other prompts may finish first",
+        "affect how samples are generated, but not the samples; with rollout.spare_prompts,"
+        " however, other prompts may finish first",
     ),
     (
         (
@@ -70,8 +70,8 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
             " *.judge_input_price *.judge_output_price *.judge_cache"
         ),
         (
-            "how requests reach the judge, not their content; another judge_cache may lack"
-            " judgments, which are then requested again"
+            "affect how requests are sent to the judge, but not their content; judgments that are"
+            " missing in another judge_cache are requested again"
         ),
     ),
     ("server.* cluster.*", "where and how the roles run"),

@@ -45,7 +45,8 @@ class Config:
 
     seed: int = option(
         1,
-        "Random seed of the run, for the order of the data, sampling and random initial weights.",
+        "Random seed of the run, used for the order of the data, for sampling and for random"
+        " initial weights.",
         minimum=0,
     )
     run: RunConfig = section(RunConfig)

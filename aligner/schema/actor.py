@@ -8,15 +8,17 @@ from aligner.schema.trained_model import TrainedModelConfig
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (LoRA, Hu et al. 2021) that are trained instead of the weights."""
+    """Low-rank adapters (LoRA, Hu et al. 2021) trained instead of the weights."""
 
     rank: int = option(
         0,
-        "Rank of the adapters; 0 means no adapters: the weights themselves are trained.",
+        "Rank of the adapters; 0 means that the weights themselves are trained, without adapters.",
         minimum=0,
     )
     alpha: float = option(
-        32.0, "Scale of the adapters: their output is multiplied by `alpha` / `rank`.", minimum=0
+        32.0,
+        "Scale of the adapters: the output of an adapter is multiplied by `alpha` / `rank`.",
+        minimum=0,
     )
     targets: list[str] = option(
         ["attention", "mlp"], "Linear layers with adapters: `attention`, `mlp` or both."
@@ -29,14 +31,14 @@ class ActorConfig(TrainedModelConfig):
 
     logprob_chunk_tokens: int = option(
         1024,
-        "Number of tokens whose logits are in memory at the same time; a number above the tokens"
-        " of a micro-batch avoids recomputation.",
+        "Number of tokens whose logits are in memory at the same time. A number above the"
+        " number of tokens in a micro-batch avoids recomputation.",
         minimum=1,
     )
     reference_on_device: bool = option(
         False,
-        "Whether the reference weights stay in GPU memory; false copies them from host memory"
-        " each time the reference is used.",
+        "Whether the reference weights stay in GPU memory. False copies the reference weights"
+        " from host memory each time the reference is used.",
         read=".lora.rank=0",
     )
     lora: LoraConfig = section(LoraConfig, read=".rank>0")

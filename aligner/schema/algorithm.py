@@ -12,16 +12,17 @@ class PreferenceConfig:
 
     kind: str = option(
         "sigmoid",
-        "`sigmoid`: DPO (Rafailov et al. 2023); `ipo`: IPO (Azar et al. 2023); `simpo`: SimPO,"
-        " no reference (Meng et al. 2024); `orpo`: ORPO, no reference (Hong et al. 2024);"
-        " `rpo_fwd_kl`, `rpo_bwd_kl`, `rpo_sq`: reward-aware, with margins (Adler et al. 2024);"
-        " `kto`: KTO, labeled responses (Ethayarajh et al. 2024).",
+        "Preference loss. `sigmoid`: DPO (Rafailov et al. 2023); `ipo`: IPO (Azar et al. 2023);"
+        " `simpo`: SimPO, without a reference (Meng et al. 2024); `orpo`: ORPO, without a"
+        " reference (Hong et al. 2024); `rpo_fwd_kl`, `rpo_bwd_kl`, `rpo_sq`: reward-aware"
+        " losses with margins (Adler et al. 2024); `kto`: KTO on labeled responses (Ethayarajh"
+        " et al. 2024).",
         choices=("sigmoid", "ipo", "simpo", "orpo", "rpo_fwd_kl", "rpo_bwd_kl", "rpo_sq", "kto"),
     )
     beta: float = option(
         0.1,
-        "Strength of the regularization towards the reference; for `simpo` the scale of the"
-        " log-probs, for `orpo` the weight of the odds-ratio loss.",
+        "Strength of the regularization towards the reference. For `simpo`, scale of the"
+        " log-probs; for `orpo`, weight of the odds-ratio loss.",
         minimum=1e-6,
     )
     label_smoothing: float = option(
@@ -33,35 +34,37 @@ class PreferenceConfig:
     )
     per_token: bool = option(
         False,
-        "Whether the log-prob of a response is the mean over its tokens instead of the sum;"
-        " always the mean for `simpo` and `orpo`.",
+        "Whether the log-prob of a response is the mean over its tokens instead of the sum."
+        " `simpo` and `orpo` always use the mean.",
         read=".kind=sigmoid|ipo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     target_margin: float = option(
         0.5,
-        "Target margin of the chosen response in the logits of the loss (SimPO's gamma).",
+        "Target margin between the chosen and the rejected response in the logits of the loss"
+        " (SimPO's gamma).",
         minimum=0,
         read=".kind=simpo",
     )
     reward_scale: float = option(
         1.0,
-        "Factor of the reward difference, which is the `margin` of a record, or the difference"
-        " of the scores with `algorithm.loss=dpo`.",
+        "Factor of the reward difference of a pair. The reward difference is the record's"
+        " `margin`; with `algorithm.loss=dpo`, it is the difference of the scores.",
         minimum=1e-6,
         read=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     imitation_weight: float = option(
         0.0,
-        "Weight of the cross-entropy per token of the chosen response, added to the loss (Pang"
-        " et al. 2024); 0 means none. For `orpo` it is always 1.",
+        "Weight of the per-token cross-entropy of the chosen response, which is added to the"
+        " loss (Pang et al. 2024); 0 means no cross-entropy term. For `orpo`, the weight is"
+        " always 1.",
         minimum=0,
         read=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     desirable_weight: float = option(
-        1.0, "Loss weight of responses whose label is true.", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses with the label true.", minimum=0, read=".kind=kto"
     )
     undesirable_weight: float = option(
-        1.0, "Loss weight of responses whose label is false.", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses with the label false.", minimum=0, read=".kind=kto"
     )
 
     @property
@@ -84,22 +87,22 @@ class PreferenceConfig:
 class AlgorithmConfig:
     """Trainer, advantage estimator, loss and KL penalty."""
 
-    name: str = option("ppo", "Name of this combination of settings.", read="always")
+    name: str = option("ppo", "Name of this combination of algorithm settings.", read="always")
     trainer: str = option(
         "online",
         "`online`: reinforcement learning on the policy's own samples; `sft`: supervised"
         " fine-tuning on demonstrations; `dpo`: preference optimization; `reward_model`: reward"
-        " model training on preferences or step labels; `preferences`: no training, stores"
-        " samples as preferences and responses; `teacher_scores`: no training, stores the model's"
-        " top-k log-probs of demonstrations.",
+        " model training on preferences or step labels; `preferences`: storage of samples as"
+        " preferences and responses, without training; `teacher_scores`: storage of the model's"
+        " top-k log-probs of demonstrations, without training.",
         choices=("online", "sft", "dpo", "reward_model", "preferences", "teacher_scores"),
     )
     pairs: str = option(
         "best_and_worst",
-        "Preference pairs that are stored for each prompt. `best_and_worst`: its best and worst"
-        " sample; `all`: every two samples with different scores; `demonstration`: the record's"
-        " `response` preferred to each sample (SPIN, Chen et al. 2024); `none`: only responses"
-        " are stored.",
+        "Preference pairs that are stored for each prompt. `best_and_worst`: the prompt's best"
+        " and worst sample; `all`: every pair of samples with different scores; `demonstration`:"
+        " the record's `response` as chosen and each sample as rejected (SPIN, Chen et al."
+        " 2024); `none`: no pairs, only responses.",
         choices=("best_and_worst", "all", "demonstration", "none"),
         read=".trainer=preferences",
     )
@@ -117,25 +120,26 @@ class AlgorithmConfig:
     )
     kept_fields: list[str] = option(
         [],
-        "Fields of a prompt's record that are stored with its responses.",
+        "Fields of a prompt's record that are stored with the prompt's responses.",
         read=".trainer=preferences",
     )
-    epochs: int = option(1, "Passes over the samples of a step (PPO epochs).", minimum=1)
-    minibatches: int = option(1, "Optimizer steps per pass.", minimum=1)
+    epochs: int = option(1, "Number of passes over the samples of a step (PPO epochs).", minimum=1)
+    minibatches: int = option(1, "Number of optimizer steps per pass.", minimum=1)
     train_on: str = option(
         "all",
-        "Samples of a prompt that are trained on. `all`: all of them; `best`: the best one;"
-        " `best_and_worst`: these two; the latter two skip prompts whose samples all have the"
-        " same score. `module:callable`: your own function, see docs/algorithms.md.",
+        "Samples of a prompt that are trained on. `all`: all samples; `best`: the best sample;"
+        " `best_and_worst`: the best and the worst sample. `best` and `best_and_worst` skip"
+        " prompts whose samples all have the same score. `module:callable`: your own function,"
+        " see docs/algorithms.md.",
         choices=("all", "best", "best_and_worst", CALLABLE),
     )
     advantage: str = option(
         "gae",
-        "`gae`: generalized advantage estimation with a critic; `reinforce`: return;"
-        " `reinforce_plus_plus`: return whitened over the step; `rloo`, `grpo`, `dr_grpo`: score"
-        " relative to the prompt's other samples; `grpo_steps`: GRPO with step rewards; `none`:"
-        " for losses without advantages; `module:callable`: your own function, see"
-        " docs/algorithms.md.",
+        "Advantage estimator. `gae`: generalized advantage estimation with a critic;"
+        " `reinforce`: return; `reinforce_plus_plus`: return whitened over the step; `rloo`,"
+        " `grpo`, `dr_grpo`: score relative to the prompt's other samples; `grpo_steps`: GRPO"
+        " with step rewards; `none`: no advantages, for losses that do not use advantages;"
+        " `module:callable`: your own function, see docs/algorithms.md.",
         choices=(
             "gae",
             "reinforce",
@@ -150,38 +154,42 @@ class AlgorithmConfig:
     )
     loss: str = option(
         "clip",
-        "`clip`: PPO's clipped surrogate; `cispo`: clipped importance weights without a"
-        " gradient; `reinforce`: policy gradient without a ratio; `copg`: contrastive policy"
-        " gradient over a prompt's samples; `dpo`: best sample preferred to the worst;"
-        " `cross_entropy`: imitation; `module:callable`: your own function, see"
-        " docs/algorithms.md.",
+        "Policy loss. `clip`: PPO's clipped surrogate; `cispo`: clipped importance weights"
+        " without a gradient; `reinforce`: policy gradient without a ratio; `copg`: contrastive"
+        " policy gradient over a prompt's samples; `dpo`: preference loss with the best sample"
+        " as chosen and the worst sample as rejected; `cross_entropy`: imitation of the samples;"
+        " `module:callable`: your own function, see docs/algorithms.md.",
         choices=("clip", "cispo", "reinforce", "copg", "dpo", "cross_entropy", CALLABLE),
     )
     ratio_level: str = option(
         "token",
-        "Level of the policy ratio. `token`: each token's own; `sequence`: geometric mean over"
-        " the response (GSPO); `sequence_product`: product over the response.",
+        "Level of the policy ratio. `token`: ratio of each token; `sequence`: geometric mean of"
+        " the token ratios of the response (GSPO); `sequence_product`: product of the token"
+        " ratios of the response.",
         choices=("token", "sequence", "sequence_product"),
         read=".loss=clip|*:*",
     )
     ratio_against: str = option(
         "trainer",
         "Denominator of the policy ratio. `trainer`: the trainer's log-probs before the updates"
-        " of the step (proximal policy); `sampler`: the engine's log-probs from generation, so"
-        " that clipping also limits the effect of staleness.",
+        " of the step (proximal policy); `sampler`: the engine's log-probs from generation. With"
+        " `sampler`, clipping also limits the effect of staleness.",
         choices=("trainer", "sampler"),
         read=".loss=clip|cispo|*:*",
     )
     aggregation: str = option(
         "token",
         "Aggregation of token losses. `token`: mean over all response tokens; `sequence`: mean"
-        " over responses of their token means; `sum`: sum over tokens, mean over responses;"
-        " `constant`: as `sum`, divided by `rollout.max_response_tokens`.",
+        " over the tokens of each response, then mean over responses; `sum`: sum over the tokens"
+        " of each response, then mean over responses; `constant`: as `sum`, divided by"
+        " `rollout.max_response_tokens`.",
         choices=("token", "sequence", "sum", "constant"),
     )
     with_critic: bool = option(
         False,
-        "Whether to train a critic for your own advantage estimator; `gae` always has a critic.",
+        "Whether to train a critic for your own advantage estimator"
+        " (`algorithm.advantage=module:callable`). `algorithm.advantage=gae` always trains a"
+        " critic.",
         read=".advantage=*:*",
     )
     gamma: float = option(
@@ -209,17 +217,17 @@ class AlgorithmConfig:
     )
     dual_clip: float | None = option(
         None,
-        "Dual-clip bound: for negative advantages the loss of a token is at most this times the"
-        " absolute advantage; null means no bound.",
+        "Dual-clip bound: maximum loss of a token with a negative advantage, as a multiple of"
+        " the absolute advantage. Null means no bound.",
         minimum=1,
         read=".loss=clip|*:*",
     )
     truncated_importance: str = option(
         "none",
-        "Truncated importance sampling (TIS): losses are weighted by the trainer's probability"
-        " before the step's updates over the engine's probability. `none`: no correction;"
-        " `token`: of each token; `sequence`: of the whole response (of both responses for"
-        " `algorithm.loss=dpo`).",
+        "Truncated importance sampling (TIS): the loss is multiplied by an importance weight,"
+        " the trainer's probability before the updates of the step divided by the engine's"
+        " probability. `none`: no correction; `token`: one weight per token; `sequence`: one"
+        " weight per response (one weight per pair for `algorithm.loss=dpo`).",
         choices=("none", "token", "sequence"),
         read=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
     )
@@ -228,34 +236,35 @@ class AlgorithmConfig:
     )
     above_importance_cap: str = option(
         "truncate",
-        "Handling of importance weights above the cap. `truncate`: the weight becomes the cap;"
-        " `drop`: the token or response is left out of the loss.",
+        "Handling of importance weights above the cap. `truncate`: the weight is set to the"
+        " cap; `drop`: the token or response is excluded from the loss.",
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
     )
     replay_routes: bool = option(
         False,
-        "Whether the policy and the reference use the engine's expert routing of each token, in"
-        " log-probs and updates (routing replay); only for mixture-of-experts models.",
+        "Whether the policy and the reference use the engine's expert routing of each token for"
+        " log-probs and updates (routing replay). Only for mixture-of-experts models.",
         read=".trainer=online",
     )
     uncorrected_staleness: bool = option(
         False,
-        "Whether to allow training on stale samples without `algorithm.truncated_importance` or"
-        " `algorithm.ratio_against=sampler`, as if they were on-policy; false makes such a"
-        " configuration an error.",
+        "Whether to allow training on stale samples as if they were on-policy, without"
+        " `algorithm.truncated_importance` or `algorithm.ratio_against=sampler`. With false,"
+        " such a configuration is an error.",
         read="rollout.max_staleness>0",
     )
     value_clip: float = option(
         0.2,
-        "Clip range of the value loss: values are clipped to the old values plus or minus this.",
+        "Clip range of the value loss: maximum difference between the clipped value and the old"
+        " value.",
         minimum=0,
         read=".with_critic=true or .advantage=gae",
     )
     critic_warmup_steps: int = option(
         0,
-        "Steps at the start in which only the critic trains; the policy, its learning-rate"
-        " schedule and the KL coefficient do not change.",
+        "Number of steps at the start of the run in which only the critic trains. The policy,"
+        " its learning-rate schedule and the KL coefficient do not change in these steps.",
         minimum=0,
         read=".with_critic=true or .advantage=gae",
     )
@@ -272,14 +281,14 @@ class AlgorithmConfig:
     whiten_over: str = option(
         "step",
         "Tokens over which advantages are normalized. `step`: all tokens of the step; `prompt`:"
-        " the tokens of a prompt's samples.",
+        " all tokens of the samples of a prompt.",
         choices=("step", "prompt"),
         read=".whiten_advantages=true",
     )
     kl_placement: str = option(
         "reward",
-        "Place of the KL penalty. `reward`: subtracted from each token's reward; `loss`: added"
-        " to the loss.",
+        "Placement of the KL penalty. `reward`: the penalty is subtracted from the reward of"
+        " each token; `loss`: the penalty is added to the loss.",
         choices=("reward", "loss"),
         read=".kl_coefficient>0",
     )
@@ -295,7 +304,8 @@ class AlgorithmConfig:
     )
     kl_target: float | None = option(
         None,
-        "Target KL per sequence of an adaptive KL coefficient; null means a fixed coefficient.",
+        "Target KL divergence per sequence for an adaptive KL coefficient; null means a fixed"
+        " coefficient.",
         above=0,
         read=".kl_coefficient>0",
     )
@@ -307,8 +317,8 @@ class AlgorithmConfig:
     )
     early_stop_kl: float | None = option(
         None,
-        "Value of `policy/approx_kl` in an update above which the remaining updates of the step"
-        " are skipped; null means that none are skipped.",
+        "Maximum of `policy/approx_kl` in an update. After an update with a higher value, the"
+        " remaining updates of the step are skipped. Null means no maximum.",
         minimum=0,
         read=".loss=clip|cispo|*:*",
     )
@@ -317,37 +327,38 @@ class AlgorithmConfig:
     )
     overlong_fraction: float = option(
         0.0,
-        "Share of `rollout.max_response_tokens` at the end over which the penalty of a response"
-        " rises from 0 to 1 (DAPO's soft overlong penalty); 0 means no penalty.",
+        "Fraction of `rollout.max_response_tokens` in which the penalty of a response rises"
+        " from 0 to 1; the penalty is 1 at the maximum length (DAPO's soft overlong penalty). 0"
+        " means no penalty.",
         minimum=0,
         maximum=1,
         read=".trainer=online|preferences",
     )
     length_penalty: float = option(
         0.0,
-        "Score penalty for each generated token by which a response is longer or shorter than"
+        "Score penalty per generated token of difference between the response length and"
         " `algorithm.target_length`; 0 means no penalty.",
         minimum=0,
         read=".trainer=online|preferences",
     )
     target_length: int = option(
         0,
-        "Response length without a penalty, in generated tokens; 0 means that shorter is always"
-        " better.",
+        "Response length without a length penalty, in generated tokens; 0 means that every"
+        " generated token is penalized.",
         minimum=0,
         read=".length_penalty>0",
     )
     overlong_filter: bool = option(
         False,
-        "Whether to exclude truncated responses from the policy and critic losses; they still"
-        " count in the advantages of the other samples.",
+        "Whether to exclude truncated responses from the policy and critic losses. Truncated"
+        " responses still count in the advantages of the prompt's other samples.",
         read=".loss=clip|cispo|reinforce|cross_entropy|*:*",
     )
     bootstrap_cut: bool = option(
         False,
-        "Whether the critic's value is the return after a truncated response; false means 0, as"
-        " after a complete response. The response keeps its score unless"
-        " `reward.missing_end_score=0`.",
+        "Whether the return of a truncated response includes the critic's value after the last"
+        " token (bootstrapping). False means a value of 0, as for a complete response. The score"
+        " of the response is included in both cases, unless `reward.missing_end_score=0`.",
         read=(
             ".advantage=gae and .overlong_filter=false or .with_critic=true and"
             " .overlong_filter=false"
@@ -355,9 +366,9 @@ class AlgorithmConfig:
     )
     dynamic_sampling_rounds: int = option(
         0,
-        "Maximum number of rounds in which prompts whose samples all have the same score are"
-        " replaced with new prompts (DAPO's dynamic sampling); the run fails after that. 0 keeps"
-        " such prompts.",
+        "Maximum number of rounds of DAPO's dynamic sampling: each round replaces prompts whose"
+        " samples all have the same score with new prompts. The run fails if such prompts remain"
+        " after the last round. 0 means no replacement.",
         minimum=0,
         read=".trainer=online|preferences",
     )

@@ -11,29 +11,30 @@ class CheckpointConfig:
 
     every: int = option(
         0,
-        "Steps between checkpoints; 0 means only one at the end, besides time-based ones.",
+        "Number of steps between checkpoints. 0 means one checkpoint at the end of the run, in"
+        " addition to time-based checkpoints.",
         minimum=0,
     )
     every_minutes: float = option(
         30.0,
-        "Minutes between time-based checkpoints: the first step that ends at least this long"
-        " after the last checkpoint (or after the start of the run) also saves a checkpoint. 0"
-        " means no time-based checkpoints. They are used only to resume: they are not evaluated,"
-        " and `checkpoint.best_metric` ignores them.",
+        "Interval of time-based checkpoints in minutes. A time-based checkpoint is saved after"
+        " the first step that ends at least this time after the last checkpoint or the start of"
+        " the run. 0 means no time-based checkpoints. Time-based checkpoints are used only to"
+        " resume: they are not evaluated, and `checkpoint.best_metric` ignores them.",
         minimum=0,
     )
     keep: int = option(
         2,
-        "Number of newest checkpoints that are kept; older ones are deleted. Step-based"
-        " checkpoints take precedence over time-based ones.",
+        "Number of newest checkpoints that are kept; older checkpoints are deleted. Step-based"
+        " checkpoints take precedence over time-based checkpoints.",
         minimum=1,
     )
     best_metric: str | None = option(
         None,
-        "Metric, such as `reward/mean` or `eval/score`, whose best checkpoint is also kept: the"
-        " highest value, or the lowest of a loss, perplexity or KL. Checkpoints without a value"
-        " of the metric do not count. Null means none.",
+        "Metric, such as `reward/mean` or `eval/score`, whose best checkpoint is also kept. The"
+        " best value is the highest value; for a loss, perplexity or KL, the lowest value."
+        " Checkpoints without a value of the metric are ignored. Null means no best checkpoint.",
     )
     asynchronous: bool = option(
-        True, "Whether to write checkpoints while training continues, from a copy in host memory."
+        True, "Whether to write checkpoints from a copy in host memory while training continues."
     )

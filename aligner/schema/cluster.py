@@ -11,31 +11,31 @@ from aligner.schema.teacher import HAS_TEACHER
 
 @dataclass
 class SlurmRoleConfig:
-    """Placement of this role in the Slurm job; values that are null or empty are those of
+    """Placement of this role in the Slurm job. Null or empty values default to the values of
     `cluster.slurm`."""
 
     nodes: int | None = option(
         None,
-        "Number of nodes of this role; null means as many as its ranks need with"
-        " `cluster.devices_per_node` per node.",
+        "Number of nodes of this role. Null means the role's number of ranks divided by the"
+        " number of devices per node (`devices` or `cluster.devices_per_node`), rounded up.",
         minimum=1,
     )
     beside: str | None = option(
         None,
-        "Role whose nodes this role shares, on separate devices; null means nodes for this role"
-        " alone.",
+        "Role whose nodes this role shares, on separate devices; null means separate nodes for"
+        " this role.",
         choices=("trainer", "generator", "critic", "reward", "teacher"),
     )
     devices: str | None = option(
         None,
-        "Devices of each node that the ranks use, such as `0-3`, or `0-1,6` in quotes; for roles"
-        " that share nodes. Null means all.",
+        "Devices of each node that the ranks of this role use, such as `0-3`, or `0-1,6` in"
+        " quotes; for roles that share nodes. Null means all devices.",
     )
     partition: str | None = option(None, "Slurm partition of the role's nodes.")
-    constraint: str | None = option(None, "Required node features, as `sbatch --constraint`.")
-    image: str | None = option(None, "Container image.")
+    constraint: str | None = option(None, "Required node features (`sbatch --constraint`).")
+    image: str | None = option(None, "Container image of the role.")
     environment: dict[str, Any] = option(
-        {}, "Environment variables, in addition to those of all roles."
+        {}, "Environment variables of the role, in addition to `cluster.slurm.environment`."
     )
     sbatch: list[str] = option(
         [], "Additional sbatch flags of the role's job component, such as `--exclusive`."
@@ -60,30 +60,30 @@ class SlurmRolesConfig:
 class SlurmConfig:
     """Slurm job."""
 
-    account: str | None = option(None, "Account that is charged, as `sbatch --account`.")
-    partition: str | None = option(None, "Partition, as `sbatch --partition`.")
-    qos: str | None = option(None, "Quality of service, as `sbatch --qos`.")
-    reservation: str | None = option(None, "Reservation, as `sbatch --reservation`.")
-    constraint: str | None = option(None, "Required node features, as `sbatch --constraint`.")
+    account: str | None = option(None, "Slurm account of the job (`sbatch --account`).")
+    partition: str | None = option(None, "Slurm partition of the job (`sbatch --partition`).")
+    qos: str | None = option(None, "Quality of service (`sbatch --qos`).")
+    reservation: str | None = option(None, "Slurm reservation (`sbatch --reservation`).")
+    constraint: str | None = option(None, "Required node features (`sbatch --constraint`).")
     time: str | None = option(
-        None, "Time limit, as `sbatch --time`: minutes, `HH:MM:SS` or `D-HH:MM:SS`."
+        None, "Time limit (`sbatch --time`): minutes, `HH:MM:SS` or `D-HH:MM:SS`."
     )
     heterogeneous: bool = option(
         True,
-        "Whether the job is heterogeneous: one component per role, each with separate nodes,"
-        " partition and flags. False means a single component, for clusters without heterogeneous"
-        " jobs.",
+        "Whether the job is heterogeneous: one component per role, with separate nodes,"
+        " partition and flags for each component. False means a single component, for clusters"
+        " without heterogeneous jobs.",
     )
     gpus: str = option(
         "gpus-per-node",
-        "Flag that requests devices. `gpus-per-node`: `--gpus-per-node=N`; `gres`:"
+        "Slurm flag that requests devices. `gpus-per-node`: `--gpus-per-node=N`; `gres`:"
         " `--gres=gpu:N`; `none`: no flag, for CPUs or whole nodes.",
         choices=("gpus-per-node", "gres", "none"),
     )
     image: str | None = option(
         None,
-        "Container image for Pyxis, a registry name or the path of a `.sqsh` file; null means no"
-        " container.",
+        "Container image for Pyxis: a registry name, or the path of a `.sqsh` file. Null means"
+        " no container.",
     )
     mounts: list[str] = option(
         [],
@@ -104,13 +104,15 @@ class SlurmConfig:
     srun: list[str] = option([], "Additional srun flags of every role, such as `--mpi=none`.")
     grace_s: int = option(
         300,
-        "Seconds before the time limit, or before the end of a preemption's grace period, at"
-        " which the run saves a checkpoint and stops; must be longer than a step and a"
-        " checkpoint.",
+        "Number of seconds before the time limit, or before the end of a preemption's grace"
+        " period, at which the run saves a checkpoint and stops. Must be longer than the"
+        " duration of a step plus a checkpoint.",
         minimum=1,
     )
     requeue: bool = option(
-        True, "Whether the job is requeued after such a stop; it resumes when it starts again."
+        True,
+        "Whether the job is requeued after it stops because of the time limit or a preemption."
+        " The run resumes when the job starts again.",
     )
     roles: SlurmRolesConfig = section(SlurmRolesConfig)
 
@@ -120,23 +122,23 @@ class LocalDevicesConfig:
     """GPUs of this machine for the ranks of each role, such as `0-3`, or `0-1,6` in quotes;
     roles may share GPUs."""
 
-    trainer: str | None = option(None, "GPUs of the trainer; null means the first free ones.")
+    trainer: str | None = option(None, "GPUs of the trainer; null means the first free GPUs.")
     generator: str | None = option(
         None,
-        "GPUs of the generator; null means the next free ones.",
+        "GPUs of the generator; null means the next free GPUs.",
         read="engine.placement=server",
     )
     critic: str | None = option(
-        None, "GPUs of the critic; null means the next free ones.", read=TRAINED
+        None, "GPUs of the critic; null means the next free GPUs.", read=TRAINED
     )
     reward: str | None = option(
         None,
-        "GPUs of a reward model, assigned to its replicas in order; null means the next free ones.",
+        "GPUs of a reward model, assigned to its replicas in order; null means the next free GPUs.",
         read=OWN_SERVER,
     )
     teacher: str | None = option(
         None,
-        "GPUs of the teacher, assigned to its replicas in order; null means the next free ones.",
+        "GPUs of the teacher, assigned to its replicas in order; null means the next free GPUs.",
         read=HAS_TEACHER,
     )
 
@@ -146,45 +148,51 @@ class ClusterConfig:
     """Machines, devices and process timeouts of the roles."""
 
     kind: str = option(
-        "local", "`local`: on this machine; `slurm`: as a Slurm job.", choices=("local", "slurm")
+        "local",
+        "Where the roles run. `local`: on this machine; `slurm`: in a Slurm job.",
+        choices=("local", "slurm"),
     )
     devices_per_node: int = option(
         8,
-        "GPUs per node, or ranks per node without GPUs.",
+        "Number of GPUs per node, or number of ranks per node without GPUs.",
         minimum=1,
         read=".kind=slurm or .device_memory_gib!=null",
     )
     device_memory_gib: float | None = option(
         None,
-        "Memory of one device in GiB; a configuration whose estimate exceeds it is an error."
-        " Null means that the estimate is only shown.",
+        "Memory of one device in GiB. A configuration with a higher memory estimate is an"
+        " error. Null means that the estimate is only printed.",
         minimum=1,
     )
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(
         None,
-        "OpenMP threads per rank; null means 1 on GPUs (unless `*.optimizer.offload_fraction` is"
-        " above 0), otherwise the number of cores divided by the number of ranks.",
+        "Number of OpenMP threads per rank. Null means 1 on GPUs (unless"
+        " `*.optimizer.offload_fraction` is above 0), otherwise the number of cores divided by"
+        " the number of ranks.",
         minimum=1,
     )
     deterministic: bool = option(
         False,
-        "Whether GPUs use deterministic reductions (kernels, cuBLAS, NCCL), which is slower; has"
-        " no effect on CPUs, where they are always deterministic.",
+        "Whether GPUs use deterministic reductions (kernels, cuBLAS, NCCL), which are slower."
+        " Has no effect on CPUs, where reductions are always deterministic.",
     )
     stop_timeout_s: float = option(
-        10.0, "Seconds after which a role that was asked to stop is killed.", minimum=1
+        10.0,
+        "Maximum time in seconds for a role to stop. A role that is still running after this"
+        " time is killed.",
+        minimum=1,
     )
     heartbeat_timeout_s: float = option(
         300.0,
-        "Seconds without a heartbeat after which a trainer rank is killed and handled like a"
-        " crashed one (see `run.max_restarts`).",
+        "Heartbeat timeout in seconds. A trainer rank without a heartbeat for this time is"
+        " killed and handled like a crashed rank (see `run.max_restarts`).",
         minimum=1,
     )
     collective_timeout_s: float = option(
         600.0,
-        "Timeout of a collective operation in seconds; the run then fails with an error naming"
-        " the missing rank.",
+        "Timeout of a collective operation in seconds. After a timeout, the run fails with an"
+        " error that names the missing rank.",
         minimum=1,
     )
     slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")

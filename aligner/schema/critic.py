@@ -16,14 +16,14 @@ class CriticConfig(TrainedModelConfig):
 
     path: str | None = option(
         None,
-        "Model of the critic's initial weights, such as a reward model (as `model.path`). Its"
-        " scalar head is used too, scaled to the units of the rewards, if all layers are used."
-        " Null means the policy's weights and a head of zeros.",
+        "Model for the critic's initial weights, such as a reward model; same values as"
+        " `model.path`. If all layers are used, the model's scalar head is used too, scaled to"
+        " the units of the rewards. Null means the policy's weights and a head of zeros.",
     )
     num_layers: int | None = option(
         None,
-        "Number of layers of the critic, or of the reward model that is trained, taken from the"
-        " start of the model; null means all layers.",
+        "Number of layers of the critic, or of the reward model that is trained: the first"
+        " layers of the initial model. Null means all layers.",
         minimum=1,
         read=f"{TRAINED} or algorithm.trainer=reward_model",
     )
@@ -35,7 +35,8 @@ class CriticConfig(TrainedModelConfig):
     )
     with_reward: bool = option(
         False,
-        "Whether the critic's processes also serve the reward, so that there is no reward role;"
-        " if both are models, each is offloaded to host memory while the other computes.",
+        "Whether the critic's processes also serve the reward, so that the run has no reward"
+        " role. If the reward is a model too, each of the two models is offloaded to host memory"
+        " while the other model computes.",
     )
     ports: PortsConfig = section(PortsConfig)

@@ -69,8 +69,8 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
     tasks = reasoning_tasks(data.tasks)
     if "{question}" not in data.task_prompt:
         raise ConfigError(
-            f"data.task_prompt={data.task_prompt!r}: must contain {{question}}, which stands for"
-            " the question of a task"
+            f"data.task_prompt={data.task_prompt!r}: must contain {{question}}, the placeholder"
+            " for the question of a task"
         )
     shared = {
         "prompt": data.task_prompt,

@@ -13,7 +13,8 @@ class EngineParallelConfig:
     tensor: int = option(1, "Tensor-parallel size of the engine (TP').", minimum=1)
     data: int = option(
         1,
-        "Number of engine replicas (DP'); 0 means as many as fit on the trainer's ranks.",
+        "Number of engine replicas (DP'); 0 means the trainer's number of ranks divided by TP',"
+        " rounded down.",
         minimum=0,
     )
 
@@ -36,20 +37,20 @@ class TensorRTLLMConfig:
     )
     max_num_tokens: int = option(
         8192,
-        "Maximum number of tokens of all sequences in one engine step; longer prompts are"
+        "Maximum total number of tokens of all sequences in one engine step; longer prompts are"
         " prefilled in chunks.",
         minimum=1,
     )
     stream_interval: int = option(
         16,
-        "Tokens of a response between two messages of TensorRT-LLM; when responses are"
+        "Number of response tokens between two messages of TensorRT-LLM. When responses are"
         " interrupted, the tokens since the last message are generated again.",
         minimum=1,
     )
     timeout_s: float = option(
         900.0,
-        "Timeout in seconds of startup, of memory release, and of the wait for a new token in any"
-        " response; the run fails when it expires.",
+        "Timeout in seconds for startup, for the release of memory, and for the next token of"
+        " any response. The run fails after a timeout.",
         minimum=1,
     )
 
@@ -60,7 +61,7 @@ class VLLMConfig:
 
     python: str | None = option(
         None,
-        "Path of the Python interpreter of an environment with vLLM; null means the environment"
+        "Path of the Python interpreter in an environment with vLLM; null means the environment"
         " that `aligner install-vllm` creates in the cache.",
     )
     memory_fraction: float = option(
@@ -71,14 +72,14 @@ class VLLMConfig:
     )
     stream_interval: int = option(
         16,
-        "Tokens of a response between two messages of vLLM; when responses are interrupted, the"
-        " tokens since the last message are generated again.",
+        "Number of response tokens between two messages of vLLM. When responses are"
+        " interrupted, the tokens since the last message are generated again.",
         minimum=1,
     )
     timeout_s: float = option(
         180.0,
-        "Timeout in seconds of startup, of memory release, and of the wait for a new token in any"
-        " response; the run fails when it expires.",
+        "Timeout in seconds for startup, for the release of memory, and for the next token of"
+        " any response. The run fails after a timeout.",
         minimum=1,
     )
 
@@ -89,9 +90,9 @@ class SpeculationConfig:
 
     tokens: int = option(
         0,
-        "Maximum number of draft tokens per step, found by prompt lookup: they are copied from the"
-        " continuation of the same n-gram earlier in the prompt or response. 0 means no"
-        " speculative decoding.",
+        "Maximum number of draft tokens per step. Prompt lookup copies the draft tokens from"
+        " the continuation of an earlier occurrence of the same n-gram in the prompt or"
+        " response. 0 means no speculative decoding.",
         minimum=0,
     )
     ngram: int = option(
@@ -99,8 +100,8 @@ class SpeculationConfig:
     )
     rows: int = option(
         4,
-        "Maximum number of responses in flight on a rank for speculative decoding; with more of"
-        " them, no draft tokens are used.",
+        "Maximum number of responses in flight on a rank for speculative decoding. With more"
+        " responses in flight, the rank uses no draft tokens.",
         minimum=1,
         read=".tokens>0",
     )
@@ -119,8 +120,8 @@ class EngineConfig:
     )
     placement: str = option(
         "colocated",
-        "Devices of the engine. `colocated`: those of the trainer; `server`: separate ones, as"
-        " the role `generator`.",
+        "Devices of the engine. `colocated`: the trainer's devices; `server`: separate devices,"
+        " as the role `generator`.",
         choices=("colocated", "server"),
     )
     parallel: EngineParallelConfig = section(EngineParallelConfig)
@@ -132,33 +133,34 @@ class EngineConfig:
     )
     exact: bool = option(
         False,
-        "Whether engine and trainer use batch-invariant kernels and one thread per rank, so that"
-        " their log-probs are bitwise equal. Requires a dense model in fp32 on CPUs without"
-        " tensor parallelism and LoRA.",
+        "Whether the engine and the trainer use batch-invariant kernels and one thread per"
+        " rank, so that their log-probs are bitwise equal. Requires a dense model in fp32 on"
+        " CPUs, without tensor parallelism and without LoRA.",
         read=".kind=embedded",
     )
     packed_weights: bool = option(
         True,
-        "Whether the engine on CPUs keeps a copy of its matrices that is packed for decode,"
-        " rebuilt for every weight version: matmuls take a sixth to a half less time, weights"
-        " twice the memory.",
+        "Whether the engine on CPUs keeps a packed copy of its matrices for decode and rebuilds"
+        " the copy for every weight version. The copy makes matmuls 17% to 50% shorter and"
+        " doubles the memory for weights.",
         read=(".kind=embedded", ".exact=false"),
     )
     batch_size: int = option(
-        64, "Maximum number of sequences that one engine rank decodes at a time.", minimum=1
+        64, "Maximum number of sequences that one engine rank decodes at the same time.", minimum=1
     )
     kv_cache_mib: int | None = option(
         None,
-        "Memory for the KV cache per rank in MiB; a smaller one holds fewer sequences at a time."
-        " Null means no limit for the embedded engine; TensorRT-LLM and vLLM then use their"
-        " memory fraction.",
+        "Memory for the KV cache per rank in MiB; less memory allows fewer sequences at the"
+        " same time. Null means no limit for the embedded engine, and the engine's memory"
+        " fraction for TensorRT-LLM and vLLM.",
         minimum=1,
     )
     cuda_graphs: bool = option(True, "Whether decode steps run as CUDA graphs; only on GPUs.")
     steps_per_sync: int | None = option(
         None,
-        "Decode steps per host synchronization; finished responses are detected, and waiting"
-        " ones start, only at a synchronization. Null means 8 on GPUs and 1 on CPUs.",
+        "Number of decode steps per host synchronization. The engine detects finished responses"
+        " and starts waiting responses only at a synchronization. Null means 8 on GPUs and 1 on"
+        " CPUs.",
         minimum=1,
         read=".kind=embedded",
     )
@@ -168,39 +170,44 @@ class EngineConfig:
     )
     update: str = option(
         "atomic",
-        "How new weights replace the old ones. `atomic`: loaded next to the old ones, which"
-        " serve until all have arrived; `in_place`: overwrite the old ones, so a failed update"
-        " leaves no usable weights; `shared`: as `in_place`, but tensors with equal layout are"
-        " the trainer's own.",
+        "How a weight sync replaces the old weights. `atomic`: new weights are loaded into"
+        " separate memory, and generation uses the old weights until the transfer is complete."
+        " `in_place`: new weights overwrite the old weights, so a failed weight sync leaves no"
+        " usable weights. `shared`: as `in_place`, but tensors with the same layout use the"
+        " trainer's memory.",
         choices=("atomic", "in_place", "shared"),
     )
     publish: str = option(
         "whole",
-        "Contents of a weight sync. `whole`: all weights; `changes`: elements whose bits changed"
-        " since the previous weight sync (lossless; in bf16 few change), or a whole piece of a"
-        " tensor if that is smaller.",
+        "Contents of a weight sync. `whole`: all weights; `changes`: only elements whose bits"
+        " changed since the previous weight sync (lossless; in bf16, few elements change). A"
+        " tensor shard is sent in full if the full shard is smaller than its changes.",
         choices=("whole", "changes"),
     )
     in_flight: str = option(
         "finish",
         "Effect of a weight sync on responses in flight. `finish`: the weight sync waits until"
-        " they are complete; `interrupt`: they continue from their tokens under the new weights.",
+        " these responses are complete; `interrupt`: these responses continue from their"
+        " existing tokens with the new weights.",
         choices=("finish", "interrupt"),
         read=".placement=server",
     )
     update_timeout_s: float = option(
         300.0,
-        "Timeout of a weight sync in seconds; it then fails with an error naming the missing rank.",
+        "Timeout of a weight sync in seconds. After a timeout, the weight sync fails with an"
+        " error that names the missing rank.",
         minimum=1,
     )
     verify_every: int = option(
         0,
-        "Number of weight syncs between checksum verifications of the weights; the first weight"
-        " sync is always verified, and 0 means only the first.",
+        "Number of weight syncs between checksum verifications of the weights. The first weight"
+        " sync is always verified; 0 means that no later weight sync is verified.",
         minimum=0,
     )
     bucket_mib: int = option(
-        1024, "Maximum size in MiB of the buckets in which weights move between ranks.", minimum=1
+        1024,
+        "Maximum size in MiB of the buckets in which weights are transferred between ranks.",
+        minimum=1,
     )
     tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read="engine.kind=tensorrt_llm")
     vllm: VLLMConfig = section(VLLMConfig, read="engine.kind=vllm")

@@ -20,44 +20,52 @@ _SET = f"{_TARGET} or {_AGENT}"
 class PythonToolConfig:
     """Resource limits of a program that the tool `python` runs."""
 
-    cpu_s: int = option(10, "CPU time of each process in seconds.", minimum=1)
-    memory_mib: int = option(1024, "Address space of each process in MiB.", minimum=128)
-    processes: int = option(16, "Maximum number of processes and threads at a time.", minimum=2)
+    cpu_s: int = option(10, "Maximum CPU time of each process in seconds.", minimum=1)
+    memory_mib: int = option(1024, "Maximum address space of each process in MiB.", minimum=128)
+    processes: int = option(
+        16, "Maximum number of processes and threads at the same time.", minimum=2
+    )
     scratch_mib: int = option(
-        64, "Maximum size in MiB of the files in its directory, and of its output.", minimum=1
+        64,
+        "Maximum size in MiB of the files in the program's directory, and of the program's output.",
+        minimum=1,
     )
 
 
 @dataclass
 class EnvironmentConfig:
-    """Environment or agent of multi-turn episodes; without one each response is a single turn."""
+    """Environment or agent of multi-turn episodes. Without an environment or agent, each
+    response is a single turn."""
 
     target: str | None = option(
         None,
-        "`tools`, or `module:Class` of your own environment; null means no environment.",
+        "`tools` for the built-in environment with tools, or `module:Class` for your own"
+        " environment; null means no environment.",
     )
     arguments: dict[str, Any] = option(
         {}, "Keyword arguments of the environment class.", read=_TARGET
     )
     agent: str | None = option(
         None,
-        "`module:function` of an agent that uses an OpenAI client, called with the task,"
-        " `base_url` and `api_key` for each episode; may be async. Null means no agent function.",
+        "Agent function `module:function` that uses an OpenAI client; may be async. The"
+        " function is called with the task, `base_url` and `api_key` for each episode. Null"
+        " means no agent function.",
     )
     agent_command: list[str] | None = option(
         None,
-        "Command of an agent, which gets the task as JSON on its standard input, and"
-        " `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment; null means no agent command.",
+        "Command that runs an agent. The agent reads the task as JSON from its standard input,"
+        " and the endpoint from the environment variables `OPENAI_BASE_URL` and"
+        " `OPENAI_API_KEY`. Null means no agent command.",
     )
     matching: list[str] = option(
         ["arguments"],
-        "Changes that an agent may make to earlier messages without starting a new branch."
-        " `arguments`: JSON formatting of tool-call arguments; `reasoning`: omitted reasoning;"
-        " `whitespace`: spaces and line ends.",
+        "Changes to earlier messages that an agent may make without starting a new branch."
+        " `arguments`: other JSON formatting of tool-call arguments; `reasoning`: omitted"
+        " reasoning; `whitespace`: other spaces and line ends.",
         read=_AGENT,
     )
     endpoint_host: str = option(
-        "127.0.0.1", "Address at which agents reach their endpoint.", read=_AGENT
+        "127.0.0.1", "Host address of the endpoint that agents connect to.", read=_AGENT
     )
     max_turns: int = option(
         8,
@@ -68,18 +76,18 @@ class EnvironmentConfig:
     max_turn_tokens: int = option(
         64,
         "Maximum length of a policy turn in tokens; a longer turn truncates the episode."
-        " `rollout.max_response_tokens` limits all turns and observations together.",
+        " `rollout.max_response_tokens` limits the total length of all turns and observations.",
         minimum=1,
         read=_SET,
     )
     turn_end: str | None = option(
         None,
-        "Text of a single token that ends a turn, in addition to the end-of-sequence token; null"
-        " means none.",
+        "Text of a single token that ends a turn, in addition to the end-of-sequence token;"
+        " null means no additional token.",
         read=_TARGET,
     )
     workers: int = option(
-        1, "Processes that run environments, per engine replica.", minimum=1, read=_SET
+        1, "Number of processes per engine replica that run environments.", minimum=1, read=_SET
     )
     episodes_per_worker: int = option(
         64,
@@ -89,23 +97,26 @@ class EnvironmentConfig:
     )
     deadline_s: float = option(
         60.0,
-        "Timeout in seconds of one environment call; for an agent, of the whole episode.",
+        "Timeout in seconds of one environment call, or of the whole episode of an agent.",
         above=0,
         read=_SET,
     )
     memory_mib: int | None = option(
-        None, "Address space of a process in MiB; null means no limit.", minimum=64, read=_SET
+        None,
+        "Maximum address space of a process in MiB; null means no limit.",
+        minimum=64,
+        read=_SET,
     )
     retries: int = option(
         1,
-        "Number of times that a failed episode is repeated in a new environment; after that its"
-        " prompt is skipped and counted in `rollout/skipped`.",
+        "Number of times that a failed episode is repeated in a new environment. If all"
+        " repetitions fail, the prompt is skipped and counted in `rollout/skipped`.",
         minimum=0,
         read=_SET,
     )
     most_characters: int = option(
         100_000,
-        "Maximum length in characters of an environment's answer, or of one request of an agent.",
+        "Maximum length in characters of an environment's answer, or of one request from an agent.",
         minimum=1,
         read=_SET,
     )
@@ -117,33 +128,36 @@ class EnvironmentConfig:
     )
     mcp: list[str] = option(
         [],
-        "MCP servers (Model Context Protocol) whose tools the policy may call: commands that"
-        " start them, or URLs.",
+        "MCP servers (Model Context Protocol) whose tools the policy may call. Each entry is a"
+        " command that starts a server, or the URL of a server.",
         read=_TARGET,
     )
     tool_timeout_s: float = option(
         20.0,
-        "Timeout of a tool call in seconds; the policy then gets an error as the answer.",
+        "Timeout of a tool call in seconds. After a timeout, the policy gets an error as the"
+        " tool's answer.",
         above=0,
         read=_TARGET,
     )
     tool_characters: int = option(
         8_000,
-        "Maximum length of a tool's answer in characters; the middle of a longer one is cut out.",
+        "Maximum length of a tool's answer in characters. The middle of a longer answer is cut"
+        " out.",
         minimum=100,
         read=_TARGET,
     )
     tool_calls: int = option(
         8,
-        "Maximum number of tool calls per turn, which run in parallel; further calls are rejected.",
+        "Maximum number of tool calls per turn. The calls run in parallel; further calls are"
+        " rejected.",
         minimum=1,
         read=_TARGET,
     )
     sandbox: str = option(
         "required",
-        "Handling of a machine that cannot enforce the whole sandbox of the tool `python`."
-        " `required`: an error; `best_effort`: programs run with the protection that the machine"
-        " enforces.",
+        "Requirement for the sandbox of the tool `python`. `required`: an error if the machine"
+        " cannot enforce the whole sandbox; `best_effort`: programs run with the protection that"
+        " the machine can enforce.",
         choices=("required", "best_effort"),
         read=_TARGET,
     )

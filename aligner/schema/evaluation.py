@@ -13,45 +13,52 @@ class EvaluationConfig:
 
     every: int = option(
         0,
-        "Steps between evaluations. `online`: also before the first and after the last step; 0"
-        " means none. Offline trainers: also at each checkpoint by steps; 0 means only there.",
+        "Number of steps between evaluations. With `algorithm.trainer=online`, evaluations also"
+        " run before the first step and after the last step; 0 means no evaluations. With"
+        " offline trainers, evaluations also run at each step-based checkpoint; 0 means"
+        " evaluations only at these checkpoints.",
         minimum=0,
     )
     beside: bool = option(
         False,
-        "Whether the evaluation runs asynchronously, concurrent with the next training step;"
-        " requires generation ahead of training (`rollout.max_staleness`).",
+        "Whether evaluations run asynchronously, concurrently with the next training step."
+        " Requires asynchronous rollouts (`rollout.max_staleness` above 0).",
         read=".every!=0",
     )
     path: str | None = option(
         None,
-        "Held-out prompts, a file or directory as for `data.path`; the record field `reference`"
-        " is a good response to compare with.",
+        "File or directory of held-out prompts, as for `data.path`. The record field"
+        " `reference` is a reference response, with which the policy's response is compared.",
     )
     fields: dict[str, Any] = option(
         {},
-        "Mapping from aligner's field names to those of the file, as `data.fields`.",
+        "Mapping from aligner's field names to field names of the evaluation data, as"
+        " `data.fields`.",
         read=".path!=null",
     )
-    prompts: list[str] = option([], "List of held-out prompts, instead of `evaluation.path`.")
+    prompts: list[str] = option([], "List of held-out prompts, used instead of `evaluation.path`.")
     questions: int = option(
         0,
-        "Number of held-out questions of each task in `data.tasks`, instead of `evaluation.path`.",
+        "Number of held-out questions of each task in `data.tasks`, used instead of"
+        " `evaluation.path`.",
         minimum=0,
         read="data.tasks!=[]",
     )
     group_by: str | None = option(
         None,
-        "Record field, such as `task`, by whose values scores and pass rates are also reported"
-        " (`eval/score/VALUE`); null means none.",
+        "Record field, such as `task`, for grouped results: scores and pass rates are also"
+        " reported for each value of the field (`eval/score/VALUE`). Null means no groups.",
     )
     count: int | None = option(
-        None, "Number of prompts, from the first one; null means all.", minimum=1
+        None,
+        "Number of prompts, starting with the first prompt; null means all prompts.",
+        minimum=1,
     )
-    samples: int = option(1, "Responses sampled per prompt.", minimum=1)
+    samples: int = option(1, "Number of responses sampled per prompt.", minimum=1)
     greedy: bool | None = option(
         None,
-        "Whether to decode greedily; null means greedily if there is one response per prompt.",
+        "Whether to use greedy decoding; null means greedy decoding with `evaluation.samples=1`"
+        " only.",
     )
     temperature: float = option(
         1.0,
@@ -62,26 +69,25 @@ class EvaluationConfig:
     )
     function: str | None = option(
         None,
-        "Function that scores the responses, as `reward.function`, such as a gold scorer; null"
-        " means the run's reward.",
+        "Scoring function for the evaluation, such as a gold scorer; same values as"
+        " `reward.function`. Null means the run's reward.",
     )
     function_timeout_s: float = option(
         3600.0,
-        "Timeout in seconds of your own scoring function for all responses.",
+        "Timeout in seconds for your own scoring function to score all responses.",
         minimum=0.1,
         read=".function!=null or .suites!={}",
     )
-    pass_threshold: float = option(
-        1.0, "Score at or above which a response passes (`eval/pass@k`)."
-    )
+    pass_threshold: float = option(1.0, "Minimum score of a response that passes (`eval/pass@k`).")
     judge: dict[str, Any] = option(
         {},
-        "LLM judge that compares each response with its prompt's reference in both orders"
-        " (`eval/judge_win_rate`): `judge_url`, `judge_model` and other `judge_…` keys of"
-        " `reward`. `{}` means no judge.",
+        "Settings of an LLM judge: `judge_url`, `judge_model` and other `judge_…` keys of"
+        " `reward`. The judge compares each response with the prompt's reference in both orders"
+        " (`eval/judge_win_rate`). `{}` means no judge.",
     )
     suites: dict[str, Any] = option(
         {},
-        "Additional evaluations, reported as `eval/NAME/…`: a mapping from each name to `path`"
-        " or `prompts` and to other keys of this section, except `every` and `beside`.",
+        "Additional evaluations, reported as `eval/NAME/…`. The value is a mapping from each"
+        " name to `path` or `prompts`, and optionally other keys of this section except `every`"
+        " and `beside`.",
     )

@@ -96,8 +96,8 @@ def _problems(name: str, entries: Any) -> Iterator[str]:
     key = f"evaluation.suites.{name}"
     if not _NAME.fullmatch(name) or name == "score":  # eval/score/… is of groups
         yield (
-            f"{key}: the name of a suite must consist of letters, digits, _ and -, because it is"
-            " part of metric names, and must not be score"
+            f"{key}: the name of a suite is part of metric names; it must consist of letters,"
+            " digits, _ and -, and must not be score"
         )
     if not isinstance(entries, Mapping):
         yield (

@@ -77,8 +77,8 @@ def template_problem(asks: str, template: str) -> str | None:
     if not lacking:
         return None
     return (
-        f"must contain {' and '.join(lacking)} with judge_asks={asks}, which provides {offered};"
-        " other fields are those of the record"
+        f"must contain {' and '.join(lacking)} with judge_asks={asks}; available fields:"
+        f" {offered}, and the fields of the record"
     )
 
 

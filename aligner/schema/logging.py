@@ -13,11 +13,11 @@ class WandbConfig:
     enabled: bool = option(False, "Whether metrics are also logged to Weights & Biases.")
     mode: str = option(
         "offline",
-        "`offline`: in the run directory, to upload with `wandb sync`; `online`: on the server"
-        " during the run.",
+        "`offline`: metrics are stored in the run directory, for upload with `wandb sync`;"
+        " `online`: metrics are sent to the server during the run.",
         choices=("offline", "online"),
     )
-    project: str = option("aligner", "Project of the run.")
+    project: str = option("aligner", "Weights & Biases project of the run.")
     entity: str | None = option(
         None, "Team or user that owns the project; null means the owner of the API key."
     )
@@ -45,36 +45,39 @@ class LoggingConfig:
 
     format: str = option(
         "text",
-        "Format of `logs/<role>-<rank>.log`. `text`: lines of text; `json`: one JSON object per"
-        " line.",
+        "Format of the log files `logs/<role>-<rank>.log`. `text`: lines of text; `json`: one"
+        " JSON object per line.",
         choices=("text", "json"),
     )
     tensorboard: bool = option(True, "Whether to write TensorBoard event files.")
     timeline: bool = option(
-        True, "Whether to record what every process does when, for `trace.json`."
+        True,
+        "Whether to record the activities of every process with their times, for `trace.json`.",
     )
     file_mib: int = option(
         64,
-        "Maximum size in MiB of `logs/<role>-<rank>.log` and of the timeline of a process; the"
-        " older half of a larger file is dropped.",
+        "Maximum size in MiB of a log file `logs/<role>-<rank>.log`, and of the timeline of a"
+        " process. The older half of a larger file is dropped.",
         minimum=1,
     )
     samples_every: int = option(
         5,
-        "Steps between samples that are shown and stored in `samples.jsonl`.",
+        "Number of steps between outputs of samples, which are shown and stored in"
+        " `samples.jsonl`.",
         minimum=1,
         read="algorithm.trainer=online|preferences",
     )
     samples_count: int = option(
         4,
-        "Number of samples that are shown.",
+        "Number of samples in each output.",
         minimum=1,
         read="algorithm.trainer=online|preferences",
     )
     samples_mib: int = option(
         1024,
-        "Maximum size in MiB of `samples/`, which stores all samples; above it the oldest token"
-        " files are deleted first, then the oldest step files. 0 means that none are stored.",
+        "Maximum size in MiB of `samples/`, which stores all samples. If the directory is"
+        " larger, the oldest token files are deleted first, then the oldest step files. 0 means"
+        " that no samples are stored.",
         minimum=0,
         read="algorithm.trainer=online|preferences",
     )

@@ -19,7 +19,8 @@ class ModelConfig:
     path: str | None = option(
         None,
         "Hugging Face model directory, name of a model on the Hugging Face Hub (such as"
-        " `Qwen/Qwen3-0.6B`), or `experiment:NAME` for the model that another experiment trained.",
+        " `Qwen/Qwen3-0.6B`), or `experiment:NAME` for the model that the experiment NAME"
+        " trained.",
         read=".source=directory",
     )
     package: str | None = option(
@@ -27,9 +28,10 @@ class ModelConfig:
     )
     config: dict[str, Any] = option(
         {},
-        "Contents of the Hugging Face `config.json`. With `model.source=random` they define the"
-        " model; with `model.source=directory` `aligner validate` uses them while the directory"
-        " does not exist, and then does not need the data either.",
+        "Contents of the Hugging Face `config.json`. With `model.source=random`, these settings"
+        " define the model. With `model.source=directory`, `aligner validate` uses these"
+        " settings if the model directory does not exist; in this case, the data need not exist"
+        " either.",
         read=".source=random or .path!=experiment:*",
     )
     initializer_std: float = option(

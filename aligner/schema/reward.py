@@ -18,74 +18,74 @@ _JUDGE = ".kind=judge"
 
 @dataclass
 class RewardConfig(MegatronModelConfig):
-    """Scores of samples. The keys shared with other models (`parallel`, `precision` and so on)
-    are for reward models."""
+    """Scoring of samples. Keys that other models have too (`parallel`, `precision` and so on)
+    apply only to reward models."""
 
     kind: str = option(
         "function",
-        "`function`: a Python function; `model`: a reward model in Megatron; `remote`: an HTTP"
-        " scorer; `judge`: an LLM judge behind an OpenAI-compatible endpoint; `combined`: several"
-        " of these, `reward.sources`.",
+        "Kind of scorer. `function`: a Python function; `model`: a reward model in Megatron;"
+        " `remote`: an HTTP scorer; `judge`: an LLM judge behind an OpenAI-compatible endpoint;"
+        " `combined`: several scorers of these kinds, defined in `reward.sources`.",
         choices=("function", "model", "remote", "judge", "combined"),
     )
     function: str = option(
         "digit_fraction",
-        "Name of a built-in scoring function, or `module:callable` of your own.",
+        "Name of a built-in scoring function, or `module:callable` for your own function.",
         read=".kind=function",
     )
     function_timeout_s: float = option(
         240.0,
-        "Timeout in seconds of one call of your own function, which runs in a separate process;"
-        " below `server.request_timeout_s`, so that the error names the function.",
+        "Timeout in seconds of one call of your own function, which runs in a separate process."
+        " Set a value below `server.request_timeout_s`, so that the error names the function.",
         minimum=0.1,
         read=".kind=function",
     )
     step_rewards: bool = option(
         False,
-        "Whether the function returns a list of `(end, reward)` for each response instead of a"
-        " number: a reward for each step, which ends after that number of characters. The score"
-        " is their sum.",
+        "Whether the function returns step rewards instead of one number: for each response, a"
+        " list of `(end, reward)` pairs, where `end` is the character position at which the step"
+        " ends. The score of the response is the sum of its step rewards.",
         read=".kind=function",
     )
     path: str | None = option(
         None,
-        "Reward model: directory, name on the Hugging Face Hub, or `experiment:NAME`.",
+        "Reward model: model directory, name on the Hugging Face Hub, or `experiment:NAME`.",
         read=".kind=model",
     )
     step_separator: str | None = option(
         None,
-        "Text, such as a full stop, after which a process reward model scores each step, and"
-        " also at the end of the response; the score is the sum. Null means a score at the end"
-        " only.",
+        "Text at the end of a step, such as a full stop. A process reward model scores each"
+        " step after this text, and the last step at the end of the response; the score of the"
+        " response is the sum. Null means one score at the end of the response.",
         read=".kind=model",
     )
     step_probability: bool = option(
         True,
-        "Whether the reward of a step is the sigmoid of the model's output, the probability that"
-        " the step is correct; false means the output itself.",
+        "Whether the reward of a step is the sigmoid of the model's output (the probability"
+        " that the step is correct). False means the output itself.",
         read=".kind=model and .step_separator!=null",
     )
     config: dict[str, Any] = option(
         {},
-        "Contents of the reward model's `config.json`, for `aligner validate` while its"
-        " directory does not exist; missing entries are those of `model.config`.",
+        "Contents of the reward model's `config.json`, which `aligner validate` uses if the"
+        " model directory does not exist. Missing entries default to `model.config`.",
         read=".kind=model",
     )
     url: str | None = option(
         None,
-        "URL of a scorer with the interface of OpenRLHF's `remote_rm_url`.",
+        "URL of a remote scorer with the interface of OpenRLHF's `remote_rm_url`.",
         read=".kind=remote",
     )
     timeout_s: float = option(
         60.0,
-        "Timeout of a request to the remote scorer in seconds, including retries.",
+        "Timeout in seconds of a request to the remote scorer, including retries.",
         minimum=0.1,
         read=".kind=remote",
     )
     skip_special_tokens: bool = option(
         False,
-        "Whether to remove special tokens from texts for the remote scorer; a chat reward model"
-        " needs them to separate turns.",
+        "Whether to remove special tokens from the texts that are sent to the remote scorer."
+        " Set false for a chat reward model, which needs special tokens to separate turns.",
         read=".kind=remote",
     )
     judge_url: str | None = option(
@@ -93,33 +93,34 @@ class RewardConfig(MegatronModelConfig):
         "Base URL of the judge's OpenAI-compatible endpoint, `http://HOST:PORT/v1`.",
         read=_JUDGE,
     )
-    judge_model: str | None = option(None, "Name of the judge at the endpoint.", read=_JUDGE)
+    judge_model: str | None = option(None, "Model name of the judge at the endpoint.", read=_JUDGE)
     judge_asks: str = option(
         "score",
-        'Type of judge request. `score`: a number per response; `yes_no`: probability of "yes" by'
-        " log-probs; `pairwise`: the better one of every two samples of a prompt, in both orders;"
-        " `ranking`: order of all samples of a prompt.",
+        "Type of judge request. `score`: a number for each response; `yes_no`: the probability"
+        ' of "yes" for each response, from log-probs; `pairwise`: the better response of every'
+        " two samples of a prompt, in both orders; `ranking`: the order of all samples of a"
+        " prompt.",
         choices=tuple(ASKINGS),
         read=_JUDGE,
     )
     judge_template: str | None = option(
         None,
-        "Template of the judge's prompt with the fields `{prompt}`, `{response}` (`{response_a}`"
-        " and `{response_b}`, or `{responses}`) and any record field; null means a built-in"
-        " template.",
+        "Template of the judge's prompt. The fields are `{prompt}`, any record field, and"
+        " `{response}` (with `pairwise`: `{response_a}` and `{response_b}`; with `ranking`:"
+        " `{responses}`). Null means a built-in template.",
         read=_JUDGE,
     )
     judge_pattern: str = option(
         r"SCORE:\s*(-?\d+(?:\.\d+)?)",
-        "Regular expression for `reward.judge_asks=score`; the first group of its last match in"
-        " the judge's answer is the score.",
+        "Regular expression that extracts the score from the judge's answer with"
+        " `reward.judge_asks=score`: the score is the first group of the last match.",
         read=_JUDGE,
     )
     judge_lowest: float = option(
-        0.0, "Lowest score; an answer with a lower score is invalid.", read=_JUDGE
+        0.0, "Lowest valid score. A judge's answer with a lower score is invalid.", read=_JUDGE
     )
     judge_highest: float = option(
-        10.0, "Highest score; an answer with a higher score is invalid.", read=_JUDGE
+        10.0, "Highest valid score. A judge's answer with a higher score is invalid.", read=_JUDGE
     )
     judge_temperature: float = option(
         0.0, "Sampling temperature of the judge.", minimum=0, read=_JUDGE
@@ -132,8 +133,8 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_tries: int = option(
         3,
-        "Maximum number of attempts to get a valid answer from the judge; after that the prompt is"
-        " rejected.",
+        "Maximum number of attempts to get a valid answer from the judge; if all attempts fail,"
+        " the prompt is rejected.",
         minimum=1,
         read=_JUDGE,
     )
@@ -151,55 +152,59 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_requests_per_minute: float | None = option(
         None,
-        "Maximum number of judge requests per minute and reward replica; null means no maximum.",
+        "Maximum number of judge requests per minute and per reward replica; null means no"
+        " maximum.",
         above=0,
         read=_JUDGE,
     )
     judge_key_variable: str | None = option(
         None,
-        "Environment variable with the endpoint's API key, sent as a bearer token; null means no"
-        " key.",
+        "Environment variable that contains the endpoint's API key, which is sent as a bearer"
+        " token; null means no key.",
         read=_JUDGE,
     )
     judge_input_price: float = option(
         0.0,
-        "Price of a million prompt tokens of the judge, for the metric `judge/cost`.",
+        "Price per million prompt tokens of the judge, for the metric `judge/cost`.",
         minimum=0,
         read=_JUDGE,
     )
     judge_output_price: float = option(
         0.0,
-        "Price of a million generated tokens of the judge, for the metric `judge/cost`.",
+        "Price per million generated tokens of the judge, for the metric `judge/cost`.",
         minimum=0,
         read=_JUDGE,
     )
     judge_cache: str | None = option(
         None,
-        "Directory of cached judge answers, which several runs may share; null means `judge/` in"
-        " the run directory.",
+        "Directory for cached judge answers, which several runs may share; null means `judge/`"
+        " in the run directory.",
         read=_JUDGE,
     )
     gain: float = option(
         1.0,
-        "Factor of raw scores; with `reward.bias` it normalizes scores to a mean and standard"
-        " deviation.",
+        "Factor by which raw scores are multiplied. Use `reward.gain` and `reward.bias` to"
+        " normalize the scores to a mean and standard deviation.",
         read=".kind!=combined",
     )
     bias: float = option(
-        0.0, "Constant that is added to raw scores after `reward.gain`.", read=".kind!=combined"
+        0.0,
+        "Constant that is added to raw scores after multiplication by `reward.gain`.",
+        read=".kind!=combined",
     )
     sources: dict[str, Any] = option(
         {},
         "Mapping from the name of each source to `kind`, `weight`, `task_weights`, `gain`,"
-        " `bias` and the keys of its kind: `function`, `function_timeout_s`, `path`, `url`,"
+        " `bias` and the keys for this kind: `function`, `function_timeout_s`, `path`, `url`,"
         " `timeout_s`, `skip_special_tokens`, `step_…` or `judge_…`.",
         read=".kind=combined",
     )
     combine: str = option(
         "sum",
         "Combination of the weighted scores of all sources. `sum`; `mean`; `min`;"
-        " `mean_minus_std`, `mean_minus_variance`: mean minus `reward.disagreement_weight` times"
-        " their standard deviation or variance (of the population).",
+        " `mean_minus_std`: mean minus `reward.disagreement_weight` times the population"
+        " standard deviation of the scores; `mean_minus_variance`: mean minus"
+        " `reward.disagreement_weight` times the population variance of the scores.",
         choices=("sum", "mean", "min", "mean_minus_std", "mean_minus_variance"),
         read=".kind=combined",
     )
@@ -211,13 +216,13 @@ class RewardConfig(MegatronModelConfig):
     )
     missing_end_score: float | None = option(
         None,
-        "Score of a response that is truncated, without an end-of-sequence token or"
-        " `rollout.truncate_token`; null means that it keeps its own score.",
+        "Score of a truncated response, which has no end-of-sequence token or"
+        " `rollout.truncate_token`; null means that the response keeps its own score.",
     )
     replicas: int = option(
         1,
-        "Number of servers with the same scorer; each request goes to the one with the fewest"
-        " requests in flight.",
+        "Number of servers with the same scorer. Each request is sent to the server with the"
+        " fewest requests in flight.",
         minimum=1,
         read=OWN_SERVER,
     )

@@ -223,10 +223,10 @@ def evaluation_judge(
     problems = (
         []
         if asks == "pairwise"
-        else [f"{key}.judge_asks={asks}: must be pairwise in an evaluation; remove it"]
+        else [f"{key}.judge_asks={asks}: must be pairwise in an evaluation; remove this key"]
     )
     problems += [
-        f"{key}.{entry}: is not supported in an evaluation, which counts wins; remove it"
+        f"{key}.{entry}: is not supported in an evaluation, which counts wins; remove this key"
         for entry in ("kind", "weight", "task_weights", "gain", "bias", *_OF_SCORES)
         if entry in given
     ]
@@ -319,8 +319,8 @@ def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
 def _source_problems(key: str, entries: Any) -> Iterator[str]:
     if not isinstance(entries, Mapping):
         yield (
-            f"{key}={entries}: expected a mapping with kind and the keys that it requires, got"
-            f" {type(entries).__name__}"
+            f"{key}={entries}: expected a mapping with kind and the keys that this kind"
+            f" requires, got {type(entries).__name__}"
         )
         return
     kind = _KINDS.get(str(entries.get("kind")))
@@ -344,7 +344,7 @@ def _source_problems(key: str, entries: Any) -> Iterator[str]:
             yield f"{key}.{entry}={value}: {problem}"
     for needed in kind.needs:
         if needed not in entries:
-            yield f"{key}.{needed}: missing; kind={entries['kind']} requires it"
+            yield f"{key}.{needed}: missing; required with kind={entries['kind']}"
     if entries.get("step_rewards") is True and (name := entries.get("function")) in {
         **FUNCTIONS,
         **RULES,

@@ -16,74 +16,79 @@ class RunConfig:
     )
     automatic: bool = option(
         False,
-        "Whether to choose layout, batch size, lengths, learning rates and number of steps for"
-        " the model, the data and the machine where neither the experiment nor the command line"
-        " sets them. Always true without an experiment.",
+        "Whether aligner chooses the layout, batch size, lengths, learning rates and number of"
+        " steps if neither the experiment nor the command line sets them. The choices depend on"
+        " the model, the data and the machine. Always true without an experiment.",
     )
-    chosen: list[str] = option([], "Keys whose values `run.automatic` chose; set at launch.")
+    chosen: list[str] = option(
+        [], "Keys whose values aligner chose because of `run.automatic`; set at launch."
+    )
     name: str | None = option(
-        None, "Name of the run; null means the experiment's name and the time."
+        None,
+        "Name of the run; null means the experiment's name followed by the time of the launch.",
     )
     dir: str | None = option(None, "Run directory; null means `runs/<run.name>`.")
     steps: int = option(1, "Number of training steps.", minimum=1, maximum=10**9)
     stop_after: int | None = option(
         None,
-        "Step after which the run saves a checkpoint and stops, as if it were preempted; null"
-        " means never.",
+        "Step after which the run saves a checkpoint and stops, as after a preemption; null"
+        " means that the run does not stop early.",
         minimum=1,
     )
     end_kl: float | None = option(
         None,
-        "Maximum KL to the reference (`kl/reference`) in nats per response; the run ends after"
-        " the first step above it. Null means no maximum.",
+        "Maximum KL divergence to the reference (`kl/reference`) in nats per response. The run"
+        " ends after the first step with a higher value. Null means no maximum.",
         above=0,
         read="algorithm.trainer=online",
     )
     end_at: str | None = option(
         None,
-        "Target of a metric as `METRIC:NUMBER`, such as `eval/score:0.9`; the run ends after the"
-        " first step that reaches it (from above for a loss, perplexity or KL, otherwise from"
-        " below). Null means no target.",
+        "Target of a metric as `METRIC:NUMBER`, such as `eval/score:0.9`. The run ends after"
+        " the first step at which the metric is at least the target (for a loss, perplexity or"
+        " KL: at most the target). Null means no target.",
         read="algorithm.trainer!=preferences|teacher_scores",
     )
     end_without_gain: int | None = option(
         None,
-        "Number of consecutive evaluations without a new best value of `checkpoint.best_metric`"
-        " after which the run ends (early-stopping patience); null means never.",
+        "Early-stopping patience: number of consecutive evaluations without a new best value of"
+        " `checkpoint.best_metric` after which the run ends. Null means no early stopping.",
         minimum=1,
         read="algorithm.trainer!=preferences|teacher_scores",
     )
     max_restarts: int = option(
         3,
-        "Maximum number of restarts of the trainer from the last checkpoint after a rank was"
-        " killed or hung; servers keep running. 0 means that the first such failure ends the run.",
+        "Maximum number of trainer restarts from the last checkpoint after a trainer rank was"
+        " killed or hung. The servers keep running during a restart. 0 means that the first such"
+        " failure ends the run.",
         minimum=0,
     )
     resume: str = option(
         "false",
-        "`false`: start a new run. `true`: resume the run in the run directory from its last"
-        " checkpoint. `auto`: resume if there is a checkpoint, otherwise start from the"
-        " beginning, even in the directory of a run that stopped before its first checkpoint.",
+        "`false`: start a new run. `true`: resume the run from the last checkpoint in the run"
+        " directory. `auto`: resume if the run directory has a checkpoint; otherwise start from"
+        " the beginning, even if an earlier run in the directory stopped before its first"
+        " checkpoint.",
         choices=("false", "true", "auto"),
     )
     changes: list[str] = option(
         [],
-        "Keys or sections whose values a resumed run may change although they affect its"
-        " results; any other changed key is an error.",
+        "Keys or sections that a resumed run may change although they affect its results. A"
+        " change to any other key that affects the results is an error.",
         read=".resume!=false",
     )
     date: str | None = option(
         None,
-        "Date for chat templates that ask for it (`strftime_now`), such as `2026-11-23` or"
+        "Date for chat templates that call `strftime_now`, such as `2026-11-23` or"
         " `2026-11-23T08:30:00`; null means the time of the first launch.",
     )
     inputs: dict[str, Any] = option(
         {},
-        "Paths that were configured as `experiment:NAME`, with the configured values; set at"
-        " launch.",
+        "Original `experiment:NAME` references by key, before aligner replaced the references"
+        " with paths; set at launch.",
     )
     command: str = option(
-        "", "Command line of the launch without `run.dir` and `run.resume`; set at launch."
+        "", "Command line of the launch, without `run.dir` and `run.resume`; set at launch."
     )
 
     @property

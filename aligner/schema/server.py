@@ -13,7 +13,7 @@ class PortsConfig:
 
     http: int = option(0, "HTTP port.", minimum=0, maximum=LAST_PORT)
     grpc: int = option(0, "gRPC port.", minimum=0, maximum=LAST_PORT)
-    metrics: int = option(0, "Port of Prometheus metrics.", minimum=0, maximum=LAST_PORT)
+    metrics: int = option(0, "Port of the Prometheus metrics.", minimum=0, maximum=LAST_PORT)
 
 
 @dataclass
@@ -22,17 +22,17 @@ class TLSConfig:
 
     certificate: str | None = option(
         None,
-        "PEM file of the servers' certificate; `auto` means that the run creates one for its"
-        " servers' hosts, null means no TLS.",
+        "PEM file of the servers' certificate. `auto` means that the run creates a certificate"
+        " for the hosts of its servers; null means no TLS.",
     )
     key: str | None = option(None, "PEM file of the certificate's private key.")
     authorities: str | None = option(
-        None, "PEM file of the certificate authorities that certificates are checked against."
+        None, "PEM file of the certificate authorities that are used to check certificates."
     )
     mutual: bool = option(
         False,
-        "Whether servers also require a client certificate (mutual TLS); the run's own clients"
-        " present the servers' certificate.",
+        "Whether servers also require a client certificate (mutual TLS). The run's own clients"
+        " use the servers' certificate.",
     )
 
 
@@ -42,50 +42,52 @@ class ServerConfig:
 
     interface: str = option(
         "127.0.0.1",
-        "Address, or name of the network interface, on which the endpoints listen.",
+        "Address or name of the network interface on which the endpoints listen.",
         read="algorithm.trainer=online|preferences or cluster.kind=slurm",
     )
     guard: str = option(
         "key",
-        "Authentication. `key`: every request but health checks must carry the run's access key"
-        " (`access_key` in the run directory, created at launch); `none`: no authentication,"
-        " anyone is served.",
+        "Authentication. `key`: every request except health checks must contain the run's"
+        " access key (file `access_key` in the run directory, created at launch); `none`: no"
+        " authentication, so that anyone can send requests.",
         choices=("key", "none"),
     )
     tls: TLSConfig = section(TLSConfig)
     accept_unnumbered: bool = option(
         False,
-        "Whether to serve `critic_train` requests without a sequence number, from third-party"
+        "Whether to accept `critic_train` requests without a sequence number, from third-party"
         " clients.",
         read="algorithm.with_critic=true or algorithm.advantage=gae",
     )
     start_timeout_s: float = option(
         180.0,
-        "Maximum startup time of a role in seconds; the run fails if the role is not healthy by"
-        " then.",
+        "Maximum startup time of a role in seconds. The run fails if a role is not healthy"
+        " after this time.",
         minimum=1,
         read="always",
     )
     request_timeout_s: float = option(
         300.0,
-        "Timeout in seconds of a request, including retries and a restart of the server; also of"
-        " each step of recovering a lost critic, a restore or a replayed update.",
+        "Timeout in seconds of a request, including retries and a restart of the server. The"
+        " timeout also applies to each step in the recovery of a lost critic (a restore or a"
+        " replayed update).",
         minimum=1,
     )
     health_timeout_s: float = option(
         60.0,
-        "Seconds without an answer of a server, or without a heartbeat of one of its ranks,"
-        " after which it is killed and restarted.",
+        "Health timeout in seconds. A server is killed and restarted if it does not answer, or"
+        " one of its ranks sends no heartbeat, for this time.",
         minimum=1,
     )
     drain_timeout_s: float = option(
         30.0,
-        "Seconds that a stopping server has to finish the requests it has accepted.",
+        "Maximum time in seconds for a stopping server to complete its accepted requests.",
         minimum=0,
     )
     max_restarts: int = option(
         3,
-        "Maximum number of restarts of a server that died; 0 means that its failure ends the run.",
+        "Maximum number of restarts of a failed server; 0 means that the first failure ends the"
+        " run.",
         minimum=0,
     )
     max_batch_size: int = option(
@@ -105,8 +107,8 @@ class ServerConfig:
     )
     concurrent_requests: int = option(
         4,
-        "Maximum number of requests that each of `critic_infer`, `reward_model` and"
-        " `teacher_logprobs` accepts at a time; accepted requests that wait are computed in one"
+        "Maximum number of concurrent requests that each of `critic_infer`, `reward_model` and"
+        " `teacher_logprobs` accepts. Accepted requests that are waiting are computed in one"
         " batch.",
         minimum=1,
     )

@@ -24,43 +24,46 @@ class TeacherConfig(MegatronModelConfig):
 
     path: str | None = option(
         None,
-        "Teacher model: directory, name on the Hugging Face Hub, or `experiment:NAME`. Null"
-        " means no teacher, or those of `teacher.sources`.",
+        "Teacher model: model directory, name on the Hugging Face Hub, or `experiment:NAME`."
+        " Null means no teacher, or the teachers in `teacher.sources`.",
         read="algorithm.trainer=online",
     )
     sources: dict[str, Any] = option(
         {},
-        "Several teachers instead of `teacher.path`: a mapping from each name to `path`,"
-        " `weight` (share among the teachers of a sample, default 1) and `tasks` (values of the"
-        " prompt's `task` for which it is used, default all).",
+        "Several teachers instead of `teacher.path`: a mapping from the name of each teacher to"
+        " `path`, `weight` (share among the teachers of a sample; default 1) and `tasks` (the"
+        " teacher is used for prompts whose field `task` has one of these values; default: all"
+        " tasks).",
         read="algorithm.trainer=online",
     )
     scores: str | None = option(
         None,
-        "Stored teacher scores of the demonstrations, from a run with"
-        " `algorithm=teacher_scores`: its directory `teacher_scores`, or `experiment:NAME`. The"
-        " policy learns from them instead of the demonstrations' tokens.",
+        "Stored teacher scores of the demonstrations: the directory `teacher_scores` of a run"
+        " with `algorithm=teacher_scores`, or `experiment:NAME`. The policy learns from these"
+        " scores instead of the tokens of the demonstrations.",
         read="algorithm.trainer=sft",
     )
     imitation_weight: float = option(
         0.0,
-        "Weight of the demonstrations' cross-entropy, in addition to the divergence.",
+        "Weight of the cross-entropy of the demonstrations, in addition to the divergence.",
         minimum=0,
         read=_FROM_SCORES,
     )
     loss: str = option(
         "advantage",
-        "`advantage`: teacher's minus policy's log-prob of each generated token, added to its"
-        " advantage. Divergences in the loss, over the teacher's top-k tokens: `forward_kl`,"
-        " KL(teacher ‖ policy); `reverse_kl`, KL(policy ‖ teacher); `jensen_shannon`, generalized"
-        " Jensen-Shannon.",
+        "Distillation loss. `advantage`: the difference of log-probs, teacher minus policy, is"
+        " added to the advantage of each generated token. The other choices are divergences in"
+        " the loss, over the teacher's top-k tokens. `forward_kl`: KL(teacher ‖ policy);"
+        " `reverse_kl`: KL(policy ‖ teacher); `jensen_shannon`: generalized Jensen-Shannon"
+        " divergence.",
         choices=("advantage", "forward_kl", "reverse_kl", "jensen_shannon"),
         read=_LEARNS,
     )
     top_k: int = option(
         64,
-        "Number of the teacher's most probable tokens that are used, with all other tokens as"
-        " one further outcome; the whole vocabulary if it is smaller.",
+        "Number of the teacher's most probable tokens that are used; all other tokens are"
+        " combined into one further outcome. A number above the vocabulary size means all"
+        " tokens.",
         minimum=1,
         read=" or ".join(
             (
@@ -71,16 +74,16 @@ class TeacherConfig(MegatronModelConfig):
     )
     beta: float = option(
         0.5,
-        "Weight of the teacher in the mixture of the Jensen-Shannon divergence; near 0 it"
-        " approaches the forward KL, near 1 the reverse KL.",
+        "Weight of the teacher in the mixture of the Jensen-Shannon divergence. The divergence"
+        " approaches the forward KL near 0 and the reverse KL near 1.",
         above=0,
         below=1,
         read=".loss=jensen_shannon",
     )
     weight: float = option(
         1.0,
-        "Weight of the distillation term: of the log-prob difference in the advantages, or of"
-        " the divergence in the loss.",
+        "Weight of the distillation term: the log-prob difference in the advantages, or the"
+        " divergence in the loss.",
         above=0,
         read=_LEARNS,
     )
@@ -89,8 +92,8 @@ class TeacherConfig(MegatronModelConfig):
     )
     replicas: int = option(
         1,
-        "Number of servers with the same teacher; each request goes to the one with the fewest"
-        " requests in flight.",
+        "Number of servers with the same teacher. Each request is sent to the server with the"
+        " fewest requests in flight.",
         minimum=1,
     )
     ports: PortsConfig = section(PortsConfig)

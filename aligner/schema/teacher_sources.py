@@ -66,7 +66,7 @@ def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
         known = sorted({one for source in sources for one in source.tasks})
         raise ConfigError(
             f"teacher.sources: no teacher for a prompt with {TASK}={task!r}; the teachers are for"
-            f" {', '.join(known)}"
+            f" the tasks {', '.join(known)}"
         )
     return [weight / sum(weights) for weight in weights]
 
@@ -97,8 +97,8 @@ def _problems(key: str, entries: Any) -> Iterator[str]:
             isinstance(value, list) and value and all(isinstance(one, str) for one in value)
         ):
             yield (
-                f"{key}.tasks={value}: expected a list of task names; remove it for a teacher of"
-                " all tasks"
+                f"{key}.tasks={value}: expected a list of task names; remove this key for a"
+                " teacher of all tasks"
             )
     if "path" not in entries:
         yield f"{key}.path: missing"

@@ -13,29 +13,32 @@ class ParallelConfig:
     tensor: int = option(1, "Tensor-parallel size (TP).", minimum=1)
     sequence: bool = option(
         False,
-        "Whether to use sequence parallelism: norms and residuals hold 1/TP of the tokens;"
-        " requires `tensor` above 1.",
+        "Whether to use sequence parallelism, which splits the tokens of norms and residuals"
+        " over the TP ranks. Requires `tensor` above 1.",
     )
     pipeline: int = option(1, "Pipeline-parallel size (PP).", minimum=1)
     virtual_pipeline: int = option(
         1,
-        "Model chunks per pipeline stage (interleaved schedule); 1 means the plain 1F1B schedule.",
+        "Number of model chunks per pipeline stage (interleaved schedule); 1 means the plain"
+        " 1F1B schedule.",
         minimum=1,
     )
     last_stage_layers: int | None = option(
         None,
-        "Decoder layers of the last pipeline stage, which also computes the head; the other"
-        " stages share the remaining layers evenly. Null means all stages have the same number.",
+        "Number of decoder layers of the last pipeline stage, which also computes the head. The"
+        " remaining layers are distributed evenly over the other stages. Null means that all"
+        " stages have the same number of layers.",
         minimum=1,
         read=".pipeline>1",
     )
     data: int = option(1, "Data-parallel size (DP).", minimum=1)
     context: int = option(
-        1, "Context-parallel size (CP): each rank holds 1/CP of every sequence.", minimum=1
+        1, "Context-parallel size (CP): each rank processes 1/CP of every sequence.", minimum=1
     )
     expert: int = option(
         1,
-        "Expert-parallel size (EP): the experts are split over the tensor, context and data ranks.",
+        "Expert-parallel size (EP): the experts are distributed over the tensor-, context- and"
+        " data-parallel ranks.",
         minimum=1,
     )
     expert_tensor: int | None = option(
@@ -59,8 +62,8 @@ class OptimizerConfig:
 
     kind: str = option(
         "adam",
-        "`adam`: AdamW for all weights; `muon`: Muon for the matrices of the layers, AdamW for"
-        " embeddings, heads, norms and biases.",
+        "`adam`: AdamW for all weights; `muon`: Muon for the matrices of the layers, and AdamW"
+        " for embeddings, heads, norms and biases.",
         choices=("adam", "muon"),
     )
     learning_rate: float = option(1e-5, "Peak learning rate.", minimum=0)
@@ -69,17 +72,19 @@ class OptimizerConfig:
     )
     schedule: str = option(
         "linear",
-        "Learning-rate decay over the run: `linear`, `cosine`, or `constant` for none.",
+        "Learning-rate decay over the run. `linear`: linear decay; `cosine`: cosine decay;"
+        " `constant`: no decay.",
         choices=("linear", "cosine", "constant"),
     )
-    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", minimum=0)
+    warmup_steps: int = option(0, "Number of optimizer steps of linear warm-up.", minimum=0)
     beta1: float = option(0.9, "Adam's decay rate of the first moment.", minimum=0, below=1)
     beta2: float = option(0.95, "Adam's decay rate of the second moment.", minimum=0, below=1)
     epsilon: float = option(1e-8, "Adam's epsilon.", minimum=0)
     epsilon_placement: str = option(
         "pytorch",
-        "`pytorch`: epsilon is added to the bias-corrected square root of the second moment;"
-        " `tensorflow`: to the uncorrected one, which damps the first steps.",
+        "Placement of Adam's epsilon. `pytorch`: added to the square root of the bias-corrected"
+        " second moment; `tensorflow`: added to the square root of the uncorrected second"
+        " moment, which makes the first steps smaller.",
         choices=("pytorch", "tensorflow"),
     )
     momentum: float = option(
@@ -87,24 +92,25 @@ class OptimizerConfig:
     )
     newton_schulz_steps: int = option(
         5,
-        "Newton-Schulz iterations with which Muon orthogonalizes updates, in the precision of"
-        " the layers.",
+        "Number of Newton-Schulz iterations for the orthogonalization of Muon's updates, in the"
+        " precision of the layers.",
         minimum=1,
         maximum=20,
         read=".kind=muon",
     )
     update_rms: float = option(
         0.2,
-        "Root mean square of Muon's update of a matrix, relative to the learning rate; 0.2 is"
-        " about AdamW's, so that its learning rates and weight decay can be used.",
+        "Root mean square of Muon's update of a matrix, relative to the learning rate. With"
+        " 0.2, updates are about as large as AdamW's updates, so you can use AdamW's learning"
+        " rates and weight decay.",
         above=0,
         read=".kind=muon",
     )
     weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
     clip_grad_norm: float = option(
         1.0,
-        "Maximum global norm of gradients, to which larger ones are scaled down; 0 means no"
-        " clipping.",
+        "Maximum global norm of the gradients. Gradients with a larger norm are scaled down to"
+        " the maximum. 0 means no clipping.",
         minimum=0,
     )
     distributed: bool = option(
@@ -122,15 +128,15 @@ class OptimizerConfig:
     )
     offload_fraction: float = option(
         0.0,
-        "Fraction of the optimizer state that is stored and updated in host memory; GPUs only,"
-        " requires `distributed`.",
+        "Fraction of the optimizer state that is stored and updated in host memory. Requires"
+        " GPUs and `distributed`.",
         minimum=0,
         maximum=1,
     )
     max_skipped_steps: int = option(
         3,
-        "Number of consecutive updates with NaN or infinite gradients, each of which is skipped,"
-        " after which the run fails.",
+        "Maximum number of consecutive updates that are skipped because of NaN or infinite"
+        " gradients. The run fails when this number is reached.",
         minimum=1,
     )
 
@@ -151,9 +157,9 @@ class MegatronModelConfig:
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "Granularity of fp8 scaling factors. `tensorwise`: one per tensor; `blockwise`: one per"
-        " 128 elements or 128x128 block (Hopper, CUDA 12.9); `mxfp8`: one per 32 elements"
-        " (Blackwell).",
+        "Granularity of fp8 scaling factors. `tensorwise`: one factor per tensor; `blockwise`:"
+        " one factor per 128 elements or per 128x128 block (Hopper, CUDA 12.9); `mxfp8`: one"
+        " factor per 32 elements (Blackwell).",
         choices=("tensorwise", "blockwise", "mxfp8"),
         read=".precision=fp8",
     )
@@ -166,12 +172,12 @@ class TrainedModelConfig(MegatronModelConfig):
     optimizer: OptimizerConfig = section(OptimizerConfig)
     recompute: str = option(
         "none",
-        "Activation recomputation in the backward pass. `none`; `selective`: attention core;"
-        " `full`: whole layers.",
+        "Activations that are recomputed in the backward pass. `none`: no activations;"
+        " `selective`: activations of the attention core; `full`: all activations of a layer.",
         choices=("none", "selective", "full"),
     )
     frozen: list[str] = option(
         [],
-        "Weights that are not trained, as patterns of Hugging Face names, such as"
+        "Weights that are not trained, as patterns of Hugging Face weight names, such as"
         " `model.layers.[0-7].*`.",
     )

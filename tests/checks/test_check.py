@@ -41,7 +41,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["engine=tensorrt_llm", "rollout.min_p=0.05", "rollout.renormalize=false"],
             (
                 "rollout.min_p=0.05: must be 0 with engine.kind=tensorrt_llm, because not every"
-                " sampler of TensorRT-LLM supports it; set rollout.min_p=0, or use engine=embedded"
+                " sampler of TensorRT-LLM supports min_p; set rollout.min_p=0, or use"
+                " engine=embedded"
             ),
         ),
         (
@@ -59,8 +60,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (
             ["engine.update=shared", "engine.precision=fp32", "actor.precision=bf16"],
             (
-                "engine.update=shared: requires one precision, but engine.precision=fp32 uses 4"
-                " bytes per value and actor.precision=bf16 uses 2"
+                "engine.update=shared: requires the same precision in the engine and the trainer,"
+                " but engine.precision=fp32 uses 4 bytes per value and actor.precision=bf16 uses 2"
             ),
         ),
         (
@@ -123,14 +124,14 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["actor.optimizer.kind=muon", "actor.optimizer.distributed=true"],
             (
                 "actor.optimizer.distributed=true: is not supported with"
-                " actor.optimizer.kind=muon, which keeps its whole state"
+                " actor.optimizer.kind=muon, which keeps its full state"
             ),
         ),
         (
             ["critic.optimizer.kind=muon", "critic.optimizer.offload_fraction=0.5"],
             (
                 "critic.optimizer.offload_fraction=0.5: is not supported with"
-                " critic.optimizer.kind=muon, which keeps its whole state"
+                " critic.optimizer.kind=muon, which keeps its full state"
             ),
         ),
         (
@@ -174,9 +175,9 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         ),
         (
             ["reward.parallel.data=2"],
-            "reward.parallel: 2 ranks, but must be 1 rank, because no reward source is a model",
+            "reward.parallel: must have 1 rank, got 2, because no reward source is a model",
         ),
-        (["reward.kind=model"], "reward.path: missing; kind=model requires it"),
+        (["reward.kind=model"], "reward.path: missing; required with kind=model"),
         (
             ["rollout.micro_batches=3"],
             "rollout.prompts_per_step=16: must be a multiple of rollout.micro_batches=3",
@@ -222,7 +223,10 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             "reward.ports.grpc=29990: has no effect with critic.with_reward=true",
         ),
         (["server.tls.certificate=absent.pem"], "server.tls.certificate=absent.pem: no such file"),
-        (["model.source=directory"], "model.path=null: must name a Hugging Face model directory"),
+        (
+            ["model.source=directory"],
+            "model.path=null: model.source=directory requires a Hugging Face model directory",
+        ),
         (
             ["model.source=gguf", "model.package=no_such_package"],
             (

@@ -88,9 +88,14 @@ def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
         (
             "a/b",
             MATH,
-            "evaluation.suites.a/b: the name of a suite must consist of letters, digits, _ and -",
+            "evaluation.suites.a/b: the name of a suite is part of metric names; it must consist of"
+            " letters, digits, _ and -, and must not be score",
         ),
-        ("score", MATH, "evaluation.suites.score: the name of a suite must "),
+        (
+            "score",
+            MATH,
+            "evaluation.suites.score: the name of a suite is part of metric names; it must ",
+        ),
         (
             "math",
             ["a"],

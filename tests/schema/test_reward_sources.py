@@ -138,7 +138,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*COMBINED, "+reward.sources.b.kind=function"],
-            "reward.sources.b.function: missing; kind=function requires it",
+            "reward.sources.b.function: missing; required with kind=function",
         ),
         (
             [*COMBINED, "+reward.sources.a.wieght=2"],
@@ -189,7 +189,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             [*COMBINED, "+reward.sources.b={kind: function, function: nope}"],
             "reward.sources.b.function=nope: must be one of",
         ),
-        (["reward=remote"], "reward.url: missing; kind=remote requires it"),
+        (["reward=remote"], "reward.url: missing; required with kind=remote"),
         (
             [
                 *COMBINED,
@@ -223,7 +223,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*COMBINED, "reward.parallel.data=2"],
-            "reward.parallel: 2 ranks, but must be 1 rank, because no reward source is a model",
+            "reward.parallel: must have 1 rank, got 2, because no reward source is a model",
         ),
         (
             ["critic.with_reward=true", "reward.parallel.data=2"],
@@ -243,8 +243,8 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
             ],
             "reward.timeout_s=600: must be below cluster.collective_timeout_s=600",
         ),
-        (["reward=judge"], "reward.judge_url: missing; kind=judge requires it"),
-        ([*JUDGE[:2]], "reward.judge_model: missing; kind=judge requires it"),
+        (["reward=judge"], "reward.judge_url: missing; required with kind=judge"),
+        ([*JUDGE[:2]], "reward.judge_model: missing; required with kind=judge"),
         (
             [*JUDGE, "reward.judge_url=judge:8000"],
             "reward.judge_url=judge:8000: must be http://HOST[:PORT]/PATH",
@@ -268,8 +268,8 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*JUDGE, "reward.judge_template='{prompt} {answer}'"],
             (
-                "reward.judge_template: must contain {response} with judge_asks=score, which provides"
-                " {prompt}, {response}, {lowest}"
+                "reward.judge_template: must contain {response} with judge_asks=score; available"
+                " fields: {prompt}, {response}, {lowest}"
             ),
         ),
         (
@@ -306,14 +306,14 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*JUDGE, "reward.judge_asks=ranking", "rollout.samples_per_prompt=1"],
             (
-                "reward.judge_asks=ranking: compares the samples of a prompt and requires at"
-                " least 2, got rollout.samples_per_prompt=1"
+                "reward.judge_asks=ranking: compares the samples of a prompt and requires at least"
+                " 2 samples, got rollout.samples_per_prompt=1"
             ),
         ),
         (
             [*JUDGE, "reward.judge_asks=pairwise", "server.max_batch_size=6"],
             (
-                "but server.max_batch_size=6 would split them over several requests; set"
+                "but server.max_batch_size=6 would split these samples over several requests; set"
                 " server.max_batch_size to a multiple of rollout.samples_per_prompt=4"
             ),
         ),
@@ -327,8 +327,8 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         (
             [*JUDGE, "reward.judge_asks=ranking", "evaluation.every=1", "evaluation.prompts=[a]"],
             (
-                "but evaluation scores each response separately, and also reference responses;"
-                " set evaluation.function"
+                "but evaluation scores each response and each reference response separately; set"
+                " evaluation.function"
             ),
         ),
         (
@@ -495,24 +495,24 @@ def token(id):
             {"a": 0, "b": 1},
             {"b": 0, "a": 1},
             (
-                "2 of the policy's 3 token ids are different tokens in its tokenizer, for example"
-                " 0 (policy 'a', this model 'b'), 1"
+                "2 of the policy's 3 token ids are different tokens in this model's tokenizer, for"
+                " example 0 (policy 'a', this model 'b'), 1"
             ),
         ),
         (
             {"a": 0, "b": 1},
             {"a": 0},
             (
-                "2 of the policy's 3 token ids are different tokens in its tokenizer, for example"
-                " 1 (policy 'b', this model '<end>'), 2 ("
+                "2 of the policy's 3 token ids are different tokens in this model's tokenizer, for"
+                " example 1 (policy 'b', this model '<end>'), 2 ("
             ),
         ),
         (
             {"a": 0},
             {"a": 0, "b": 1},
             (
-                "1 of the policy's 2 token ids are different tokens in its tokenizer, for example"
-                " 1 (policy '<end>', this model 'b')"
+                "1 of the policy's 2 token ids are different tokens in this model's tokenizer, for"
+                " example 1 (policy '<end>', this model 'b')"
             ),
         ),
         ([("a", -1.5), ("b", -2.0)], {"a": 0, "b": 1}, None),

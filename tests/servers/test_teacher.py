@@ -257,7 +257,10 @@ def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
     assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
     with pytest.raises(
         ConfigError,
-        match="no teacher for a prompt with task='letters'; the teachers are for products, sums",
+        match=(
+            "no teacher for a prompt with task='letters'; the teachers are for the tasks products,"
+            " sums"
+        ),
     ):
         teacher_shares(SEVERAL[1:], {"task": "letters"})
 
