@@ -48,7 +48,7 @@ def unfit_numpy() -> str | None:
         return None
     version = metadata.version("numpy")
     return (
-        f"PyTriton requires numpy < 2, but numpy {version} is installed; pip install 'numpy<2'"
+        f"PyTriton requires numpy < 2, but numpy {version} is installed; run pip install 'numpy<2'"
         if int(version.split(".")[0]) > 1
         else None
     )

@@ -38,8 +38,8 @@ def vllm_python(settings: VLLMConfig) -> str:
             else f"engine.vllm.python={settings.python}"
         )
         raise ConfigError(
-            f"{key}: no Python at {python}; create an environment with vLLM with `aligner"
-            " install-vllm`"
+            f"{key}: no Python at {python}; run `aligner install-vllm` to create an environment"
+            " with vLLM"
         )
     return python
 

@@ -122,7 +122,7 @@ def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
 def test_a_numpy_that_tritons_processes_would_misread_is_told(monkeypatch, tmp_path: Path) -> None:
     assert unfit_numpy() is None
     monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
-    told = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; pip install 'numpy<2'"
+    told = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; run pip install 'numpy<2'"
     assert unfit_numpy() == told
     with pytest.raises(
         ConfigError, match=re.escape(f"this run starts servers (critic, reward): {told}")

@@ -187,7 +187,7 @@ def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
 
 
 def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
-    assert samples.step_ends is not None, "requires a reward of steps"
+    assert samples.step_ends is not None, "grpo_steps requires step rewards"
     return grpo_steps(samples.rewards, samples.step_ends, samples.mask, samples.samples_per_prompt)
 
 

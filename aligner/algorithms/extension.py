@@ -120,7 +120,7 @@ def _own(key: str, name: str) -> tuple[str, Callable[..., Any]]:
     except ConfigError as error:
         raise ConfigError(
             f"{called}: {error}; the module must be importable from the working directory or"
-            f" PYTHONPATH and define {attribute!r}"
+            f" PYTHONPATH, and must define {attribute!r}"
         ) from error
     if not callable(function):
         raise ConfigError(

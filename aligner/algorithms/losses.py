@@ -215,8 +215,8 @@ def contrastive_policy_gradient_loss(
     """
     if group_size < 2 or len(scores) % group_size:
         raise ValueError(
-            f"group_size={group_size}: must be >= 2, and the number of rows, {len(scores)}, a"
-            " multiple of it"
+            f"group_size={group_size}: must be >= 2 and must divide the number of rows,"
+            f" {len(scores)}"
         )
     mask = mask.bool()
     count = float(max(len(scores), 1)) if denominator is None else denominator

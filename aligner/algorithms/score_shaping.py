@@ -24,7 +24,7 @@ def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: T
         )
     mask = mask.bool()
     if not bool(mask.any(dim=1).all()):
-        raise ValueError("mask: every sequence must have a response token for its score")
+        raise ValueError("mask: every sequence must have at least one response token")
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0)

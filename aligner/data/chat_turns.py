@@ -79,7 +79,7 @@ class ChatTurns:
             last = self._text(drawn[-1:])
             raise AlignerError(
                 f"the assistant turn of {drawn.numel()} tokens ends with {last!r}, which is not an"
-                " end-of-turn token: a turn truncated by a length limit ends its episode"
+                " end-of-turn token; a truncated turn must be the last turn of its episode"
             )
         return self._parsed(
             text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation
@@ -145,7 +145,7 @@ class ChatTurns:
         if self._tokenizer.decode([end]) or not ending:
             return (
                 f"the model ended its turn with {ending!r}, which is not a special token: the"
-                " tokenizer could merge it with the text that follows"
+                f" tokenizer could merge {ending!r} with the text that follows"
             )
         start = self._end_of(turn, after, ending, conversation)
         if start is None:
@@ -161,7 +161,9 @@ class ChatTurns:
             )
         tail, whole = self._tokenizer.encode(after[start:]), self._tokenizer.encode(after)
         if int(tail[0]) != end or not torch.equal(whole[-len(tail) :], tail):
-            return f"the tokens after the end-of-turn token {ending!r} depend on the turn before it"
+            return (
+                f"the tokens after the end-of-turn token {ending!r} depend on the text of the turn"
+            )
         return tail[1:]
 
     def _end_of(

@@ -180,7 +180,7 @@ def read_manifest(directory: Path) -> Manifest:
     if content.keys() != fields:
         difference = ", ".join(sorted(content.keys() ^ fields))
         raise AlignerError(
-            f"{file}: not a model's checkpoint; missing or unknown entries: {difference}"
+            f"{file}: not a model checkpoint; missing or unknown entries: {difference}"
         )
     content["index"] = {
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
@@ -195,7 +195,7 @@ def read_manifest(directory: Path) -> Manifest:
         for name in files
     }
     problems = [
-        f"{name} holds tensors but is not listed in {MANIFEST}" for name in sorted(unknown)
+        f"{name} contains tensors but is not listed in {MANIFEST}" for name in sorted(unknown)
     ] + [
         (
             f"{name} is missing"

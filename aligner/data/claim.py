@@ -41,8 +41,8 @@ def take_run(config: Config) -> dict[str, Any]:
             attempt = read_sealed(file)["attempt"] + 1 if os.fstat(stream.fileno()).st_size else 0
         except DamagedError as error:
             raise AlignerError(
-                f"{error}. The file records which trainer may write to the run (fencing). Make sure"
-                " that no process of the run is alive, then delete the file"
+                f"{error}. The file names the trainer that may write to the run (fencing). Make"
+                " sure that no process of the run is alive, then delete the file"
             ) from error
         record = {"attempt": attempt, "holder": str(Holder.here())}
         os.pwrite(
@@ -77,7 +77,7 @@ def writing() -> Iterator[None]:
         if found != {**found, **record}:
             raise AlignerError(
                 f"{file}: attempt {found['attempt']} ({found['holder']}) has taken over the run;"
-                f" attempt {record['attempt']} may no longer write to it"
+                f" attempt {record['attempt']} may no longer write to the run"
             )
         yield
 
@@ -106,9 +106,9 @@ def _lock(config: Config, descriptor: int, kind: int) -> None:
             )
             if waited > patience_s:
                 raise ConfigError(
-                    f"{problem} and has not finished within {waited:.0f} s; it may be suspended:"
-                    " kill it, then launch again"
+                    f"{problem} and has not finished within {waited:.0f} s; the process may be"
+                    " suspended: kill the process, then launch again"
                 )
-            _log.warning("%s; waiting up to %g s for it to finish", problem, patience_s)
+            _log.warning("%s; waiting up to %g s until the write is finished", problem, patience_s)
             tell_at = patience_s
         time.sleep(_POLL_S)

@@ -147,10 +147,10 @@ def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer
                 parts[-1], before = parts[-1][: len(shorter[0]) - len(before)], shorter[0]
         if not asked.startswith(before):
             raise BadRecord(
-                f"{record.origin}: {name}: the model's chat template renders earlier turns"
-                " differently when messages follow (for example, it removes earlier reasoning), so"
-                " the assistant's turns cannot be located; set data.learned_turns=last, or use a"
-                " template that marks them with {% generation %}"
+                f"{record.origin}: {name}: the assistant's turns cannot be located, because the"
+                " model's chat template renders earlier turns differently when messages follow (for"
+                " example, without their reasoning). Set data.learned_turns=last, or use a template"
+                " that marks the assistant's turns with {% generation %}"
             )
         parts += [asked[len(before) :], answered[len(asked) :]]
         before = answered
@@ -191,14 +191,15 @@ def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tu
     answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
     if not answered.startswith(asked):
         raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template renders the prompt differently"
-            " when a response follows, so the response cannot be located; use plain-text records"
+            f"{record.origin}: {name}: the response cannot be located, because the model's chat"
+            " template renders the prompt differently when a response follows; use plain-text"
+            " records"
         )
     names = [call.get("function", {}).get("name") for call in said[-1].get("tool_calls") or []]
     if lost := [tool for tool in names if str(tool) not in answered[len(asked) :]]:
         raise BadRecord(
-            f"{record.origin}: {name}: the model's chat template does not render tool calls, such"
-            f" as that of {lost[0]!r}"
+            f"{record.origin}: {name}: the model's chat template does not render the call of tool"
+            f" {lost[0]!r}"
         )
     return asked, answered
 

@@ -134,7 +134,7 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         selection = (
             f"selected at random with seed={config.seed}"
             if data.shuffle
-            else "the last ones, because data.shuffle=false"
+            else "the last records, because data.shuffle=false"
         )
         notices = (
             *notices,
@@ -292,8 +292,8 @@ def _drawn(record: Record, tokens: Tensor) -> Tensor:
         or not any(drawn)
     ):
         raise BadRecord(
-            f"{record.origin}: field `drawn` must be a list of 0 and 1, one for each of the"
-            f" {len(tokens)} `tokens`, with at least one 1"
+            f"{record.origin}: field `drawn` must be a list of {len(tokens)} zeros and ones (one"
+            " value per token of `tokens`) and contain at least one 1"
         )
     return torch.tensor(drawn, dtype=torch.bool)
 

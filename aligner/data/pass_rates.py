@@ -174,8 +174,9 @@ class DrawRule:
         if rest == 0 and (left := int((~outside).sum())) < count:
             raise AlignerError(
                 f"data.curriculum.between=[{low:g}, {high:g}]: {count} prompts are required, but"
-                f" only {left} of {len(known)} have a pass rate in this range or no pass rate yet;"
-                " widen the range, or set data.curriculum.rest_passes > 0 to retry the others"
+                f" only {left} of {len(known)} have a pass rate in this range or no pass rate yet."
+                " Widen the range, or set data.curriculum.rest_passes > 0 to retry prompts outside"
+                " the range"
             )
         found: list[int] = []
         while len(found) < count:

@@ -431,7 +431,7 @@ def drawn_tokens(
     if (said := tokenizer.decode(tokens)) != text:
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
-            f" {said!r}; if another model generated them, set data.drawn_tokens=false, or remove"
-            f" field `{field}`"
+            f" {said!r}. If another model generated the tokens, set data.drawn_tokens=false or"
+            f" remove field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)

@@ -71,7 +71,7 @@ def questions(
         }
     if not found:
         raise ConfigError(
-            f"{name}: the task has too few different questions: none is available for"
+            f"{name}: the task has too few different questions: no question is available for"
             f" {'evaluation' if held_out else 'training'}"
         )
 

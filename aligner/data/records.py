@@ -82,7 +82,8 @@ class Record:
 def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> BadRecord:
     """That a record has no field of a name."""
     return BadRecord(
-        f"{origin}: record lacks field `{name}`{wanted}; it has: {', '.join(values) or 'no fields'}"
+        f"{origin}: record lacks field `{name}`{wanted}; fields of the record:"
+        f" {', '.join(values) or 'none'}"
     )
 
 
@@ -290,7 +291,7 @@ def _record(line: Line, names: Mapping[str, str]) -> Record:
         placed = template_fields(name)
         for field in placed or (name,):
             if field not in theirs:
-                raise missing(line.origin, field, f", which `fields` uses for `{ours}`", theirs)
+                raise missing(line.origin, field, f", which `fields` maps to `{ours}`", theirs)
         values[ours] = (
             filled(name, {field: _text(theirs[field]) for field in placed})
             if placed

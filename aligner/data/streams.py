@@ -72,8 +72,8 @@ class ExampleStream(Generic[Example]):
                     else "the data has"
                 )
                 raise ConfigError(
-                    f"data.held_out={count}: {which} only {len(source)} records; hold out fewer, so"
-                    " that some remain for training"
+                    f"data.held_out={count}: {which} only {len(source)} records; hold out fewer"
+                    " records, so that at least one record remains for training"
                 )
         kept, held_out = [], []
         for number, source in enumerate(self._sources):

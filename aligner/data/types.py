@@ -297,7 +297,7 @@ class SampleBatch(Rows):
         if len(counts) > 1:
             raise ValueError(
                 f"prompts have {' or '.join(map(str, counts))} samples, must all have the same"
-                " number"
+                " number of samples"
             )
         return counts[0] if counts else 1
 

@@ -374,7 +374,7 @@ class GenerationEngine(ABC):
 
     def _check_awake(self, what: str) -> None:
         if self._asleep:
-            raise AlignerError(f"the engine is asleep and cannot {what}; wake it first")
+            raise AlignerError(f"the engine is asleep and cannot {what}; wake the engine first")
 
     def _check_may_start(self) -> None:
         self._check_awake("generate")
@@ -400,5 +400,5 @@ class GenerationEngine(ABC):
             )
         if self._generation is not None and not self._generation.done:
             raise AlignerError(
-                "the engine cannot sleep: responses are in flight; finish or cancel them first"
+                "the engine cannot sleep: finish or cancel the responses in flight first"
             )

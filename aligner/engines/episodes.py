@@ -291,9 +291,9 @@ class EpisodeGeneration:
             raise EpisodeLost(f"episode {episode.name} cannot be resumed: {error}") from error
         if self._is_over(episode, outcome) or not episode.repeats(found):
             raise EpisodeLost(
-                f"episode {episode.name} cannot be resumed: after {episode.turns} turns its"
-                f" environment returned {outcome} on replay, which differs from the first time;"
-                " its answers must depend only on task, seed and actions"
+                f"episode {episode.name} cannot be resumed: on replay, its environment"
+                f" returned a different answer after {episode.turns} turns: {outcome}. The answers"
+                " of an environment must depend only on task, seed and actions"
             )
         episode.hear(found)
         turn = episode.next_turn(self._ends)

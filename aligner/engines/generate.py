@@ -291,7 +291,7 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         advice = (
             "is a directory; must be a file"
             if output.is_dir()
-            else "already exists; allow overwriting it, or choose another file"
+            else "already exists; choose another file, or allow overwriting"
         )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:

@@ -66,8 +66,8 @@ class OpenEpisode:
             self.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
                 raise AlignerError(
-                    "the environment returned chat messages, but the prompt is plain text; it must"
-                    " consist of chat messages"
+                    "the environment returned chat messages, but the prompt is plain text; the"
+                    " prompt must consist of chat messages"
                 )
         begun = len(self.conversation.tokens) + len(self.turn)
         found = chat.go_on(self.conversation, self.turn, messages)
@@ -187,8 +187,8 @@ def branch_request(
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
         raise AlignerError(
-            f"its re-rendered conversation has {len(read)} tokens, which leave no room for a"
-            f" response within {most} tokens"
+            f"its re-rendered conversation has {len(read)} tokens and leaves no room for a"
+            f" response; the limit is {most} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
     room = min(request.limit(options), most - len(read))

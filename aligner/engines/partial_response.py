@@ -76,8 +76,8 @@ class PartialResponse:
         if len(self.tokens) + len(tokens) >= self.limit:
             raise AlignerError(
                 f"prompt {self.request.prompt.id}, sample {self.request.sample_index}:"
-                f" {len(tokens)} observation tokens after the {len(self.tokens)} of the response"
-                f" leave no room for a generated token within {self.limit}"
+                f" {len(self.tokens)} response tokens and {len(tokens)} observation tokens leave no"
+                f" room for a generated token; the limit is {self.limit} tokens"
             )
         self.drawn += [True] * (len(self.tokens) - len(self.drawn)) + [False] * len(tokens)
         self.tokens += tokens

@@ -188,9 +188,7 @@ class EnvironmentPool:
         that is not JSON.
         """
         if self._thread is None:
-            raise AlignerError(
-                "the environment pool is not running: it was not started, or it is closed"
-            )
+            raise AlignerError("the environment pool was not started, or is already closed")
         if episode in self._episodes:
             raise AlignerError(
                 f"episode {episode} is already open; finish it before resetting it again"
@@ -214,13 +212,14 @@ class EnvironmentPool:
             raise AlignerError(f"episode {episode} is unknown; reset it before a step")
         if not opened.answer.done():
             raise AlignerError(
-                f"episode {episode} is still waiting for its previous answer; step again after that"
+                f"episode {episode} is still waiting for the answer to its previous step; call step"
+                " again after the answer has arrived"
             )
         if opened.answer.cancelled() or opened.answer.exception() is not None:
             why = "it was cancelled" if opened.answer.cancelled() else opened.answer.exception()
-            raise AlignerError(f"episode {episode} is lost and takes no more steps: {why}")
+            raise AlignerError(f"episode {episode} is lost and accepts no more steps: {why}")
         if opened.answer.result().done:
-            raise AlignerError(f"episode {episode} is done and takes no more steps")
+            raise AlignerError(f"episode {episode} is done and accepts no more steps")
         opened.calls.append(["step", action])
         opened.digests.append(digest(opened.calls[-1]))
         opened.answer = self._run(self._answered(opened))
@@ -380,8 +379,8 @@ class EnvironmentPool:
             if before is not None and before != outcome:
                 raise EpisodeLost(
                     f"episode {episode.name}: {_named(call)} returned a different answer on replay:"
-                    f" first {_shown(before)}, then {_shown(outcome)}; answers must depend only on"
-                    " task, seed and actions"
+                    f" first {_shown(before)}, then {_shown(outcome)}. The answers of an"
+                    " environment must depend only on task, seed and actions"
                 )
             environment.calls += 1
         return outcome

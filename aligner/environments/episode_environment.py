@@ -91,20 +91,19 @@ def _observation(value: Any, name: str, most_characters: int) -> Observation:
         ):
             raise WrongAnswer(
                 f"{name} returned the observation {_shown(value)}; must be a string or a list of"
-                " messages, each with exactly `role` and `content`, and for a tool message also"
-                " `name` and `tool_call_id`; all values must be strings that can be encoded as"
-                " UTF-8"
+                " messages with exactly `role` and `content` (a tool message may also have `name`"
+                " and `tool_call_id`); all values must be strings that can be encoded as UTF-8"
             )
     if (
         characters := sum(len(text) for message in messages for text in message.values())
     ) > most_characters:
         raise WrongAnswer(
-            f"{name} returned an observation of {characters} characters; must be at most"
-            f" {most_characters}"
+            f"{name} returned an observation of {characters} characters; must have at most"
+            f" {most_characters} characters"
         )
     if len(messages) > max(most_characters, 1):
         raise WrongAnswer(
-            f"{name} returned {len(messages)} messages; must be at most {most_characters}"
+            f"{name} returned {len(messages)} messages; must return at most {most_characters}"
         )
     return value if isinstance(value, str) else [dict(message) for message in messages]
 

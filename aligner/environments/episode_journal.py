@@ -141,8 +141,8 @@ class EpisodeJournal:
                     self._apply(unsealed(line[:-1].decode("ascii")), len(line))
                 except (DamagedError, KeyError, TypeError, ValueError) as error:
                     _log.warning(
-                        "%s:%d: %s; dropped this line and all later ones (%d bytes); the"
-                        " environment calls in them run again",
+                        "%s:%d: %s; dropped this line and all later lines (%d bytes); their"
+                        " environment calls run again",
                         *(file, number, error, os.fstat(stream.fileno()).st_size - self._size),
                     )
                     os.truncate(file, self._size)

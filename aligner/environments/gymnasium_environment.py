@@ -51,8 +51,8 @@ class GymnasiumEnvironment:
         kind = type(space).__name__
         if parser is None and kind not in ("Discrete", "Text"):
             raise ConfigError(
-                f"id={id}: the action space is {space}, must be Discrete or Text; set"
-                " parser=module:callable for any other"
+                f"id={id}: the action space is {space}, must be Discrete or Text; for"
+                " any other action space, set parser=module:callable"
             )
         self._numbers = (
             range(int(space.start), int(space.start + space.n)) if kind == "Discrete" else None

@@ -155,8 +155,8 @@ class ModelChatBody(ChatBody):
         if self.top_logprobs and (self.limit, self.top_p) != (1, 1):
             raise Refused(
                 400,
-                f"top_logprobs={self.top_logprobs}: is supported for the first token only, without"
-                " top_p; set max_tokens=1 and remove top_p",
+                f"top_logprobs={self.top_logprobs}: is supported only with max_tokens=1 and without"
+                " top_p",
                 "unsupported",
             )
 

@@ -84,7 +84,7 @@ if [name for _, name in socket.if_nameindex()] != ["lo"]:
 if os.path.exists(witness):
     found.append("the machine's files are readable")
 if sum(name.isdigit() for name in os.listdir("/proc")) > 3:
-    found.append("other processes are reachable, and processes of a program may survive it")
+    found.append("other processes are reachable, and child processes may survive their program")
 try:
     bytearray(memory)
     found.append("the memory limit does not apply")

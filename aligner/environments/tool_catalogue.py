@@ -80,7 +80,8 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
         raise ConfigError(
             f"environment.tools: {PYTHON}: this machine does not enforce the sandbox:"
             f" {'; '.join(gaps)}. Install bubblewrap (pip install 'aligner[sandbox]') on a machine"
-            " that allows user namespaces, or set environment.sandbox=best_effort to accept this"
+            " that allows user namespaces, or set environment.sandbox=best_effort to run without"
+            " full isolation"
         )
     return sandbox, gaps
 

@@ -103,7 +103,9 @@ class CheckpointedModel:
             head=runner.head,
             source=portable_source(self._source, directory),
             holds={
-                "weights": "fp32 main weights where they exist, otherwise in the model's precision",
+                "weights": (
+                    "fp32 main weights if they exist, otherwise weights in the model's precision"
+                ),
                 "optimizer": (
                     "Adam's moments, Muon's momentum for matrices that Muon updates, and the step"
                     " count"
@@ -184,7 +186,7 @@ class CheckpointedModel:
         problems = gather_json(_problems(runner, manifest, state))
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(
-                f"{directory}: the checkpoint is of another model: {'; '.join(everyone)}"
+                f"{directory}: the checkpoint belongs to another model: {'; '.join(everyone)}"
             )
         for unit in _units(runner):
             kept = (

@@ -241,10 +241,7 @@ class GuardedStep:
 
     def _describe_failure(self, norm: float) -> str:
         found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))
-        named = (
-            ", ".join(found[:_NAMED_AT_MOST])
-            or "none of a single parameter, but the sum of squares overflows"
-        )
+        named = ", ".join(found[:_NAMED_AT_MOST]) or "none, but the sum of their squares overflows"
         more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
         return (
             f"the gradient norm was {norm} in {self.skipped_in_a_row} consecutive updates, which"

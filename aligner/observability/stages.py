@@ -14,7 +14,7 @@ _LONG_S = 2.0
 """What takes less is not told: nobody has begun to wonder."""
 _FIRST_STEP = {
     "generate": "generating the first samples",
-    "server_wait": "waiting for the first results of the servers",
+    "server_wait": "waiting for the first results from the servers",
     "logprobs": "computing the first log-probs",
     "train": "training the first step",
     "reshard": "syncing the new weights to the engine",

@@ -65,9 +65,13 @@ class Publisher:
         """
         rank, problems = link.rank, []
         if plan.source.get(rank) and read is None:
-            problems.append("the transfer plan makes it send weights, but it has none to read")
+            problems.append(
+                "the transfer plan requires this rank to send weights, but it has no weights"
+            )
         if plan.target.get(rank) and begin_update is None:
-            problems.append("the transfer plan writes into its engine, but it has no engine")
+            problems.append(
+                "the transfer plan requires this rank to receive weights, but it has no engine"
+            )
         if len(plan.labels) != link.size:
             problems.append(
                 f"the transfer plan has {len(plan.labels)} ranks, but the link has {link.size}"
@@ -134,7 +138,9 @@ class Publisher:
             self._verify_every > 0 and self._count % self._verify_every == 0
         )
         self._count += 1
-        failure = f"weight version {version} was not synced to the engine, which aborts its update"
+        failure = (
+            f"weight version {version} was not synced to the engine; the engine aborts its update"
+        )
         update: WeightUpdate | None = None
         staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
         compares = self._travels == "changes" and self.stats is not None
@@ -168,7 +174,7 @@ class Publisher:
                         if update is not None:
                             update.load(names)
             with self._link.agreement(
-                f"weight version {version} may be loaded on some engine ranks and not on others"
+                f"weight version {version} may be loaded on only some of the engine ranks"
             ):
                 of_all = torch.tensor([moved, changed], device=self._link.device)
                 self._link.all_reduce(of_all)

@@ -104,7 +104,7 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise AlignerError(
             f"the rank store cannot listen on {host}:{port}: {error.strerror}; MASTER_ADDR must"
-            " be an address of rank 0's machine (in a Slurm job its node's NodeAddr), and"
+            " be an address of rank 0's machine (in a Slurm job, the NodeAddr of its node), and"
             " MASTER_PORT must be free on that machine"
         ) from error
     return listener

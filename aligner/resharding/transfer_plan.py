@@ -220,7 +220,7 @@ def plan_transfers(
     } - known
     if unknown:
         raise AlignerError(
-            f"slices of tensors that are not in the weight table: {', '.join(sorted(unknown))}"
+            f"these tensors are not in the weight table: {', '.join(sorted(unknown))}"
         )
     transfers: list[Transfer] = []
     sent = dict.fromkeys(source, 0)
@@ -258,7 +258,7 @@ def _plan_tensor(
             if not holders:
                 part = "" if axis is None else f" [{start}, {stop}) along dimension {axis}"
                 raise AlignerError(
-                    f"{spec.name}{part}: rank {rank} needs it, but no source rank has it"
+                    f"{spec.name}{part}: required by rank {rank}, but missing on all source ranks"
                 )
             sender = (
                 rank if rank in holders else min(holders, key=lambda holder: (sent[holder], holder))

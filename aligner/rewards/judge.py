@@ -271,7 +271,7 @@ class Judge:
         )
         return _Unreadable(
             f"judge {source.judge_model} at {self._endpoint.url}: no answer could be parsed in"
-            f" {tried} attempts (judge_tries); last answer: {shown}; for {each.about}"
+            f" {tried} attempts (judge_tries) for {each.about}; last answer: {shown}"
         )
 
     def _body(self, text: str) -> bytes:

@@ -136,7 +136,7 @@ def question(template: str, request: ScoringRequest, **ours: object) -> str:
         has = ", ".join(sorted(request.metadata)) or "none"
         raise ScoringError(
             f"the judge template uses {{{missing.args[0]}}}, but the record of prompt"
-            f" {request.prompt!r} lacks this field; it has: {has}"
+            f" {request.prompt!r} lacks this field; fields of the record: {has}"
         ) from None
 
 
@@ -161,9 +161,9 @@ def different_texts(requests: Sequence[ScoringRequest], places: Sequence[int]) -
     first = requests[places[0]]
     if len(places) < 2 or not first.prompt:
         raise ScoringError(
-            "a judge that compares samples requires at least two samples of a prompt and the prompt"
-            f" itself, got {len(places)} for prompt {first.prompt!r} and response"
-            f" {first.response!r}; send all samples of a prompt in one request, with prompt_lengths"
+            "a judge that compares samples requires the prompt and at least two samples of the"
+            f" prompt, got {len(places)} for prompt {first.prompt!r} and response"
+            f" {first.response!r}. Send all samples of a prompt in one request, with prompt_lengths"
         )
     return list(dict.fromkeys(requests[place].response for place in places))
 

@@ -138,8 +138,8 @@ def resolve_scorer(
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"
-            f" PYTHONPATH and define {attribute!r}, a function that takes a list of requests, each"
-            " with prompt, response and metadata (docs/rewards.md)"
+            f" PYTHONPATH, and must define a function {attribute!r}. The function takes a list of"
+            " requests, each with prompt, response and metadata (docs/rewards.md)"
         ) from error
     return _verifier(scorer) if name in RULES else scorer
 
@@ -176,8 +176,9 @@ def checked_steps(name: str, scorer: StepScorer, requests: Sequence[ScoringReque
         for end, _ in steps:
             if not 1 <= end <= len(request.response):
                 raise ScoringError(
-                    f"the scorer {name} returned a step that ends at character {end}, must be 1 to"
-                    f" {len(request.response)} (length of the response), {_shown([request])}"
+                    f"the scorer {name} returned a step that ends at character {end}"
+                    f" {_shown([request])}; must end at 1 to {len(request.response)}, the length of"
+                    " the response"
                 )
     return answers
 
@@ -204,7 +205,7 @@ def _answers(
         raise type(error)(f"the scorer {name}: {error}") from error
     except ChildLost as error:  # to find which of them it was would take as long for each
         raise ScoringError(
-            f"the scorer {name} {error}; it was scoring {len(requests)} requests, the first"
+            f"the scorer {name} {error} while scoring {len(requests)} requests; the first was"
             f" {_shown(requests)}"
         ) from error
     except Exception as error:
@@ -214,14 +215,14 @@ def _answers(
             for request in requests:
                 _answers(name, scorer, [request], read)
             raise ScoringError(
-                f"{raised} on a batch of {len(requests)} requests, although it scores each of them"
-                " alone"
+                f"{raised} on a batch of {len(requests)} requests, but no error when it scored each"
+                " request separately"
             ) from error
         raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):
         raise ScoringError(
-            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests, the"
-            f" first {_shown(requests)}"
+            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests; the"
+            f" first was {_shown(requests)}"
         )
     return scores
 
@@ -232,7 +233,7 @@ def require_finite(name: str, scores: Sequence[float], requests: Sequence[Scorin
     for request, score in zip(requests, scores, strict=True):
         if not math.isfinite(score):
             raise ScoringError(
-                f"the scorer {name} returned {score}, must be finite, {_shown([request])}"
+                f"the scorer {name} returned {score} {_shown([request])}; must be finite"
             )
 
 

@@ -81,7 +81,7 @@ def math(response: str, metadata: Mapping[str, Any]) -> bool:
     equal = _math_checker().equal(answer, response)
     if equal is None:
         raise Unverifiable(
-            f"field `answer` is {answer!r}, in which math-verify finds no expression"
+            f"field `answer` is {answer!r}, must contain an expression that math-verify can parse"
         )
     return equal
 
@@ -136,8 +136,10 @@ def _entry(
     metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str
 ) -> Any:
     if name not in metadata:
-        found = ", ".join(metadata) or "no other fields"
-        raise Unverifiable(f"record lacks field `{name}` ({wanted}); it has: {found}")
+        found = ", ".join(metadata) or "none"
+        raise Unverifiable(
+            f"record lacks field `{name}` ({wanted}); other fields of the record: {found}"
+        )
     value = metadata[name]
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise Unverifiable(f"field `{name}` is {value!r}, must be {wanted}")

@@ -195,7 +195,7 @@ class RolloutBuilder:
         if others := {len(straggler.samples) for straggler in stragglers} - {each}:
             raise AlignerError(
                 f"rollout.samples_per_prompt={each}: the partial rollouts have {max(others)}"
-                " samples per prompt; resume with that value"
+                f" samples per prompt; resume with rollout.samples_per_prompt={max(others)}"
             )
         self._under_way = tuple(stragglers)
 
@@ -387,9 +387,9 @@ class RolloutBuilder:
         raise AlignerError(
             f"algorithm.dynamic_sampling_rounds={self._rounds}: only {found} of"
             f" {len(generated.samples) // each} prompts have samples with different scores, but a"
-            f" step needs {wanted}; allow more rounds, generate more samples per prompt"
-            f" (rollout.samples_per_prompt={each}), or use prompts that the policy solves sometimes"
-            " but not always"
+            f" step needs {wanted} such prompts. Allow more rounds, generate more samples per"
+            f" prompt (rollout.samples_per_prompt={each}), or use prompts that the policy solves"
+            " sometimes but not always"
         )
 
     def forget(self, first: int) -> None:

@@ -182,7 +182,7 @@ class RolloutPipeline:
             return None
         served, ahead = self._served, self._ahead
         assert served is not None and self._beside is None, (
-            "the newest weight version must be served and have no other extra samples in flight"
+            "the engine must have the newest weight version and no other extra samples in flight"
         )
 
         def drawn() -> Drawn:

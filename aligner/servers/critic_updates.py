@@ -120,8 +120,8 @@ class UpdateLedger:
         """Raise SequenceError for another run's trainer, and for one that a newer has replaced."""
         if self.run is not None and run.name != self.run.name:
             raise SequenceError(
-                f"run_id: got {str(run)!r}, but this critic serves run {self.run.name!r}; restart"
-                " it for another run"
+                f"run_id: got {str(run)!r}, but this critic belongs to run {self.run.name!r};"
+                " restart the critic to use it in another run"
             )
         if self.run is not None and run.attempt < self.run.attempt:
             raise SequenceError(
@@ -134,12 +134,12 @@ class UpdateLedger:
         SequenceError otherwise."""
         if number not in (self.last, self.last + 1):
             problem = (
-                "which skips updates"
+                "updates must not be skipped"
                 if number > self.last
-                else "which was already applied and whose result is no longer stored"
+                else "this update was already applied and its result is no longer stored"
             )
             raise SequenceError(
-                f"sequence_number: got {number}, {problem}; allowed: {self.last + 1}, or"
+                f"sequence_number: got {number}; {problem}; allowed: {self.last + 1}, or"
                 f" {self.last} (repeated)"
             )
         return number == self.last

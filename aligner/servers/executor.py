@@ -269,14 +269,14 @@ class SpmdExecutor:
         failed, paused, following = counts.tolist()
         if 0 < failed < self._size:
             raise RuntimeError(
-                f"{op}: {failed} of {self._size} ranks raised an error, the others did not; rank"
-                f" {self._rank}: {error or 'no error'}"
+                f"{op}: {failed} of {self._size} ranks raised an error, the other ranks did not;"
+                f" rank {self._rank}: {error or 'no error'}"
             ) from error
         if 0 < paused < self._size:
             state = "paused" if pausing else "finished"
             raise RuntimeError(
-                f"{op}: {paused} of {self._size} ranks paused, the others finished; rank"
-                f" {self._rank} {state}"
+                f"{op}: {paused} of {self._size} ranks paused, the other ranks finished;"
+                f" rank {self._rank} {state}"
             )
         return bool(following)
 

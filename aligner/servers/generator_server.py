@@ -250,7 +250,8 @@ def _parsed_options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTIONS)):
         got = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
         raise RequestError(
-            f"options: got {got:.200}, allowed: a JSON object with {', '.join(sorted(_OPTIONS))}"
+            f"options: got {got:.200}, allowed: a JSON object with the keys"
+            f" {', '.join(sorted(_OPTIONS))}"
         )
     try:
         _sampling_options(options)

@@ -160,7 +160,9 @@ class RemoteClient:
             except TransportError as error:
                 if error.kind == "StubLost":
                     # Triton may hand its helper's late answer to the next request.
-                    _log.warning("%s; requesting its shutdown so that it is restarted", error)
+                    _log.warning(
+                        "%s; requesting a shutdown of the server, so that it is restarted", error
+                    )
                     with contextlib.suppress(RemoteError):
                         connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:

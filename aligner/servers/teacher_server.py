@@ -142,7 +142,8 @@ class Teacher:
                 told["top_k"] = int(arrays["top_k"][0, 0])
                 if any(share not in (0.0, 1.0) for row in shares or () for share in row):
                     raise RequestError(
-                        "top_k: got rows with several teachers, allowed: one teacher for each row"
+                        "top_k: got rows that belong to several teachers, allowed: exactly one"
+                        " teacher per row"
                     )
             found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)[
                 :, :-1

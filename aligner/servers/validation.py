@@ -83,10 +83,11 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
         )
     if endpoint is REWARD_MODEL and ("sentences" in arrays) == ("tokens" in arrays):
         raise RequestError(
-            "reward_model: got both or neither of tokens and sentences, allowed: exactly one"
+            "reward_model: got both or neither of tokens and sentences, allowed: exactly one of the"
+            " two tensors"
         )
     if "tokens" in arrays and endpoint is REWARD_MODEL and "sequence_lengths" not in arrays:
-        raise RequestError("reward_model: missing tensor sequence_lengths, which tokens requires")
+        raise RequestError("reward_model: missing tensor sequence_lengths; tokens requires it")
 
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
@@ -199,7 +200,7 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
     if "enough" in arrays:
         _check_range("enough", arrays["enough"], 1, prompts, "1 to B")
     if "due" in arrays:
-        _check_range("due", arrays["due"], 0, 1, "1: the prompt is due")
+        _check_range("due", arrays["due"], 0, 1, "1 means that the prompt is due")
     missing = [spec.name for spec in DRAWN if spec.name not in arrays]
     if len(missing) == len(DRAWN):
         return
@@ -215,7 +216,7 @@ def _check_samples(arrays: Arrays, limits: Limits) -> None:
             " samples_per_prompt) and R > 0"
         )
     _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "token ids")
-    _check_range("stopped", arrays["stopped"], -1, 1, "-1: unfinished response")
+    _check_range("stopped", arrays["stopped"], -1, 1, "-1 means an unfinished response")
     _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 for a finished response, allowed: at least 1")
@@ -285,8 +286,8 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
         ):
             raise RequestError(
                 f"branches: got a sequence of {len(sequence.tokens)} tokens with a prompt of"
-                f" {sequence.prompt_length}, allowed: 1 to {limits.max_sequence_length} tokens, a"
-                " prompt of at least 1"
+                f" {sequence.prompt_length} tokens, allowed: 1 to {limits.max_sequence_length}"
+                " tokens, with a prompt of at least 1 token"
             )
         _check_range("branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "token ids")
 

@@ -49,6 +49,8 @@ class EndRule:
             values = [better_sign(self.metric) * value for value in evaluations]
             best = values.index(max(values))
             if len(values) - 1 - best >= self.without_gain:
-                reached = f"run.end_without_gain={self.without_gain}"
-                return f"{self.metric} has not improved since {evaluations[best]:.6g}: {reached}"
+                return (
+                    f"{self.metric} has not improved since the value {evaluations[best]:.6g}"
+                    f" (run.end_without_gain={self.without_gain})"
+                )
         return None

@@ -343,7 +343,7 @@ class Evaluator:
         if function != self.settings.function:
             raise AlignerError(
                 f"{self.references_file}: contains scores of {self.suite.key}.function={function};"
-                f" resume with that function instead of {self.settings.function}"
+                f" resume with {self.suite.key}.function={function}, not {self.settings.function}"
             )
         self._reference_texts = [record["response"] for record in records]
         return torch.tensor([record["score"] for record in records], dtype=torch.float64)

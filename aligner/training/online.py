@@ -58,9 +58,8 @@ def announcement(config: Config, prompts: int) -> str:
     )
     if settings.epochs > 1 and settings.loss in WITHOUT_RATIO:
         told += (
-            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no importance ratio,"
-            " so only its KL term, if it has one, keeps the policy close to the policy that"
-            " generated the samples of a step"
+            f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no importance ratio;"
+            " only a KL term keeps the policy close to the policy that generated the samples"
         )
     return told
 
@@ -370,7 +369,7 @@ class OnlineTrainer(TrainingLoop):
             problem = (
                 "contains pass rates of other prompts"
                 if directory.is_dir()
-                else "contains no pass rates, because an older release wrote it"
+                else "was written by an older release and contains no pass rates"
             )
             _log.warning("the checkpoint %s: counting pass rates from zero", problem)
 

@@ -78,7 +78,7 @@ def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> N
                 if field not in prompt.metadata:
                     raise ConfigError(
                         f"{source.key}.judge_template: contains {{{field}}}, but the record of"
-                        f" prompt {prompt.text!r} has no such field; its fields:"
+                        f" prompt {prompt.text!r} has no such field; fields of the record:"
                         f" {', '.join(prompt.metadata) or 'none'}. Add the field to every"
                         " record, or remove it from the template"
                     )
@@ -92,7 +92,7 @@ def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
             if field not in prompt.metadata:
                 raise ConfigError(
                     f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no field"
-                    f" `{field}`; its fields: {', '.join(prompt.metadata) or 'none'}"
+                    f" `{field}`; fields of the record: {', '.join(prompt.metadata) or 'none'}"
                 )
 
 

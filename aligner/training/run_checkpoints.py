@@ -105,8 +105,8 @@ class RunCheckpoints:
         if steps and not is_whole:
             told = "\n".join(f"  step_{step}: {problem}" for step, problem in damaged.items())
             raise AlignerError(
-                f"{self._directory}: every checkpoint is damaged; restore one from a backup, or"
-                f" start again in another run.dir:\n{told}"
+                f"{self._directory}: every checkpoint is damaged; restore a checkpoint from a"
+                f" backup, or start again in another run.dir:\n{told}"
             )
         together(lambda: self._rename(damaged if rank == 0 else {}))
 

@@ -139,9 +139,10 @@ def rollout_metrics(
         raise AlignerError(
             f"rollout.max_skipped_prompts={settings.max_skipped_prompts},"
             f" rollout.max_skipped_fraction={settings.max_skipped_fraction:g}: {skipped} prompts"
-            f" of this step ({settings.prompts_per_step} prompts per step) could not be generated"
-            f" or scored, but at most {settings.skippable_prompts} may be skipped; the reasons"
-            " are in the log of trainer rank 0"
+            f" of this step ({settings.prompts_per_step} prompts per step) were skipped, because"
+            " generation or scoring failed, but at most"
+            f" {settings.skippable_prompts} may be skipped. The reasons are in the log of trainer"
+            " rank 0"
         )
     kept, scores = len(samples) / len(scores), scores[~unscored]
     counts = {

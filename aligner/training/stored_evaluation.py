@@ -70,7 +70,7 @@ def plan_evaluation(
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):
             raise ConfigError(
-                f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`, the first"
+                f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`; the first"
                 f" is {lacking[0].text!r}; add a `reference` to every prompt, or set --reference"
                 " MODEL to generate the missing references"
             )
@@ -83,7 +83,7 @@ def plan_evaluation(
     ours, its = (job.source.companions / "tokenizer.json" for job in (answers, initial))
     if ours.read_bytes() != its.read_bytes():
         raise ConfigError(
-            f"--reference: its tokenizer {its} differs from the tokenizer of SOURCE {ours}"
+            f"--reference: the tokenizer {its} differs from the tokenizer of SOURCE, {ours}"
         )
     return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold, judge)
 

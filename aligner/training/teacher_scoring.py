@@ -42,8 +42,8 @@ class TeacherScorer(TrainingLoop):
         for step in range(first):
             if not self._part(step).is_file():
                 raise ConfigError(
-                    f"run.steps={self.config.run.steps}: the run was started with another value;"
-                    " resume with that value"
+                    f"run.steps={self.config.run.steps}: the run was started with another value of"
+                    " run.steps; resume with the original value"
                 )
         return first
 

@@ -214,7 +214,7 @@ def test_a_critic_has_to_be_told_what_to_learn():
             "no_such_module:loss",
             (
                 "No module named 'no_such_module'; the module must be importable from the working"
-                " directory or PYTHONPATH and define 'loss'"
+                " directory or PYTHONPATH, and must define 'loss'"
             ),
         ),
         (f"{HERE}:nothing", "has no attribute 'nothing'"),

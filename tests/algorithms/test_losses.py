@@ -385,7 +385,7 @@ def test_options_that_mean_nothing_are_refused(options, message):
 @pytest.mark.parametrize("size", [1, 4])
 def test_contrast_needs_whole_groups_of_two_or_more(size):
     with pytest.raises(
-        ValueError, match=f"group_size={size}: must be >= 2, and the number of rows, 6, a multiple"
+        ValueError, match=f"group_size={size}: must be >= 2 and must divide the number of rows, 6"
     ):
         contrast(draw(0), None, group_size=size)
 

@@ -31,7 +31,7 @@ def test_score_lands_on_the_last_response_token_and_nothing_leaks_through_the_ma
 
 
 def test_a_sequence_without_a_response_is_refused():
-    with pytest.raises(ValueError, match="every sequence must have a response token"):
+    with pytest.raises(ValueError, match="every sequence must have at least one response token"):
         penalized_rewards(torch.zeros(1), torch.zeros(1, 2), 0.1, torch.zeros(1, 2).bool())
 
 

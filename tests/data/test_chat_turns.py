@@ -369,7 +369,7 @@ def test_a_turn_without_its_end_is_refused() -> None:
     for tokens in (tokenizer.encode("yes"), torch.tensor([], dtype=torch.int64)):
         with pytest.raises(
             AlignerError,
-            match="not an end-of-turn token: a turn truncated by a length limit ends its episode",
+            match="not an end-of-turn token; a truncated turn must be the last turn of its episode",
         ):
             turns.go_on(first, tokens, [ASKED])
 
@@ -400,7 +400,7 @@ def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(
     assert (
         isinstance(found, Unsafe)
         and found.reason
-        == "the tokens after the end-of-turn token '<|end|>' depend on the turn before it"
+        == "the tokens after the end-of-turn token '<|end|>' depend on the text of the turn"
     )
 
 

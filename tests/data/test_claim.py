@@ -52,7 +52,7 @@ def test_who_was_stopped_while_another_took_the_run_writes_nothing_more(tmp_path
         told = old.communicate(timeout=20)[0].splitlines()
     why = (
         r"claim: attempt 1 \(process \d+ on .*\) has taken over the run; attempt 0 may no longer"
-        r" write to it"
+        r" write to the run"
     )
     assert len(told) == 7 and all(re.search(why, line) for line in told), told
     assert contents(tmp_path) == written
@@ -67,11 +67,13 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
         busy = rf"run\.dir={tmp_path}: attempt 0 \(process {old.pid} on .*\) is writing to the run"
         with pytest.raises(
             ConfigError,
-            match=rf"{busy} and has not finished within 1 s; it may be suspended: kill it",
+            match=rf"{busy} and has not finished within 1 s; the process may be suspended: kill the process",
         ):
             claim.take_run(config)
         assert (
-            re.search(rf"{busy}; waiting up to 0\.6 s for it to finish", caplog.messages[0])
+            re.search(
+                rf"{busy}; waiting up to 0\.6 s until the write is finished", caplog.messages[0]
+            )
             and len(caplog.messages) == 1
         )
         threading.Timer(0.3, old.kill).start()
@@ -99,7 +101,7 @@ def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
     ):
         claim.write_as(config, own)
         refused = (
-            pytest.raises(AlignerError, match="may no longer write to it")
+            pytest.raises(AlignerError, match="may no longer write to the run")
             if is_refused
             else contextlib.nullcontext()
         )

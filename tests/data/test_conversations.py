@@ -490,7 +490,7 @@ def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path
     data = records(tmp_path, {"messages": EPISODE}, learned_turns="all")
     with pytest.raises(
         ConfigError,
-        match="the model's chat template does not render tool calls, such as that of 'look'",
+        match="the model's chat template does not render the call of tool 'look'",
     ):
         open_demonstrations(data, chat_model("bytes", "chatml"), 1)
 

@@ -227,8 +227,11 @@ def test_prompts_may_be_messages_whose_last_answer_is_left_out(chat, data):
 
 
 BAD_DEMONSTRATIONS = [
-    ({"prompt": "a"}, "record lacks field `response` \\(a string\\); it has: prompt"),
-    ({"response": "a"}, "record lacks field `prompt` \\(a string\\); it has: response"),
+    ({"prompt": "a"}, "record lacks field `response` \\(a string\\); fields of the record: prompt"),
+    (
+        {"response": "a"},
+        "record lacks field `prompt` \\(a string\\); fields of the record: response",
+    ),
     ({"prompt": "a", "response": 3}, "field `response` must be a string, got int"),
     ({"prompt": "a", "response": " "}, "field `response` is empty"),
     (
@@ -411,7 +414,9 @@ def test_held_out_rows_are_reported_and_never_trained_on(
     assert kept == answers(again.held_out) and len(kept) == 2 and (kept == ["f", "g"]) != shuffle
     assert set(answers(data.examples.take(0, 9))) == set("cdefg") - set(kept)
     how = (
-        "selected at random with seed=1" if shuffle else "the last ones, because data.shuffle=false"
+        "selected at random with seed=1"
+        if shuffle
+        else "the last records, because data.shuffle=false"
     )
     assert data.notices == (
         f"data.held_out=2: records of each source held out for evaluation, {how}",
@@ -423,7 +428,7 @@ def test_a_file_with_too_few_rows_to_hold_out_is_refused(
 ) -> None:
     path = written(tmp_path / "pairs.jsonl", PAIRS)
     with pytest.raises(
-        ConfigError, match=r"data\.held_out=5: the data has only 5 records; hold out fewer"
+        ConfigError, match=r"data\.held_out=5: the data has only 5 records; hold out fewer records"
     ):
         opened("dpo", tokenizer, path, held_out=5)
 
@@ -497,7 +502,7 @@ def test_sft_on_episode_learns_generated_tokens_only(plain, data):
     for wrong in (drawn[1:], [0] * 7, [1, 1, 1, 2, 0, 1, 1], "1110011"):
         with pytest.raises(
             ConfigError,
-            match="field `drawn` must be a list of 0 and 1, one for each of the 7 `tokens`",
+            match=r"field `drawn` must be a list of 7 zeros and ones \(one value per token of `tokens`\)",
         ):
             open_demonstrations(data({**record, "drawn": wrong}), plain, 1)
 

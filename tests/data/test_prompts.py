@@ -132,7 +132,7 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
         (
             "p.jsonl",
             '{"question": "a"}\n',
-            r"p\.jsonl:1: record lacks field `prompt` \(a string\); it has: question",
+            r"p\.jsonl:1: record lacks field `prompt` \(a string\); fields of the record: question",
         ),
         ("p.jsonl", '{"prompt": 7}\n', r"p\.jsonl:1: field `prompt` must be a string, got int"),
         (

@@ -70,7 +70,7 @@ def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
     data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
     with pytest.raises(
         ConfigError,
-        match=r"one\[0\]: record lacks field `hint`, which `fields` uses for `response`; it has: question, answer",
+        match=r"one\[0\]: record lacks field `hint`, which `fields` maps to `response`; fields of the record: question, answer",
     ):
         open_demonstrations(data, tokenizer, 1)
     data.skip_bad_records = True
@@ -204,6 +204,6 @@ def test_field_templates_are_filled_and_drop_recorded_tokens(tmp_path: Path) -> 
     fields = {"prompt": "{wish}:{prompt}"}
     with pytest.raises(
         BadRecord,
-        match=r"annotated\.jsonl:1: record lacks field `wish`, which `fields` uses for `prompt`; it has: prompt",
+        match=r"annotated\.jsonl:1: record lacks field `wish`, which `fields` maps to `prompt`; fields of the record: prompt",
     ):
         read_examples(DataConfig(path=str(file), fields=fields), lambda record: record)

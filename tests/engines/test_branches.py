@@ -323,7 +323,7 @@ def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(
     caplog.set_level("INFO")
     samples, _ = drawn(forgetful, tokens=22)
     assert any(
-        "re-rendered conversation has" in message and "leave no room for a response" in message
+        "re-rendered conversation has" in message and "leaves no room for a response" in message
         for message in caplog.messages
     )
     assert any(sample.finish_reason == "length" for sample in samples)

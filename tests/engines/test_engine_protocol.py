@@ -369,7 +369,7 @@ def test_one_generation_at_a_time(engine):
     generation = engine.start(requests(), SamplingOptions(20))
     with pytest.raises(AlignerError, match="already generating"):
         engine.start(requests(), SamplingOptions(2))
-    with pytest.raises(AlignerError, match="responses are in flight"):
+    with pytest.raises(AlignerError, match="finish or cancel the responses in flight"):
         engine.sleep()
     generation.cancel()
     assert generation.done
@@ -390,9 +390,9 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory, kind):
     before = [response(sample) for sample in generate(engine, requests(), options)]
     engine.sleep()
     engine.sleep()
-    with pytest.raises(AlignerError, match="wake it first"):
+    with pytest.raises(AlignerError, match="wake the engine first"):
         generate(engine, requests(), options)
-    with pytest.raises(AlignerError, match="wake it first"):
+    with pytest.raises(AlignerError, match="wake the engine first"):
         engine.begin_update(1)
     engine.wake()
     engine.wake()
@@ -408,7 +408,9 @@ def test_weights_that_a_sleep_dropped_are_published_again(engine, directory, kin
     engine.sleep()
     engine.wake()
     assert engine.version is None
-    with pytest.raises(AlignerError, match="sleep dropped them; sync weights to the engine again"):
+    with pytest.raises(
+        AlignerError, match="sleep freed their memory; sync weights to the engine again"
+    ):
         generate(engine, requests(), options)
     publish(engine, directory, 3)
     assert [response(sample) for sample in generate(engine, requests(), options)] == before

@@ -271,7 +271,7 @@ def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_los
     samples, _ = episodes(model, {"max_turn_tokens": 40}, target=target, parts=(12,), by_steps=True)
     lost = [sample for sample in samples if bool(sample.rewards.isnan().any())]
     assert lost and len(lost) == sum(
-        "differs from the first time" in message for message in caplog.messages
+        "returned a different answer after" in message for message in caplog.messages
     )
     assert all(len(sample.response) == 1 for sample in lost)
 

@@ -377,7 +377,7 @@ def save_critic(source: Path, directory: str) -> None:
             "model",
             '{"text": "hi"}\n',
             ("--prompts-format", "jsonl"),
-            "prompts.txt:1: record lacks field `prompt` (a string); it has: text",
+            "prompts.txt:1: record lacks field `prompt` (a string); fields of the record: text",
         ),
         (
             "model",

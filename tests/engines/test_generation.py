@@ -303,7 +303,7 @@ def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
     update.abort()
     with pytest.raises(
         AlignerError,
-        match="the weight update to version 6 failed after it had started to overwrite them; sync weights"
+        match="the weight update to version 6 failed after it had started to overwrite the old weights; sync weights"
         " to the engine again",
     ):
         generate(engine, make_requests(), OPTIONS)
@@ -323,7 +323,8 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     assert list(update.views(["lm_head.weight", names[0], "score.weight"])) == names[:1]
     update.load(names[2:])
     with pytest.raises(
-        AlignerError, match=f"the weight update to version 1 lacks {names[0]}, {names[1]}$"
+        AlignerError,
+        match=rf"the weight update to version 1 lacks 2 tensor\(s\): {names[0]}, {names[1]}$",
     ):
         update.commit()
     update.abort()
@@ -338,7 +339,7 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     begin(engine, directory, 1).commit()
     held = engine_bytes(engine)
     generation = engine.start(make_requests(), OPTIONS)
-    with pytest.raises(AlignerError, match="responses are in flight"):
+    with pytest.raises(AlignerError, match="finish or cancel the responses in flight"):
         engine.sleep()
     generation.cancel()
     engine.sleep()
@@ -348,11 +349,13 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
         lambda: generate(engine, make_requests(), OPTIONS),
         lambda: engine.begin_update(2),
     ):
-        with pytest.raises(AlignerError, match=r"the engine is asleep .* wake it first"):
+        with pytest.raises(AlignerError, match=r"the engine is asleep .* wake the engine first"):
             attempt()
     engine.wake()
     assert engine.version is None
-    with pytest.raises(AlignerError, match="sleep dropped them; sync weights to the engine again"):
+    with pytest.raises(
+        AlignerError, match="sleep freed their memory; sync weights to the engine again"
+    ):
         generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 2).commit()
     assert_same(generate(engine, make_requests(), OPTIONS), before)

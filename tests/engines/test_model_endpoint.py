@@ -122,8 +122,7 @@ def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> Non
     assert len(firsts) > 1
     assert refused(url, "a?", top_logprobs=2) == (
         400,
-        "top_logprobs=2: is supported for the first token only, without top_p; set max_tokens=1 and"
-        " remove top_p",
+        "top_logprobs=2: is supported only with max_tokens=1 and without top_p",
     )
     assert refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
     assert refused(url, "a?", stop=["b"])[0] == 400

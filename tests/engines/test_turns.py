@@ -207,7 +207,7 @@ def test_a_turn_without_room_is_refused(directory):
         pass
     with pytest.raises(
         AlignerError,
-        match="prompt 7, sample 1: 5 observation tokens after the 3 of the response leave no room for a",
+        match="prompt 7, sample 1: 3 response tokens and 5 observation tokens leave no room for a",
     ):
         generation.go_on(0, [2] * 5)
     generation.go_on(0, [2] * 4)

@@ -114,16 +114,18 @@ def test_what_cannot_be_asked_is_told_at_once(make):
     with pytest.raises(AlignerError, match=r"episode c: its task must be JSON: .*set"):
         pool.reset("c", {"name": {1}}, 0)
     under_way = pool.step("a", "sleep 0.2")
-    with pytest.raises(AlignerError, match="episode a is still waiting for its previous answer"):
+    with pytest.raises(
+        AlignerError, match="episode a is still waiting for the answer to its previous step"
+    ):
         pool.step("a", "say")
     under_way.result()
     pool.step("a", "done").result()
-    with pytest.raises(AlignerError, match="episode a is done and takes no more steps"):
+    with pytest.raises(AlignerError, match="episode a is done and accepts no more steps"):
         pool.step("a", "say")
     with pytest.raises(EpisodeLost):
         pool.step("b", "raise").result()
     with pytest.raises(
-        AlignerError, match=r"episode b is lost and takes no more steps: .*nobody is in"
+        AlignerError, match=r"episode b is lost and accepts no more steps: .*nobody is in"
     ):
         pool.step("b", "say")
     pool.finish("a")
@@ -160,11 +162,11 @@ def test_what_cannot_be_asked_is_told_at_once(make):
         ("answer ('\\ud800', 0, False)", "all values must be strings that can be encoded as UTF-8"),
         (
             "answer ('x' * 1001, 0, False)",
-            "step returned an observation of 1001 characters; must be at most 1000",
+            "step returned an observation of 1001 characters; must have at most 1000 characters",
         ),
         (
             "answer ([{'role': '', 'content': ''}] * 1001, 0, False)",
-            "step returned 1001 messages; must be at most 1000",
+            "step returned 1001 messages; must return at most 1000",
         ),
         (
             "answer ('', float('nan'), False)",
@@ -345,6 +347,8 @@ def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
     assert "close" in log.asked("a") and "close" in log.asked("d")
     with pytest.raises(CancelledError):
         hanging[0].result()
-    with pytest.raises(AlignerError, match="the environment pool is not running"):
+    with pytest.raises(
+        AlignerError, match="the environment pool was not started, or is already closed"
+    ):
         pool.reset("e", {}, 0)
     pool.close()

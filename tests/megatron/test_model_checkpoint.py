@@ -188,7 +188,7 @@ def flip(file, place):
         (
             "llama2",
             lambda path: edit(path, files={}),
-            "rank_0.safetensors holds tensors but is not listed in manifest.json",
+            "rank_0.safetensors contains tensors but is not listed in manifest.json",
         ),
         (
             "llama2",
@@ -205,12 +205,12 @@ def flip(file, place):
         (
             "llama2",
             lambda path: edit(path, extra=1),
-            "not a model's checkpoint; missing or unknown entries: extra",
+            "not a model checkpoint; missing or unknown entries: extra",
         ),
         (
             "llama2",
             lambda path: edit(path, head="scalar"),
-            "of another model: its head is scalar, the model's head is vocabulary",
+            "belongs to another model: its head is scalar, the model's head is vocabulary",
         ),
         ("llama3", lambda path: None, "num_kv_heads is 4 in the checkpoint, but 2 in the model"),
         ("qwen2", lambda path: None, "qkv_bias is False in the checkpoint, but True in the model"),
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, mode
     [
         ("full", "rank_1.safetensors: No space left on device"),
         ("memory", "rank_1.safetensors: MemoryError()"),
-        ("nothing", "rank_1.safetensors holds tensors but is not listed in manifest.json"),
+        ("nothing", "rank_1.safetensors contains tensors but is not listed in manifest.json"),
         ("short", "rank_1.safetensors has 8 bytes, expected 9"),
     ],
 )

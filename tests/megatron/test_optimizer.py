@@ -190,7 +190,7 @@ def test_an_overflowing_norm_is_told_from_a_gradient_that_is_not_finite(pool, un
         optimizer_jobs.guided_steps, 1, str(untied_llama), {}, settings, [1], poison
     )
     assert "norm was inf in 1 consecutive updates" in result["error"]
-    assert "none of a single parameter, but the sum of squares overflows" in result["error"]
+    assert "none, but the sum of their squares overflows" in result["error"]
 
 
 @pytest.mark.parametrize("layout", [SINGLE, {"tensor": 2, "pipeline": 2}], ids=["single", "tp2pp2"])

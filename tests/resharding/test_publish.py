@@ -120,7 +120,7 @@ def test_failure_on_one_rank_keeps_old_version_on_all(pool, kind, at, told):
 
 def test_a_rank_that_can_not_commit_aborts_and_can_take_the_next_version(pool):
     for rank, result in enumerate(pool.run(jobs.fail_to_commit, 2, 1)):
-        assert "version 2 may be loaded on some engine ranks and not on others" in result["error"]
+        assert "version 2 may be loaded on only some of the engine ranks" in result["error"]
         assert "trainer rank 1: the old weights can not be freed" in result["error"]
         assert result["aborted"] == rank
 
@@ -157,8 +157,9 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
         nothing, other_size, small = told
         label = f"trainer rank {rank}"
         assert (
-            nothing == f"{label}: the transfer plan makes it send weights, but it has none to read;"
-            " the transfer plan writes into its engine, but it has no engine"
+            nothing
+            == f"{label}: the transfer plan requires this rank to send weights, but it has no"
+            " weights; the transfer plan requires this rank to receive weights, but it has no engine"
         )
         assert "the transfer plan has 4 ranks, but the link has 2" in other_size
         assert (

@@ -186,10 +186,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
         )
     told = str(caught.value)
     for wanted in (
-        (
-            "actor.parallel.tensor=3: must divide the model's 4 attention heads, 4 key-value"
-            " heads"
-        ),
+        ("actor.parallel.tensor=3: must divide the model's 4 attention heads, 4 key-value heads"),
         ", 32 vocabulary entries",
         ("actor.parallel.expert_tensor=5: must divide the 24 feed-forward rows of each expert"),
         "actor.parallel.pipeline=3: must divide the model's 4 layers",
@@ -277,7 +274,7 @@ def test_an_error_names_every_tensor_that_no_source_holds():
     source = {0: {"w": Slice("w", 0, 0, 2), "held": whole["held"]}}
     with pytest.raises(
         AlignerError,
-        match=r"w \[2, 4\) along dimension 0: rank 1 needs it(.|\n)*v: rank 1 needs it",
+        match=r"w \[2, 4\) along dimension 0: required by rank 1, but missing(.|\n)*v: required by rank 1, but missing",
     ) as caught:
         plan_transfers(table, source, {1: whole})
     assert "held:" not in str(caught.value)

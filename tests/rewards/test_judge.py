@@ -204,7 +204,7 @@ def test_what_has_nothing_to_be_compared_with_is_refused(
         with pytest.raises(
             ScoringError,
             match=(
-                r"requires at least two samples of a prompt and the prompt itself, got [12] for"
+                r"requires the prompt and at least two samples of the prompt, got [12] for"
                 r" prompt"
             ),
         ):
@@ -244,7 +244,7 @@ def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0
         judge = judge_of(server, tmp_path)
         with pytest.raises(
             ScoringError,
-            match=r"in 3 attempts \(judge_tries\).*for prompt '2\+2=' and response '5'",
+            match=r"in 3 attempts \(judge_tries\) for prompt '2\+2=' and response '5'",
         ) as told:
             checked_scores("judge", judge, REQUESTS)
         assert not isinstance(told.value, ScorerUnavailable)
@@ -327,7 +327,7 @@ def test_a_refusal_is_told_at_once_without_the_key(
         assert "secret" not in repr(told.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
         monkeypatch.setenv("TEST_JUDGE_KEY", "sk\nsecret")
         for name, problem in (
-            ("TEST_JUDGE_KEY", "does not hold a valid API key"),
+            ("TEST_JUDGE_KEY", "the API key in the environment variable is not valid"),
             ("TEST_NO_KEY", "the environment variable is not set"),
         ):
             with pytest.raises(

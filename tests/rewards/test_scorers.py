@@ -124,7 +124,7 @@ def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(
     )
     monkeypatch.syspath_prepend(tmp_path)
     told = (
-        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function that takes a"
+        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function takes a"
         r" list of requests, each with prompt"
     )
     with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {told}"):
@@ -141,7 +141,7 @@ def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
 
 def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
     with pytest.raises(
-        ScoringError, match="returned nan, must be finite, for prompt 'Count: ' and response 'b'"
+        ScoringError, match="returned nan for prompt 'Count: ' and response 'b'; must be finite"
     ):
         checked_scores("lengths", not_a_number, requests("a", "b"))
 
@@ -168,7 +168,7 @@ def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_ta
     about = {"answer": 2}
     with pytest.raises(
         ScoringError,
-        match=f"the scorer {name} returned no result within 1 s and was killed; it was scoring 2 requests",
+        match=f"the scorer {name} returned no result within 1 s and was killed while scoring 2 requests",
     ):
         checked_scores(
             name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)]

@@ -159,17 +159,21 @@ def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
         (
             "exact_match",
             {},
-            "record lacks field `answer` \\(a string or a number\\); it has: no other fields",
+            "record lacks field `answer` \\(a string or a number\\); other fields of the record: none",
         ),
         (
             "gsm8k",
             {"label": 3},
-            "record lacks field `answer` \\(a string or a number\\); it has: label",
+            "record lacks field `answer` \\(a string or a number\\); other fields of the record: label",
         ),
         ("gsm8k", {"answer": None}, "field `answer` is None, must be a string or a number"),
         ("gsm8k", {"answer": "four"}, "field `answer` is 'four', must contain a number"),
         ("math", {"answer": True}, "field `answer` is True"),
-        ("math", {"answer": ""}, "field `answer` is '', in which math-verify finds no expression"),
+        (
+            "math",
+            {"answer": ""},
+            "field `answer` is '', must contain an expression that math-verify can parse",
+        ),
         ("format", {"answer": "4"}, "record lacks field `format` \\(a regular expression\\)"),
         ("format", {"format": "("}, r"field `format` is '\(', not a valid regular expression"),
         (

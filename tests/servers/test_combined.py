@@ -84,12 +84,12 @@ def test_a_model_and_a_function_are_weighed_on_every_rank_alike(pool, directorie
         refused, broken = told.splitlines()
         assert (
             refused
-            == "the scorer length returned nan, must be finite, for prompt 'a prompt' and response"
-            " 'refuse'"
+            == "the scorer length returned nan for prompt 'a prompt' and response 'refuse'; must be"
+            " finite"
         )
         assert (
-            broken == "the scorer judge returned nan, must be finite, for prompt 'a prompt' and"
-            " response ''"
+            broken == "the scorer judge returned nan for prompt 'a prompt' and response ''; must be"
+            " finite"
         )
 
 

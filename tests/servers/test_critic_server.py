@@ -135,7 +135,9 @@ def test_a_repeated_update_is_answered_but_not_applied_again(client):
     assert torch.equal(values(client), after)
 
 
-@pytest.mark.parametrize(("shift", "told"), [(2, "which skips updates"), (-1, "already applied")])
+@pytest.mark.parametrize(
+    ("shift", "told"), [(2, "updates must not be skipped"), (-1, "already applied")]
+)
 def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, told):
     for _ in range(2):
         client.train(*TARGETS).result()
@@ -163,7 +165,7 @@ def test_values_are_of_the_update_that_was_named_or_none(client):
 def test_another_runs_update_and_one_of_a_trainer_that_was_replaced_are_refused(client):
     client.train(*TARGETS).result()
     last, before = client.control("version")["sequence_number"], values(client)
-    with pytest.raises(RemoteError, match="serves run 'run-a'"):
+    with pytest.raises(RemoteError, match="belongs to run 'run-a'"):
         update(client, last + 1, "run-b")
     name, attempt = client.control("version")["run_id"].split("@")
     successor = f"{name}@{int(attempt) + 1}"
@@ -259,7 +261,7 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
     ("op", "order", "told"),
     [
         ("begin_checkpoint", {"sequence_number": -1}, "SequenceError: .*must follow update -1"),
-        ("checkpoint", {"run_id": "run-b@0"}, "SequenceError: .*serves run 'run-a'"),
+        ("checkpoint", {"run_id": "run-b@0"}, "SequenceError: .*belongs to run 'run-a'"),
         (
             "restore",
             {"sequence_number": 0},

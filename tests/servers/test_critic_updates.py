@@ -14,10 +14,10 @@ def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
         ledger.record(number, {"loss": float(number)})
         assert ledger.is_repeat(number)
     with pytest.raises(
-        SequenceError, match=r"got 4, which skips updates; allowed: 3, or 2 \(repeated\)"
+        SequenceError, match=r"got 4; updates must not be skipped; allowed: 3, or 2 \(repeated\)"
     ):
         ledger.is_repeat(4)
-    with pytest.raises(SequenceError, match="got 1, which was already applied"):
+    with pytest.raises(SequenceError, match="got 1; this update was already applied"):
         ledger.is_repeat(1)
 
 
@@ -28,7 +28,7 @@ def test_a_run_has_one_trainer_in_charge_the_newest():
         ledger.run = RunId.parse(run)
     with pytest.raises(SequenceError, match="got 'run@1', but 'run@2' has taken over"):
         ledger.check_run(RunId("run", 1))
-    with pytest.raises(SequenceError, match="got 'other@0', but this critic serves run 'run'"):
+    with pytest.raises(SequenceError, match="got 'other@0', but this critic belongs to run 'run'"):
         ledger.check_run(RunId.parse("other"))
     assert str(ledger.run) == "run@2"
 

@@ -170,7 +170,7 @@ def test_ranks_that_disagree_end_the_world_and_the_caller_is_told(pool):
     rank_0, rank_1 = pool.run(quarrel_world, 2)
     assert rank_0[0] == ["ServerFailed: the server failed while running quarrel; see its log"]
     assert "1 of 2 ranks raised an error" in rank_0[1]
-    assert "1 of 2 ranks raised an error, the others did not; rank 1: only here" in rank_1[1]
+    assert "1 of 2 ranks raised an error, the other ranks did not; rank 1: only here" in rank_1[1]
 
 
 def crash(executor):
@@ -386,7 +386,7 @@ def parted_world():
 
 def test_ranks_of_which_some_pause_and_some_do_not_end_the_world(pool):
     for _, ended in pool.run(parted_world, 2):
-        assert "long: 1 of 2 ranks paused, the others finished" in ended
+        assert "long: 1 of 2 ranks paused, the other ranks finished" in ended
 
 
 def fail_at_a_pause(executor):

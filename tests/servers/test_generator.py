@@ -101,10 +101,10 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
     ("changed", "message"),
     [
         ({"options": "{"}, "options: not valid JSON"),
-        ({"options": "[]"}, "options: got list, allowed: a JSON object with"),
+        ({"options": "[]"}, "options: got list, allowed: a JSON object with the keys"),
         (
             {"options": '{"max_new_tokens": 2, "topk": 1}'},
-            "options: got topk, allowed: a JSON object with .*top_k",
+            "options: got topk, allowed: a JSON object with the keys .*top_k",
         ),
         ({"options": "{}"}, "options: .*max_new_tokens"),
         ({"options": '{"max_new_tokens": 2, "temperature": 0}'}, "temperature=0: must be above 0"),

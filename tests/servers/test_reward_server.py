@@ -95,7 +95,7 @@ def test_metadata_that_is_no_json_object_is_refused(client, text, told):
 def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(client):
     good = [client.score(*encoded(("ab", "x" * n))) for n in range(1, 13)]
     with pytest.raises(
-        RemoteError, match="returned nan, must be finite, for prompt 'ab ' and response '67'"
+        RemoteError, match="returned nan for prompt 'ab ' and response '67'; must be finite"
     ) as caught:
         client.score(*encoded(("ab", "1"), ("ab ", "67"))).result()
     assert caught.value.kind == "ScoringError"

@@ -304,7 +304,7 @@ def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
         "top_k": np.full((1, 1), 4),
     }
     arrays["metadata"] = np.array([[b'{"task": "sums"}']], dtype=object)
-    with pytest.raises(RequestError, match="top_k: got rows with several teachers"):
+    with pytest.raises(RequestError, match="top_k: got rows that belong to several teachers"):
         serve(arrays)
 
 

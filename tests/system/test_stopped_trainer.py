@@ -105,7 +105,7 @@ def test_fenced_trainer_writes_nothing(
             assert new.communicate(timeout=60) and new.returncode == 0
     assert old.returncode == 1
     assert (
-        "has taken over the run; attempt 1 may no longer write to it" in told
+        "has taken over the run; attempt 1 may no longer write to the run" in told
         and "Traceback" not in told
     )
     assert repeatable(read_metrics(paths.metrics)) == repeatable(expected.metrics)

@@ -96,7 +96,7 @@ def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(
 
 def test_a_run_without_a_gain_says_what_was_best() -> None:
     told = EndRule(without_gain=1, metric="eval/score").reason({"eval/score": 0.25}, [0.5, 0.25])
-    assert told == "eval/score has not improved since 0.5: run.end_without_gain=1"
+    assert told == "eval/score has not improved since the value 0.5 (run.end_without_gain=1)"
 
 
 # The loop, of two ranks of which only the first knows what was measured, evaluated at steps 0, 3,
@@ -161,7 +161,7 @@ def test_stopped_run_ends_at_the_same_step(
         assert early_end(RunPaths(tmp_path)) is None
     steps += scripted(pool, tmp_path, resume="auto", **WITHOUT_GAIN)
     assert steps == list(range(1, 10))
-    told_of = "eval/score has not improved since 0.5: run.end_without_gain=2"
+    told_of = "eval/score has not improved since the value 0.5 (run.end_without_gain=2)"
     assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {told_of}"
 
 

@@ -29,7 +29,7 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     told = (
         r"reward\.judge_template: contains \{rubric\}, but the record of prompt 'xyz' has no such"
-        r" field; its fields: answer\."
+        r" field; fields of the record: answer\."
     )
     with pytest.raises(ConfigError, match=told):
         prepare_run(compose_config([*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}"]))
@@ -110,7 +110,7 @@ def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path)
     )
     with pytest.raises(
         ConfigError,
-        match=r"kept_fields: the record of prompt 'b' has no field `question`; its fields: answer",
+        match=r"kept_fields: the record of prompt 'b' has no field `question`; fields of the record: answer",
     ):
         prepare_run(config)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))

@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         and "evaluation.judge: requires references to compare with; add a `reference` to every prompt"
         in error
     )
-    assert "2 of 3 prompts have no `reference`, the first is 'hello'" in refused(*OPTIONS)
+    assert "2 of 3 prompts have no `reference`; the first is 'hello'" in refused(*OPTIONS)
     assert "--function=digit: must be one of" in refused("--function", "digit")
     assert "2 samples per prompt with greedy decoding would be identical" in refused(
         *OPTIONS, "--samples", 2, "--greedy"

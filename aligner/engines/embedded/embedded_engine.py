@@ -191,7 +191,7 @@ class EmbeddedEngine(GenerationEngine):
         self._machine.cache.free()
         self._spare = None
         self._machine.version = None
-        self._why_no_weights = "sleep dropped them; sync weights to the engine again"
+        self._why_no_weights = "sleep freed their memory; sync weights to the engine again"
         self._weights = EngineWeights((), self._device, self._dtype)
         self._machine.decoder.use({})
         if self._device.type == "cuda":
@@ -242,7 +242,7 @@ class EmbeddedEngine(GenerationEngine):
             if in_place:
                 self._why_no_weights = (
                     f"the weight update to version {version} failed after it had started to"
-                    " overwrite them; sync weights to the engine again"
+                    " overwrite the old weights; sync weights to the engine again"
                 )
             return
         if not in_place:

@@ -158,7 +158,8 @@ class EmbeddedUpdate:
         self._check_open()
         if self._missing:
             raise AlignerError(
-                f"the weight update to version {self.version} lacks {', '.join(self._missing)}"
+                f"the weight update to version {self.version} lacks {len(self._missing)} tensor(s):"
+                f" {', '.join(self._missing)}"
             )
         self._open = False
         self._end(True)

@@ -143,7 +143,7 @@ class ForeignEngine(GenerationEngine):
             self._asleep = self._cache_asleep = True
         if self._version is not None:
             self._version = None
-            self._why_no_weights = "sleep dropped them; sync weights to the engine again"
+            self._why_no_weights = "sleep freed their memory; sync weights to the engine again"
 
     def wake(self) -> None:
         """Take the model's memory back; that of keys and values follows the weights that are
@@ -291,7 +291,8 @@ class StreamedUpdate:
         self._check_open()
         if unasked := [name for name in names if name not in self._views]:
             raise AlignerError(
-                f"no views of {', '.join(unasked)} were requested, or they are already loaded"
+                f"these tensors are already loaded, or their views were never requested:"
+                f" {', '.join(unasked)}"
             )
         self._written |= {name: self._views.pop(name) for name in names}
         complete = {
@@ -322,7 +323,7 @@ class StreamedUpdate:
         if self._overwrites:
             why = (
                 f"the weight update to version {self._version} failed after it had started to"
-                " overwrite them; sync weights to the engine again"
+                " overwrite the old weights; sync weights to the engine again"
             )
             self._engine._why_no_weights = why
 

@@ -45,7 +45,7 @@ class Replica:
             answer = broadcast_json(None, group=self._group)
             if "error" in answer:
                 raise AlignerError(
-                    f"{what} failed on rank 0 of the replica, which drives {self.name}:"
+                    f"{what} failed on rank 0 of the replica, which controls {self.name}:"
                     f" {answer['error']}"
                 )
             result: T = answer["value"]

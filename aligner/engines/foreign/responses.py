@@ -217,7 +217,7 @@ class Responder:
             )
         if len(tokens) != len(entries):
             raise AlignerError(
-                f"{self._name} returned {len(tokens)} tokens with {len(entries)} log-probs"
+                f"{self._name} returned {len(tokens)} tokens but {len(entries)} log-probs"
             )
         return tokens, [
             self._logprob(entry, token) for token, entry in zip(tokens, entries, strict=True)

@@ -138,8 +138,9 @@ def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) 
     tokens, context = (settings.kv_cache_mib << 20) // token_bytes, shape.max_positions
     if tokens < context:
         raise ConfigError(
-            f"engine.kv_cache_mib={settings.kv_cache_mib}: holds {tokens} tokens of {token_bytes}"
-            f" bytes per rank, but the longest sequence has {context}; must be at least"
+            f"engine.kv_cache_mib={settings.kv_cache_mib}: has room for {tokens} tokens, but the"
+            f" longest sequence has {context} tokens ({token_bytes} bytes per token on each rank);"
+            " must be at least"
             f" {-(-context * token_bytes >> 20)}"
         )
     return tokens

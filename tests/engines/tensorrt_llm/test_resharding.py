@@ -60,7 +60,8 @@ def test_a_rank_that_fails_before_it_hands_weights_over_is_named_on_every_rank(p
     begin = time.monotonic()
     said = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
     assert all(
-        "collecting weights failed on rank 1" in one and "views of model.norm.weight" in one
+        "collecting weights failed on rank 1" in one
+        and "their views were never requested: model.norm.weight" in one
         for one in said
     )
     assert time.monotonic() - begin < 25
@@ -71,7 +72,7 @@ def test_a_worker_that_fails_fails_the_update_on_every_rank_and_is_named(pool, d
         assert "RuntimeError: out of memory" in said["publish"]
         assert said["version"] is None
         assert (
-            "the weight update to version 2 failed after it had started to overwrite them;"
-            " sync weights to the engine again" in said["generate"]
+            "the weight update to version 2 failed after it had started to overwrite the old"
+            " weights; sync weights to the engine again" in said["generate"]
         )
         assert said["again"] == [3, 3]

@@ -152,7 +152,7 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
     with pytest.raises(
         ConfigError,
-        match=r"engine\.kv_cache_mib=1: holds 2048 tokens .* has 4096; must be at least 2",
+        match=r"engine\.kv_cache_mib=1: has room for 2048 tokens, .* has 4096 tokens .*; must be at least 2",
     ):
         TensorRTLLMEngine(
             directory,
