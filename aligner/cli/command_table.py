@@ -118,7 +118,7 @@ _RUN = _add(
     "run_directory",
     type=Path,
     metavar="RUN",
-    help="run directory; `aligner launch` prints its path",
+    help="run directory (path printed by `aligner launch`)",
 )
 _OVERRIDES = (
     _add(
@@ -243,7 +243,7 @@ _SAMPLING = (
         type=_at_least(0),
         default=1,
         help=(
-            "random seed; a response depends on the seed, the position of its prompt in the file"
+            "random seed; a response depends on the seed, the position of the prompt in the file"
             " and the index of the response (default: 1)"
         ),
     ),
@@ -328,7 +328,8 @@ _EVALUATE = (
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
-        "start all roles of a run and wait until it ends; with cluster=slurm, submit it as a job",
+        "start all roles of a run and wait until the run ends; with cluster=slurm, submit the run"
+        " as a job",
         (
             *_OVERRIDES,
             _add(
@@ -340,7 +341,7 @@ COMMANDS = {
     ),
     "validate": Command(
         "aligner.cli.runs:validate",
-        "check a configuration and print the placement and memory of its roles, without starting a"
+        "check a configuration and print the placement and memory of the roles, without starting a"
         " run",
         _OVERRIDES,
     ),
@@ -359,7 +360,7 @@ COMMANDS = {
     ),
     "status": Command(
         "aligner.cli.runs:status",
-        "show the state of a run: step, reward, time per step, time left, and health of its roles",
+        "show the state of a run: step, reward, time per step, time left, and health of the roles",
         (
             _RUN,
             _add("--json", action="store_true", help="print one JSON object instead of text"),
@@ -420,8 +421,8 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "aligner.cli.stored_models:evaluate_samples",
-        "generate responses to prompts with a stored model, score the responses, and compare them"
-        " with references",
+        "generate responses to prompts with a stored model, score the responses, and compare"
+        " the responses with references",
         _EVALUATE,
         draws_samples=True,
     ),

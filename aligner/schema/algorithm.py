@@ -48,7 +48,7 @@ class PreferenceConfig:
     reward_scale: float = option(
         1.0,
         "Factor of the reward difference of a pair. The reward difference is the record's"
-        " `margin`; with `algorithm.loss=dpo`, it is the difference of the scores.",
+        " `margin`, or the difference of the scores with `algorithm.loss=dpo`.",
         minimum=1e-6,
         read=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
@@ -224,10 +224,10 @@ class AlgorithmConfig:
     )
     truncated_importance: str = option(
         "none",
-        "Truncated importance sampling (TIS): the loss is multiplied by an importance weight,"
-        " the trainer's probability before the updates of the step divided by the engine's"
-        " probability. `none`: no correction; `token`: one weight per token; `sequence`: one"
-        " weight per response (one weight per pair for `algorithm.loss=dpo`).",
+        "Truncated importance sampling (TIS): the loss is multiplied by an importance weight."
+        " The weight is the trainer's probability before the updates of the step, divided by the"
+        " engine's probability. `none`: no correction; `token`: one weight per token;"
+        " `sequence`: one weight per response (one weight per pair for `algorithm.loss=dpo`).",
         choices=("none", "token", "sequence"),
         read=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
     )

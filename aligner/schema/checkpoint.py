@@ -17,9 +17,9 @@ class CheckpointConfig:
     )
     every_minutes: float = option(
         30.0,
-        "Interval of time-based checkpoints in minutes. A time-based checkpoint is saved after"
-        " the first step that ends at least this time after the last checkpoint or the start of"
-        " the run. 0 means no time-based checkpoints. Time-based checkpoints are used only to"
+        "Interval of time-based checkpoints in minutes. A time-based checkpoint is saved at the"
+        " end of a step if the interval has passed since the last checkpoint or the start of the"
+        " run. 0 means no time-based checkpoints. Time-based checkpoints are used only to"
         " resume: they are not evaluated, and `checkpoint.best_metric` ignores them.",
         minimum=0,
     )

@@ -42,9 +42,9 @@ class CurriculumConfig:
     )
     memory: float = option(
         1.0,
-        "Decay factor for the weight of a prompt's earlier samples in its pass rate, applied"
-        " each time the prompt is sampled again. 1: all samples of the run count equally; 0:"
-        " only the latest samples count.",
+        "Decay factor for the weight of earlier samples in a prompt's pass rate, applied each"
+        " time the prompt is sampled again. 1: all samples of the run count equally; 0: only the"
+        " latest samples count.",
         minimum=0,
         maximum=1,
     )
@@ -170,7 +170,7 @@ class DataConfig:
         True,
         "Whether to use the generated token ids that are stored with a response, without"
         " appending an end-of-sequence token. False tokenizes the text of the response instead;"
-        " this is required if a model with another tokenizer generated the response.",
+        " set false if a model with another tokenizer generated the response.",
         read=(
             "algorithm.trainer=sft|dpo|reward_model|teacher_scores or algorithm.trainer=online and"
             " evaluation.every>0"

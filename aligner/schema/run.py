@@ -16,9 +16,9 @@ class RunConfig:
     )
     automatic: bool = option(
         False,
-        "Whether aligner chooses the layout, batch size, lengths, learning rates and number of"
-        " steps if neither the experiment nor the command line sets them. The choices depend on"
-        " the model, the data and the machine. Always true without an experiment.",
+        "Whether aligner chooses the settings that neither the experiment nor the command line"
+        " sets: layout, batch size, lengths, learning rates and number of steps. The choices"
+        " depend on the model, the data and the machine. Always true without an experiment.",
     )
     chosen: list[str] = option(
         [], "Keys whose values aligner chose because of `run.automatic`; set at launch."
@@ -73,7 +73,7 @@ class RunConfig:
     )
     changes: list[str] = option(
         [],
-        "Keys or sections that a resumed run may change although they affect its results. A"
+        "Keys or sections that a resumed run may change although they affect the results. A"
         " change to any other key that affects the results is an error.",
         read=".resume!=false",
     )

@@ -75,8 +75,8 @@ class ServerConfig:
     )
     health_timeout_s: float = option(
         60.0,
-        "Health timeout in seconds. A server is killed and restarted if it does not answer, or"
-        " one of its ranks sends no heartbeat, for this time.",
+        "Maximum time in seconds without an answer from a server or without a heartbeat from"
+        " one of its ranks. After this time, the server is killed and restarted.",
         minimum=1,
     )
     drain_timeout_s: float = option(
