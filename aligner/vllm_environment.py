@@ -57,8 +57,8 @@ def vllm_architectures(settings: VLLMConfig) -> set[str]:
     )
     if found.returncode:
         raise ConfigError(
-            f"engine.vllm.python={python}: vLLM is not installed there; create an environment with"
-            " vLLM with `aligner install-vllm`"
+            f"engine.vllm.python={python}: vLLM is not installed there; run `aligner install-vllm`"
+            " to create an environment with vLLM"
         )
     file = Path(found.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
     if not file.is_file():

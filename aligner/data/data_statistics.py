@@ -69,7 +69,7 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         looked_at=(
             f"all {len(lines)} records"
             if whole
-            else f"{len(looked_at)} of {len(lines)} records, including the longest"
+            else f"{len(looked_at)} of {len(lines)} records, including the longest record"
         ),
         is_whole=whole,
         longest_prompt=prompts[-1],

@@ -191,7 +191,7 @@ class EnvironmentPool:
             raise AlignerError("the environment pool was not started, or is already closed")
         if episode in self._episodes:
             raise AlignerError(
-                f"episode {episode} is already open; finish it before resetting it again"
+                f"episode {episode} is already open; finish the episode before the next reset"
             )
         asked = ["reset", dict(task), seed]
         try:

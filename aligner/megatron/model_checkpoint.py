@@ -186,7 +186,7 @@ class CheckpointedModel:
         problems = gather_json(_problems(runner, manifest, state))
         if everyone := sorted({problem for found in problems for problem in found}):
             raise AlignerError(
-                f"{directory}: the checkpoint belongs to another model: {'; '.join(everyone)}"
+                f"{directory}: the checkpoint does not match the model: {'; '.join(everyone)}"
             )
         for unit in _units(runner):
             kept = (
@@ -250,11 +250,14 @@ def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronMode
 
 def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) -> list[str]:
     if manifest.head != runner.head:
-        return [f"its head is {manifest.head}, the model's head is {runner.head}"]
+        return [f"the head is {manifest.head} in the checkpoint, but {runner.head} in the model"]
     if differences := model_differences(manifest.shape, runner.shape):
         return differences
     if manifest.lora != _lora(runner):
-        return [f"its LoRA adapters are {manifest.lora}, the model's are {_lora(runner)}"]
+        return [
+            f"the LoRA adapters are {manifest.lora} in the checkpoint, but {_lora(runner)} in the"
+            " model"
+        ]
     specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
     index = manifest.index
     missing = [

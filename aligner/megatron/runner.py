@@ -232,8 +232,8 @@ class ModelRunner:
         if routes.shape[2:] != wanted or not 0 <= most < shape.num_experts:
             raise AlignerError(
                 "expert routing replay: the recorded routing has (layers, experts per token)="
-                f"{tuple(routes.shape[2:])} with expert ids up to {most}; the model has {wanted}"
-                f" with {shape.num_experts} experts"
+                f"{tuple(routes.shape[2:])} and expert ids up to {most}; the model has"
+                f" (layers, experts per token)={wanted} and {shape.num_experts} experts"
             )
 
     def rows(

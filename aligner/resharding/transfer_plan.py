@@ -140,7 +140,7 @@ def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
     if len(axes) > 1:
         raise AlignerError(
             f"{spec.name} {spec.shape} is cut along different dimensions {sorted(axes)}; must be"
-            " cut along one"
+            " cut along one dimension"
         )
     return axes.pop() if axes else None
 

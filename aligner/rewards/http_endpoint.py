@@ -77,8 +77,8 @@ class HttpEndpoint:
             wait_s = max(pause_s, asked_s)
             if time.monotonic() + wait_s >= deadline:
                 raise ScorerUnavailable(
-                    f"{self.url}: no successful response within {self.timeout_s:g} s, retries"
-                    f" included; last attempt: {problem}"
+                    f"{self.url}: no successful response within {self.timeout_s:g} s, including"
+                    f" retries; last attempt: {problem}"
                 )
             time.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

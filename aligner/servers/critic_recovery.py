@@ -175,7 +175,7 @@ class CriticRecovery:
         """Have the critic restore a base; what is wrong with the base where that fails."""
         if base.step is None:
             got = state["sequence_number"] + 1
-            return f"it has already applied {got} updates; restart it" if got else None
+            return f"{got} updates are already applied; restart the critic" if got else None
         try:
             known = {name: state[name] for name in ("instance", "sequence_number")}
             restored = connection.control(
@@ -188,8 +188,8 @@ class CriticRecovery:
         got = restored["sequence_number"] + 1
         if got != base.updates:
             return (
-                f"the critic in checkpoint {base.step} has {got} updates, but the policy was saved"
-                f" after {base.updates}"
+                f"the critic in checkpoint {base.step} has applied {got} updates, but the policy"
+                f" was saved after {base.updates}"
             )
         return None
 

@@ -290,10 +290,10 @@ class Evaluator:
         if self._reference_scores is None:
             if step and without_reference(self.prompts):
                 raise AlignerError(
-                    f"{self.references_file}: no such file, so responses have no references to"
-                    " compare with. A run that is evaluated from its first step stores the initial"
-                    " policy's responses there. Add a `reference` to every prompt of"
-                    f" {self.suite.key}.path, or set evaluation.every=0"
+                    f"{self.references_file}: no such file, so there are no references to compare"
+                    " responses with. A run that is evaluated from its first step writes the"
+                    " initial policy's responses to this file. Add a `reference` to every prompt"
+                    f" of {self.suite.key}.path, or set evaluation.every=0"
                 )
             self._reference_scores = self._score_references()
         return self._reference_scores

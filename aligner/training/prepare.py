@@ -107,8 +107,8 @@ def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
         if not any(source.is_asked(prompt.metadata) for source in sources):
             raise ConfigError(
                 f"reward.sources: the record of prompt {prompt.text!r} has"
-                f" task={prompt.metadata.get(TASK)}, for which every source has weight 0; set a"
-                " weight in task_weights or weight of at least one source"
+                f" task={prompt.metadata.get(TASK)}, but every source has weight 0 for this task."
+                " Set task_weights or weight of at least one source"
             )
     for source in sources:
         for task in source.task_weights:

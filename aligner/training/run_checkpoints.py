@@ -34,11 +34,11 @@ _PARTS = {
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
     "rollouts": "samples of the next steps: rollouts.safetensors, their prompts: rollouts.json",
     "pass_rates": (
-        "number of times each prompt was sampled, and how many of its samples passed:"
+        "number of times each prompt was sampled, and number of its samples that passed:"
         " pass_rates/pass_rates.safetensors"
     ),
     "critic": (
-        "weights, optimizer and learning-rate schedule: critic/manifest.json; its last update:"
+        "weights, optimizer and learning-rate schedule: critic/manifest.json; last update:"
         " critic/updates.json"
     ),
 }

@@ -38,7 +38,7 @@ def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path)
         3,
         40,
     )
-    assert found.looked_at.endswith("of 5000 records, including the longest")
+    assert found.looked_at.endswith("of 5000 records, including the longest record")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, k
                 if "min_p" in keys
                 else "returning the sampling support (kept token ids)"
             )
-            told = f"TensorRT-LLM: {requested} is not supported by every release"
+            told = f"TensorRT-LLM: {requested} is supported by only some releases"
         with pytest.raises(AlignerError, match=re.escape(f"{told}; set engine.kind=embedded")):
             engine.start(requests(), options)
         return

@@ -210,7 +210,7 @@ def flip(file, place):
         (
             "llama2",
             lambda path: edit(path, head="scalar"),
-            "belongs to another model: its head is scalar, the model's head is vocabulary",
+            "does not match the model: the head is scalar in the checkpoint, but vocabulary in the model",
         ),
         ("llama3", lambda path: None, "num_kv_heads is 4 in the checkpoint, but 2 in the model"),
         ("qwen2", lambda path: None, "qkv_bias is False in the checkpoint, but True in the model"),
@@ -243,7 +243,9 @@ def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, c
 
 def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp_path):
     for message in pool.run(jobs.refusal, 2, model("llama2"), at(tensor=2, **LORA), str(complete)):
-        assert "its LoRA adapters are None, the model's are {'rank': 4, 'alpha': 6.0," in message
+        assert (
+            "the LoRA adapters are None in the checkpoint, but {'rank': 4, 'alpha': 6.0," in message
+        )
 
 
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, model, complete):

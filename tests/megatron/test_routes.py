@@ -115,14 +115,16 @@ def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, f
             ROUTES[:, :, :3],
             (
                 "expert routing replay: the recorded routing has (layers, experts per token)="
-                "(3, 2) with expert ids up to 3; the model has (4, 2) with 4 experts"
+                "(3, 2) and expert ids up to 3; the model has (layers, experts per"
+                " token)=(4, 2) and 4 experts"
             ),
         ),
         (
             ROUTES + 1,
             (
                 "expert routing replay: the recorded routing has (layers, experts per token)="
-                "(4, 2) with expert ids up to 4; the model has (4, 2) with 4 experts"
+                "(4, 2) and expert ids up to 4; the model has (layers, experts per"
+                " token)=(4, 2) and 4 experts"
             ),
         ),
     ],

@@ -111,7 +111,7 @@ def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
     with pytest.raises(
         ScorerUnavailable,
         match=(
-            r"no successful response within 10 s, retries included; last attempt: status 429, 'slow"
+            r"no successful response within 10 s, including retries; last attempt: status 429, 'slow"
             r" down'"
         ),
     ):
@@ -166,7 +166,7 @@ def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
     with pytest.raises(
         ScoringError,
         match=(
-            r"no successful response within 0.5 s, retries included; last attempt: status 500, 'out of"
+            r"no successful response within 0.5 s, including retries; last attempt: status 500, 'out of"
             r" memory'"
         ),
     ):

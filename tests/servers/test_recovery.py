@@ -108,7 +108,7 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
         client = CriticClient(through, role.access, 30, RunId("run", 1), journal, 256)
         with pytest.raises(
             AlignerError,
-            match="the critic in checkpoint 3 has 20 updates, but the policy was saved after 21",
+            match="the critic in checkpoint 3 has applied 20 updates, but the policy was saved after 21",
         ):
             client.start([CriticState(3, 21)])
         with pytest.raises(

@@ -120,7 +120,8 @@ def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is
 def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_are_told(client):
     sentences = np.array([["7ü€".encode() * 5000]], dtype=object)
     with pytest.raises(
-        RemoteError, match=r"the scorer lengths returned nan.* 1\d{4} characters omitted .*7ü€'$"
+        RemoteError,
+        match=r"the scorer lengths returned nan.* 1\d{4} characters omitted .*7ü€'; must be finite$",
     ) as caught:
         client._infer(REWARD_MODEL, {"sentences": sentences})
     assert caught.value.kind == "ScoringError"

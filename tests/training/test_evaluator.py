@@ -143,7 +143,7 @@ def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_sco
 ) -> None:
     for ranks in ("one", "two"):
         assert (
-            "references.jsonl: no such file, so responses have no references to compare with"
+            "references.jsonl: no such file, so there are no references to compare responses with"
             in found[ranks]["lost"]
         )
         assert (

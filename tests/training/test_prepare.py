@@ -78,7 +78,7 @@ def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are
     prepare(sums, "b={kind: function, function: digit_fraction}")
     with pytest.raises(
         ConfigError,
-        match=r"the record of prompt 'xyz' has task=None, for which every source has weight 0",
+        match=r"the record of prompt 'xyz' has task=None, but every source has weight 0 for this task",
     ):
         prepare(
             sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}"

@@ -86,8 +86,8 @@ def known(
     missing = [name for name in arguments if name not in accepted and name not in optional]
     if missing:
         raise AlignerError(
-            f"this release's {what} does not accept {', '.join(missing)}; see docs/tensorrt_llm.md"
-            " for supported releases"
+            f"this TensorRT-LLM release's {what} does not accept {', '.join(missing)}; see"
+            " docs/tensorrt_llm.md for supported releases"
         )
     return {name: value for name, value in arguments.items() if name in accepted}
 

@@ -77,7 +77,7 @@ class TensorRTLLMEngine(ForeignEngine):
                 if options.min_p
                 else "returning the sampling support (kept token ids)"
             )
-            return f"{requested} is not supported by every release"
+            return f"{requested} is supported by only some releases"
         if options.routes:
             return "returning the expert routing is not supported"
         return None

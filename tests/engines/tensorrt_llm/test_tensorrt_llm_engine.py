@@ -133,7 +133,9 @@ def test_an_argument_that_a_release_lacks_is_left_out_or_named():
         "AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",)
     )
     assert known == {"model": "m", "load_format": "dummy"}
-    with pytest.raises(AlignerError, match="this release's AsyncLLM does not accept load_format"):
+    with pytest.raises(
+        AlignerError, match="this TensorRT-LLM release's AsyncLLM does not accept load_format"
+    ):
         llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
     with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
         llm_arguments.sleep_arguments({"model"})
