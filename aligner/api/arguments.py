@@ -133,8 +133,8 @@ def place_records(
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
         raise ConfigError(
-            f"data: the run in this directory uses other records, {file}; choose another run.dir, or"
-            " data=PATH"
+            f"data: the run in this directory uses other records ({file}); choose another run.dir,"
+            " or pass the path of a file as data"
         )
     paths.root.mkdir(PRIVATE, parents=True, exist_ok=True)
     write_file(file, records)
@@ -168,9 +168,9 @@ def _obstacles(module: str, name: str) -> Iterator[str]:
     if "<lambda>" in name:
         yield "a lambda has no name"
     if module == "__main__":
-        yield "it is defined in this notebook or script"
+        yield "the function is defined in this notebook or script"
     if "." in name:
-        yield "it is defined inside a function or class"
+        yield "the function is defined inside another function or a class"
     if getattr(sys.modules.get(module), name, None) is None:
         yield f"module {module} has no {name}"
 

@@ -63,7 +63,7 @@ def _preference_problems(config: Config) -> Iterator[str]:
     if samples < 2 and config.algorithm.pairs in ("best_and_worst", "all"):
         yield (
             f"rollout.samples_per_prompt={samples}: must be at least 2, because"
-            f" algorithm.pairs={config.algorithm.pairs} pairs samples of one prompt"
+            f" algorithm.pairs={config.algorithm.pairs} forms pairs from the samples of one prompt"
         )
     if rounds:
         yield (
@@ -87,13 +87,14 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
         and not has_teacher
     ):
         yield (
-            f"algorithm.advantage=none: algorithm.loss={loss} requires advantages; set an"
-            " estimator such as gae or rloo, or a teacher (teacher.path)"
+            f"algorithm.advantage=none: algorithm.loss={loss} requires advantages; set"
+            " algorithm.advantage to an estimator such as gae or rloo, or set teacher.path"
         )
     if loss == "dpo" and not settings.preference.has_pairs:
         yield (
             f"algorithm.preference.kind={settings.preference.kind}: is not supported with"
-            " algorithm.loss=dpo, which trains on pairs of samples; use kto with algorithm=kto"
+            " algorithm.loss=dpo, which trains on pairs of samples; for"
+            f" {settings.preference.kind}, set algorithm=kto"
         )
     pairs = settings.train_on == "best_and_worst"
     if (loss == "dpo") != pairs:
@@ -122,8 +123,8 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
     if loss == "reinforce" and settings.epochs > 1:
         yield (
             f"algorithm.epochs={settings.epochs}: must be 1 with algorithm.loss=reinforce, which"
-            " treats samples as on-policy; for more epochs set a loss with an importance ratio,"
-            " clip or cispo"
+            " treats samples as on-policy; for more epochs, set algorithm.loss to clip or cispo,"
+            " which use an importance ratio"
         )
     if loss in ("dpo", "copg") and (
         settings.entropy_coefficient or settings.aggregation != "token"
@@ -141,9 +142,9 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
     if settings.ratio_against == "sampler" and settings.truncated_importance != "none":
         yield (
             "algorithm.ratio_against=sampler: with"
-            f" algorithm.truncated_importance={settings.truncated_importance} the difference from"
-            " the sampler would be corrected twice; set algorithm.truncated_importance=none or"
-            " algorithm.ratio_against=trainer"
+            f" algorithm.truncated_importance={settings.truncated_importance} the difference"
+            " between the trainer and the sampler would be corrected twice; set"
+            " algorithm.truncated_importance=none or algorithm.ratio_against=trainer"
         )
 
 
@@ -172,8 +173,9 @@ def _penalty_problems(config: Config) -> Iterator[str]:
     )
     if settings.kl_coefficient and loss == "dpo":
         yield (
-            f"{coefficient}: is not supported with algorithm.loss=dpo, which limits the distance"
-            " from the reference with algorithm.preference.beta; set algorithm.kl_coefficient=0"
+            f"{coefficient}: is not supported with algorithm.loss=dpo, which limits the policy's"
+            " distance from the reference with algorithm.preference.beta; set"
+            " algorithm.kl_coefficient=0"
         )
     elif settings.kl_coefficient and loss in OWN_TARGET and not in_loss:
         yield (
@@ -192,8 +194,8 @@ def _penalty_problems(config: Config) -> Iterator[str]:
         yield (
             "algorithm.whiten_rewards=true: is not supported with"
             f" algorithm.advantage={'|'.join(GROUPED)} or algorithm.loss=copg, which compare"
-            " scores of whole responses: whitening would make the scores depend on the length; set"
-            " algorithm.whiten_rewards=false"
+            " scores of whole responses; whitening would make these scores depend on the response"
+            " length; set algorithm.whiten_rewards=false"
         )
     if settings.kl_target is not None:
         samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
@@ -218,7 +220,7 @@ def _sample_problems(config: Config) -> Iterator[str]:
     ):
         yield (
             "algorithm.overlong_filter=true: with rollout.stop_at_eos=false every response counts"
-            " as truncated and none would be trained on; set rollout.truncate_token or"
+            " as truncated, so no response would be trained on; set rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
     comparing = [

@@ -39,7 +39,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if config.server.interface != "0.0.0.0":
         yield (
             f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster=slurm,"
-            " because the servers are reached at the addresses of their nodes"
+            " because clients connect to each server at the address of its node"
         )
     images = {"cluster.slurm.image": slurm.image}
     images |= {
@@ -62,7 +62,8 @@ def _time_problems(time: str, grace_s: int) -> Iterator[str]:
     elif _seconds(time) <= grace_s:
         yield (
             f"cluster.slurm.time={time}: must be longer than cluster.slurm.grace_s={grace_s} s,"
-            " because the job receives its stop signal cluster.slurm.grace_s before the time limit"
+            " because Slurm sends the stop signal cluster.slurm.grace_s seconds before the time"
+            " limit"
         )
 
 
@@ -75,9 +76,9 @@ def _requeue_problems(config: Config) -> Iterator[str]:
     if not minutes and not 0 < every < steps:
         yield (
             f"cluster.slurm.requeue=true: with checkpoint.every={every} and"
-            " checkpoint.every_minutes=0 the run writes no checkpoint before the last of"
-            f" run.steps={steps}, so a requeued job would restart from the beginning; set"
-            " checkpoint.every_minutes=MINUTES or checkpoint.every=STEPS, or"
+            " checkpoint.every_minutes=0 the run writes its first checkpoint after the last step"
+            f" (run.steps={steps}), so a requeued job would restart from the beginning; set"
+            " checkpoint.every_minutes=MINUTES, checkpoint.every=STEPS or"
             " cluster.slurm.requeue=false"
         )
 
@@ -115,7 +116,8 @@ def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
     yield (
         f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must fit on one"
         f" node, but the {role} has {place.ranks_per_node} ranks on each of {place.nodes} nodes"
-        f" ({key}); set more ranks per node, or a size that divides {place.ranks_per_node}"
+        f" ({key}); set more ranks per node, or set engine.parallel.tensor to a divisor of"
+        f" {place.ranks_per_node}"
     )
 
 
@@ -153,5 +155,6 @@ def _mount_problems(config: Config) -> Iterator[str]:
         ):
             yield (
                 f"{key}={path}: is not visible in the container; add a mount to"
-                " cluster.slurm.mounts, and set an absolute path inside its target"
+                f" cluster.slurm.mounts, and set {key} to an absolute path inside the target of"
+                " the mount"
             )

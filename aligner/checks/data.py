@@ -114,7 +114,9 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             yield f"{key}={task.name}: reasoning_gym has no such task; {hint}"
             continue
         if task.difficulty is not None and task.name not in CURRICULA:
-            yield f"{key}.difficulty: {task.name} has no difficulty levels; set its config instead"
+            yield (
+                f"{key}.difficulty: {task.name} has no difficulty levels; set {key}.config instead"
+            )
         allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
         for entry in sorted(task.config.keys() - allowed):
             near = difflib.get_close_matches(entry, allowed, n=1)
@@ -155,8 +157,8 @@ def _directory_problem(path: Path) -> str | None:
         )
     if not is_dataset(path):
         return (
-            "is not a directory saved by Hugging Face datasets (save_to_disk): it has no"
-            " state.json or no dataset_info.json"
+            "is not a directory saved by Hugging Face datasets (save_to_disk): state.json or"
+            " dataset_info.json is missing"
         )
     if importlib.util.find_spec("datasets") is None:
         return "requires the datasets extra; install it with pip install 'aligner[datasets]'"

@@ -97,7 +97,7 @@ def _drawing_problems(config: Config) -> Iterator[str]:
     if rollout.min_p and config.engine.kind == "tensorrt_llm":
         yield (
             f"rollout.min_p={rollout.min_p:g}: must be 0 with engine.kind=tensorrt_llm, because"
-            f" not every sampler of TensorRT-LLM supports it; set rollout.min_p=0, or {_ELSE}"
+            f" not every sampler of TensorRT-LLM supports min_p; set rollout.min_p=0, or {_ELSE}"
         )
     elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1 or rollout.min_p):
         yield (
@@ -128,12 +128,13 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
         if section.precision in ("bf16", "fp8"):
             yield (
                 f"{name}.precision={section.precision}: must be auto or fp32 with {key}, which"
-                " requires float32 in engine and trainer"
+                " requires float32 in the engine and the trainer"
             )
     if actor.lora.rank:
         yield (
             f"actor.lora.rank={actor.lora.rank}: must be 0 with {key}, because the trainer"
-            " computes base weight and adapter in separate matmuls, the engine in one"
+            " computes the base weight and the adapter in separate matmuls, but the engine"
+            " computes both in one matmul"
         )
     if threads is not None and threads > 1:
         yield (
@@ -142,14 +143,14 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
         )
     if model is not None and model.num_experts:
         yield (
-            f"{key}: is not supported for mixture-of-experts models, whose experts may get too"
+            f"{key}: is not supported for mixture-of-experts models, whose experts may receive too"
             " few tokens for batch-invariant matmuls; set engine.exact=false"
         )
     elif model is not None and model.ffn_hidden_size % _VECTOR:
         yield (
             f"{key}: requires a feed-forward size that is a multiple of {_VECTOR}, but the model"
-            f" has {model.ffn_hidden_size}, so engine and trainer could round the last elements"
-            " differently; set engine.exact=false"
+            f" has {model.ffn_hidden_size}, so the engine and the trainer could round the last"
+            " elements differently; set engine.exact=false"
         )
 
 
@@ -157,8 +158,8 @@ def _update_problems(config: Config) -> Iterator[str]:
     """How weights reach the engine, against where it runs."""
     if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
-            "engine.in_flight=interrupt: has no effect with rollout.max_staleness=0, where no"
-            " request is in flight during a weight sync; set engine.in_flight=finish, or"
+            "engine.in_flight=interrupt: has no effect with rollout.max_staleness=0, because no"
+            " request is then in flight during a weight sync; set engine.in_flight=finish, or set"
             " rollout.max_staleness to 1 or more"
         )
     if config.engine.placement == "server":
@@ -178,9 +179,10 @@ def _update_problems(config: Config) -> Iterator[str]:
     )
     if engine != actor:
         yield (
-            "engine.update=shared: requires one precision, but"
+            "engine.update=shared: requires the same precision in the engine and the trainer, but"
             f" engine.precision={config.engine.precision} uses {engine} bytes per value and"
-            f" actor.precision={config.actor.precision} uses {actor}; set the same precision"
+            f" actor.precision={config.actor.precision} uses {actor} bytes; set both keys to the"
+            " same precision"
         )
 
 
@@ -266,7 +268,7 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
     if engine.precision == "fp32":
         yield (
             "engine.precision=fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which"
-            f" computes in bf16; otherwise {_ELSE}"
+            f" computes in bf16; for fp32, {_ELSE}"
         )
     if engine.update != "in_place":
         yield (f"engine.update={engine.update}: must be in_place with engine.kind=tensorrt_llm")
@@ -299,9 +301,9 @@ def engine_machine_problems(engine: EngineConfig, architecture: str | None = Non
     ]
     if missing:
         yield (
-            f"{prefix}: requires the Python packages {' and '.join(missing)}, not installed here;"
-            " run in a TensorRT-LLM release image with ray installed (docs/tensorrt_llm.md), or"
-            f" {_ELSE}"
+            f"{prefix}: requires the Python packages {' and '.join(missing)}, which are not"
+            " installed here; run in a TensorRT-LLM release image with ray installed"
+            f" (docs/tensorrt_llm.md), or {_ELSE}"
         )
     if not has_gpu():
         yield f"{prefix}: requires a GPU, but this machine has none; {_ELSE}"

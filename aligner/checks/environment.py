@@ -55,8 +55,8 @@ def _agent_problems(config: Config) -> Iterator[str]:
     ]
     if len(given) > 1:
         yield (
-            f"environment.{' and environment.'.join(given)}: only one of them can be set; set"
-            " null for the others"
+            f"environment.{' and environment.'.join(given)}: only one of these keys can be set;"
+            " set the other keys to null"
         )
     if settings.agent is not None and callable_place(settings.agent) is None:
         yield f"environment.agent={settings.agent}: must be module:function, or null"
@@ -79,7 +79,7 @@ def _agent_problems(config: Config) -> Iterator[str]:
         "rollout.spare_prompts": (
             rollout.spare_prompts,
             0,
-            "agents cannot be carried over to a later step",
+            "agent episodes cannot be carried over to a later step",
         ),
         "rollout.min_response_tokens": (
             rollout.min_response_tokens,
@@ -92,7 +92,11 @@ def _agent_problems(config: Config) -> Iterator[str]:
             False,
             "branches do not record expert routing",
         ),
-        "rollout.truncate_token": (rollout.truncate_token, None, "it would cut episodes short"),
+        "rollout.truncate_token": (
+            rollout.truncate_token,
+            None,
+            "the token would cut episodes short",
+        ),
     }
     for name, (value, allowed, why) in refused.items():
         if value != allowed:
@@ -111,7 +115,7 @@ def _patience_problems(
     if config.engine.parallel.ranks > 1 and longest_s > patience_s:
         yield (
             f"{key}: an episode {what} ({each}), but the other ranks wait only"
-            f" cluster.collective_timeout_s={patience_s:g} s for it; set"
+            f" cluster.collective_timeout_s={patience_s:g} s for an episode; set"
             f" cluster.collective_timeout_s to at least {longest_s:g}"
         )
     if config.engine.placement == "server" and longest_s >= asked_s:

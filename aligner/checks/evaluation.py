@@ -49,7 +49,7 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     if questions and (settings.path is not None or settings.prompts):
         yield (
             f"{key}.questions={questions}: {key}.path or {key}.prompts is also set; set only one"
-            " of them"
+            " of these keys"
         )
     if config.evaluation.every and settings.path is None and not settings.prompts and not questions:
         yield (
@@ -57,7 +57,7 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
             f" {key}.path=FILE or {key}.prompts=[…], or {key}.questions=NUMBER with data.tasks"
         )
     if settings.path is not None and settings.prompts:
-        yield f"{key}.prompts: {key}.path is also set; set only one of them"
+        yield f"{key}.prompts: {key}.path is also set; set only one of the two keys"
     path = settings.path
     if (
         path is not None
@@ -83,7 +83,7 @@ def _beside_problems(config: Config) -> Iterator[str]:
     key, run = "evaluation.beside=true", config.run
     if not config.rollout.steps_ahead:
         ahead = "engine.placement=server rollout.max_staleness=1"
-        yield f"{key}: requires a generator that samples while the policy trains; set {ahead}"
+        yield f"{key}: requires a generator that generates while the policy trains; set {ahead}"
     given = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
     for name, value in given.items():
         if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
@@ -106,5 +106,5 @@ def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
     if config.environment.draws_episodes:
         yield (
             f"{judge.key}: compares responses to one prompt, which is not supported with"
-            " multi-turn episodes; remove it"
+            " multi-turn episodes; remove the judge"
         )

@@ -79,12 +79,12 @@ def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator
     if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
         yield (
             "reward.parallel: critic.with_reward=true runs the reward models with the layout"
-            " critic.parallel; leave reward.parallel out, or set it to the same values"
+            " critic.parallel; remove reward.parallel, or set it to the values of critic.parallel"
         )
     elif not config.critic_scores and own.ranks != 1 and not models:
         yield (
-            f"reward.parallel: {own.ranks} ranks, but must be 1 rank, because no reward source is"
-            f" a model (reward.kind={reward.kind})"
+            f"reward.parallel: must have 1 rank, got {own.ranks}, because no reward source is a"
+            f" model (reward.kind={reward.kind})"
         )
 
 
@@ -143,15 +143,15 @@ def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     each = rollout.samples_per_prompt
     if each < 2:
         yield (
-            f"{asks}: compares the samples of a prompt and requires at least 2, got"
+            f"{asks}: compares the samples of a prompt and requires at least 2 samples, got"
             f" rollout.samples_per_prompt={each}"
         )
     size = server.max_batch_size
     if rollout.prompts_per_step * each > size and size % each:
         yield (
             f"{asks}: compares the samples of a prompt, but server.max_batch_size={size} would"
-            " split them over several requests; set server.max_batch_size to a multiple of"
-            f" rollout.samples_per_prompt={each}"
+            " split these samples over several requests; set server.max_batch_size to a multiple"
+            f" of rollout.samples_per_prompt={each}"
         )
     if config.environment.draws_episodes:
         yield (
@@ -162,7 +162,7 @@ def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
         if suite.settings.function is None:
             yield (
                 f"{asks}: compares the samples of a prompt, but evaluation scores each response"
-                f" separately, and also reference responses; set {suite.key}.function, or"
+                f" and each reference response separately; set {suite.key}.function or"
                 " evaluation.every=0"
             )
 
@@ -176,12 +176,12 @@ def judge_key_problem(source: JudgeSource) -> str | None:
     key, given = os.environ.get(name, "").strip(), f"{source.key}.judge_key_variable={name}"
     if not key:
         return (
-            f"{given}: the environment variable is not set or is empty; export the endpoint's API"
-            " key in it"
+            f"{given}: the environment variable is not set or is empty; set {name} to the"
+            " endpoint's API key"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
         return (
-            f"{given}: the environment variable does not hold a valid API key: it contains"
+            f"{given}: the API key in the environment variable is not valid: the key contains"
             " spaces, or characters that are not allowed in an HTTP header"
         )
     return None

@@ -83,9 +83,9 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         )
     if config.critic_scores:
         yield (
-            f"{key}: is not supported with critic.with_reward=true, which computes scores and"
-            " values in one request, because values are computed only when the trainer takes the"
-            " batch; set critic.with_reward=false"
+            f"{key}: is not supported with critic.with_reward=true. This setting computes scores"
+            " and values in one request, but asynchronous training computes values only when the"
+            " trainer takes the batch; set critic.with_reward=false"
         )
 
 

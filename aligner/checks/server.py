@@ -85,16 +85,23 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
             "for scores or values of",
             min(asked, server.max_batch_size),
             longest,
-            "a smaller server.max_batch_size",
+            "reduce server.max_batch_size",
         )
     ]
     if critic:
         rows = samples // config.algorithm.minibatches
-        requests.append(("for a critic update with", rows, longest, "more algorithm.minibatches"))
+        requests.append(
+            ("for a critic update with", rows, longest, "increase algorithm.minibatches")
+        )
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
         requests.append(
-            ("to generate from", rows, config.data.max_prompt_tokens, "more rollout.micro_batches")
+            (
+                "to generate from",
+                rows,
+                config.data.max_prompt_tokens,
+                "increase rollout.micro_batches",
+            )
         )
     for suite in evaluation_suites(config) if config.evaluation.every else ():
         requests += _evaluation_requests(config, suite.settings, longest)
@@ -112,11 +119,11 @@ def _evaluation_requests(
 ) -> Iterator[tuple[str, int, int, str]]:
     """Those of held-out prompts, all of which are asked for at once. How many a file has is not
     known before it is read."""
-    instead = "a smaller evaluation.count"
+    instead = "reduce evaluation.count"
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
         rows = min(prompts * settings.samples, config.server.max_batch_size)
-        yield "for evaluation scores of", rows, longest, "a smaller server.max_batch_size"
+        yield "for evaluation scores of", rows, longest, "reduce server.max_batch_size"
     if has_generator(config) and prompts < sys.maxsize:
         yield "to generate for an evaluation from", prompts, config.data.max_prompt_tokens, instead
 
@@ -191,7 +198,7 @@ def _unread(tls: TLSConfig) -> Iterator[str]:
         if (file := getattr(tls, name)) is not None:
             yield (
                 f"server.tls.{name}={file}: is not supported with server.tls.certificate={AUTO},"
-                " where the run creates its own files; leave it out"
+                f" where the run creates its own files; remove server.tls.{name}"
             )
 
 

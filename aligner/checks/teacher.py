@@ -92,8 +92,8 @@ def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> It
     left = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
     for name in (name for name, leaves_out in left.items() if leaves_out):
         yield (
-            f"{key}: rollout.{name}={getattr(rollout, name):g} excludes tokens from the policy's"
-            " distribution that may be probable for the teacher; sample from all tokens with"
+            f"{key}: rollout.{name}={getattr(rollout, name):g} excludes tokens that may be"
+            " probable under the teacher's distribution; sample from all tokens with"
             " rollout.top_k=0 rollout.top_p=1 rollout.min_p=0"
         )
     for one, other in itertools.combinations(sources, 2):

@@ -110,7 +110,7 @@ def precision_problems(
         )
     if shape is not None and shape.num_experts:
         yield (
-            f"{key}: is not supported for mixture-of-experts models, whose experts get varying"
+            f"{key}: is not supported for mixture-of-experts models, whose experts receive varying"
             f" numbers of tokens; set {role}.precision=bf16"
         )
 
@@ -140,13 +140,16 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
         )
     if optimizer.kind == "muon":
         why = (
-            f"is not supported with {key}.kind=muon, which keeps its whole state on the device of"
+            f"is not supported with {key}.kind=muon, which keeps its full state on the device of"
             " every data-parallel rank"
         )
         if optimizer.distributed:
-            yield f"{key}.distributed=true: {why}; set false"
+            yield f"{key}.distributed=true: {why}; set {key}.distributed=false"
         if optimizer.offload_fraction:
-            yield f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; set 0"
+            yield (
+                f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; set"
+                f" {key}.offload_fraction=0"
+            )
     if optimizer.overlap_param_gather and not (
         optimizer.distributed and optimizer.overlap_grad_reduce
     ):

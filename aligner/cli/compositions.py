@@ -47,8 +47,8 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     _tell(choices)
     if data is not None and data.bypasses_template:
         print(
-            "aligner: note: the model has a chat template, but the data has plain-text prompts, to"
-            " which the template is not applied; use `messages` instead of `prompt` for chats"
+            "aligner: note: the model has a chat template, but the template is not applied to the"
+            " plain-text prompts of the data; for chats, use `messages` instead of `prompt`"
             " (docs/data.md)",
             file=sys.stderr,
         )

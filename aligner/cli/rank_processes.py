@@ -90,7 +90,7 @@ def _start(parsed: argparse.Namespace) -> Config:
         if missing := ", ".join(first.name for first in plan.missing):
             raise ConfigError(
                 f"{missing}: the run needs the result of this experiment, which has not run yet;"
-                " `aligner launch` runs it first"
+                " `aligner launch` runs prerequisite experiments first"
             )
         return plan.config
     if parsed.overrides or parsed.config_dir:

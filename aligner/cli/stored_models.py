@@ -120,7 +120,7 @@ def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
     if wrong := [key for key in keys if key != "experiment" and not key.startswith("environment.")]:
         raise ConfigError(
             f"{wrong[0]}: is not supported by `aligner generate`; allowed: environment.KEY=VALUE,"
-            " and experiment=NAME to use its environment"
+            " and experiment=NAME to use the experiment's environment"
         )
     chosen = None
     if keys:

@@ -132,7 +132,7 @@ def unread_notes(config: Config, config_directory: Path | None = None) -> list[s
         known = schema_keys()[key]
         if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
             found.setdefault(current_values(config, terms), []).append(key)
-    return [f"{', '.join(keys)}: no effect with {why}" for why, keys in found.items()]
+    return [f"{', '.join(keys)}: has no effect with {why}" for why, keys in found.items()]
 
 
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
@@ -358,7 +358,10 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if known is None:
         sections = {section.name for section in schema_sections()}
         if key in sections:
-            return f"{key}={error.value}: is a section; set keys in it, such as {_first_key(key)}=…"
+            return (
+                f"{key}={error.value}: is a section; set a key of this section, such as"
+                f" {_first_key(key)}=…"
+            )
         return f"{key}: {message}"
     if "Interpolation" in type(error).__name__:
         return f"{key}: {message}; write a literal ${{ as \\${{"
@@ -395,14 +398,14 @@ def _with_names(config: Config, experiment: str) -> Config:
     run = config.run
     if run.resumes and run.name is None and run.dir is None:
         raise ConfigError(
-            f"run.resume={run.resume}: requires the run to resume; set run.dir=DIRECTORY or"
-            " run.name=NAME"
+            f"run.resume={run.resume}: requires the directory or name of the run to resume; set"
+            " run.dir=DIRECTORY or run.name=NAME"
         )
     started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
     if started and run.name not in (None, started):
         raise ConfigError(
-            f"run.name={run.name}: the run to resume is named {started}; leave run.name out and"
-            " set run.dir"
+            f"run.name={run.name}: the run to resume is named {started}; remove run.name and set"
+            " run.dir"
         )
     name = run.name or started or (Path(run.dir).name if run.dir else default_name(experiment))
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):

@@ -106,8 +106,8 @@ def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
     )
     limit = min(_rounded(wanted), room)
     why = (
-        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens; 99% have at"
-        f" most {data.most_prompts}"
+        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens; 99% of the"
+        f" prompts have at most {data.most_prompts} tokens"
     )
     yield Choice("data.max_prompt_tokens", limit, why)
     if data.longest_prompt > limit or not data.is_whole:
@@ -122,12 +122,12 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         usual = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
         most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
         wanted = min(most, max(usual, _rounded(2 * answer)))
-        known = (
-            f"twice the longest answer in the data ({answer} tokens), within"
+        why = (
+            f"twice the longest answer in the data ({answer} tokens), limited to the range {usual}"
+            f" to {most} {where}"
             if answer
-            else "the data has no answers to estimate the length from:"
+            else f"the default {where}, because the data contains no answers"
         )
-        why = f"{known} {usual} to {most} tokens {where}"
         key = "rollout.max_response_tokens"
     elif answer:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
@@ -137,8 +137,8 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"
     if wanted > room:
         why = (
-            f"{why}; the model has {situation.shape.max_positions} positions, which leaves {room}"
-            " after the prompt"
+            f"{why}; the model has {situation.shape.max_positions} positions, of which {room} are"
+            " available for the response"
         )
     yield Choice(key, max(1, min(wanted, room)), why)
     if not config.algorithm.generates and (
@@ -197,7 +197,7 @@ def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
         else 1
     )
     why = (
-        "models score one micro-batch while the next one is generated"
+        "models score one micro-batch while the next micro-batch is generated"
         if parts > 1
         else "generating all samples of a step in one batch is fastest"
     )
@@ -225,7 +225,7 @@ def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
     yield Choice(
         "run.steps",
         steps,
-        f"{why}; limited to {least} to {most} steps on this machine" if online else why,
+        f"{why}; limited to the range {least} to {most} on this machine" if online else why,
     )
 
 
@@ -242,7 +242,7 @@ def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
     if _has_layout(with_values(config, values), situation):
         why = (
             "LoRA, because the weights, gradients and optimizer state of a model with"
-            f" {situation.billions} do not fit"
+            f" {situation.billions} do not fit into GPU memory"
         )
         yield from (Choice(key, value, why) for key, value in values.items())
 
@@ -278,8 +278,8 @@ def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
         yield Choice(
             "actor.optimizer.warmup_steps",
             warmup,
-            f"10% of the {updates} updates, at most 10: Adam's statistics are unreliable in the"
-            " first updates",
+            f"10% of the {updates} updates, but at most 10, because Adam's statistics are"
+            " unreliable in the first updates",
         )
 
 
@@ -297,7 +297,7 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
         yield Choice(
-            "cluster.device_memory_gib", float(gib), "memory of a GPU without its CUDA context"
+            "cluster.device_memory_gib", float(gib), "memory of one GPU, excluding the CUDA context"
         )
 
 

@@ -81,10 +81,9 @@ def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
         else ""
     )
     raise ConfigError(
-        f"a model with {situation.billions} does not fit into {_memory_of(situation)}: the layout"
-        f" with the lowest memory use needs, in GiB per rank, {roles}; use a smaller model,"
-        f" shorter lengths or LoRA (actor.lora.rank=16){more}, or set all values in an experiment"
-        " (docs/memory.md)"
+        f"a model with {situation.billions} does not fit into {_memory_of(situation)}. Memory of"
+        f" the smallest layout in GiB per rank: {roles}. Use a smaller model, shorter lengths or"
+        f" LoRA (actor.lora.rank=16){more}, or set all values in an experiment (docs/memory.md)"
     )
 
 
@@ -272,7 +271,10 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
         placed = f"{counted(machine.cores, 'core')}: {split}"
     else:
         gpus = counted(tried.actor.parallel.ranks, "GPU")
-        placed = f"{gpus} for {situation.billions}, split into as few parts as memory allows"
+        placed = (
+            f"{gpus} for {situation.billions}, with the lowest model parallelism that fits into"
+            " memory"
+        )
     held = f"a rank needs up to {fullest:.1f} GiB; available: {_memory_of(situation)}"
     for key, value in values.items():
         is_layout = "parallel" in key or key.startswith("cluster.") or key == "engine.sleep"

@@ -277,8 +277,8 @@ def _kind(reference: Reference, first: Prerequisite) -> str:
     where = f"{reference.key}={reference.text}"
     if not first.files:
         raise ConfigError(
-            f"{where}: the result is {first.gives}, of which no single file can be used;"
-            f" use experiment:{first.name}"
+            f"{where}: the result is {first.gives}, but a single file of this result cannot be"
+            f" selected; use experiment:{first.name}"
         )
     if reference.file not in first.files:
         raise ConfigError(

@@ -72,7 +72,7 @@ class LauncherState:
         if self.ended is not None:
             return self.reason
         where = f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
-        return f"its launcher ({where}) is no longer running and did not record an end of the run"
+        return f"the launcher ({where}) is no longer running and did not record the end of the run"
 
     def write(self, path: Path) -> None:
         """Write the file, whole."""

@@ -104,8 +104,8 @@ def _locked_file(
 def _locked_error(directory: Path, file: IO[str]) -> LockedError:
     holder = _holder(file) or LockedError.holder  # it has the lock, and may not have written yet
     error = LockedError(
-        f"run.dir={directory}: in use by {holder}; wait until it ends, stop it, or give"
-        " another run.dir or run.name"
+        f"run.dir={directory}: in use by {holder}; wait until the other launch ends or stop that"
+        " launch, or set another run.dir or run.name"
     )
     error.holder = holder
     return error

@@ -85,13 +85,13 @@ def _set_training_aside(paths: RunPaths, console: Console) -> None:
                 path.rename(aside / path.name)
         except OSError as error:
             raise ConfigError(
-                f"run.dir={paths.root}: files of an earlier start cannot be moved aside: {error};"
-                " choose another run.dir"
+                f"run.dir={paths.root}: files of an earlier launch cannot be moved to another"
+                f" directory: {error}; choose another run.dir"
             ) from error
         print_line(
             console,
-            "no complete checkpoint: the run starts again from step 0. Files of the earlier start"
-            f" were moved to {aside}",
+            "no complete checkpoint: the run starts again from step 0. The files of the earlier"
+            f" launch were moved to {aside}",
         )
     for path in left:
         if path.is_dir():

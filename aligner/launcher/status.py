@@ -218,19 +218,25 @@ def _note(
         f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
     )
     if in_queue:
-        how = f"its Slurm job is in the queue and resumes the run: {jobs}"
+        how = f"the run's Slurm job is in the queue and will resume the run: {jobs}"
     elif state == "queued":
         log = paths.job_log("*" if launcher is None else str(launcher.job))
-        return f"its Slurm job is waiting to start: {jobs}; if it is no longer queued, see {log}"
+        return (
+            f"the run's Slurm job is waiting to start: {jobs}; if the job is no longer queued, see"
+            f" {log}"
+        )
     elif state in ("failed", "stopped"):
         command = (
             f"sbatch {shlex.quote(str(paths.job_script))}"
             if config.cluster.kind == "slurm"
             else resume_command(config)
         )
-        how = f"{'resume' if resumable else 'restart'} it with: {command}"
+        how = f"{'resume' if resumable else 'restart'} the run with: {command}"
         if in_queue is None:
-            how = f"if its job is still queued ({jobs}), it resumes the run; otherwise {how}"
+            how = (
+                f"if the run's job is still queued ({jobs}), the job resumes the run; otherwise"
+                f" {how}"
+            )
     else:
         return early_end(paths) if state == "finished" else None
     why = "no status.json" if launcher is None else launcher.why_ended

@@ -98,8 +98,8 @@ def require(shape: ModelShape) -> None:
             if not torch.equal(linear(x[-rows:], weight), whole[-rows:]):
                 raise ConfigError(
                     f"engine.exact=true: on this machine a matmul of {rows} rows and {inputs}"
-                    " inputs is not batch-invariant: it differs from the same rows of a matmul of"
-                    f" {_PROBED} rows; set engine.exact=false"
+                    " inputs is not batch-invariant: the result differs from the same rows of a"
+                    f" matmul of {_PROBED} rows; set engine.exact=false"
                 )
     query, key, value = torch.randn(3, 1, 1, _PROBED, shape.head_dim, generator=draw)
     whole = attend(query, key, value, torch.ones(_PROBED, _PROBED, dtype=torch.bool).tril())
@@ -111,6 +111,6 @@ def require(shape: ModelShape) -> None:
         ):
             raise ConfigError(
                 f"engine.exact=true: on this machine attention over {length} tokens is not"
-                f" batch-invariant: it differs from the same tokens in a sequence of {_PROBED};"
-                " set engine.exact=false"
+                " batch-invariant: the result differs from the result of the same tokens in a"
+                f" sequence of {_PROBED} tokens; set engine.exact=false"
             )

@@ -69,9 +69,10 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise ConfigError(
         f"{key}={name}: is not a directory, is not complete in the Hugging Face cache"
-        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {why}; on a machine with"
-        f" network access run `hf download {name}`, copy the printed directory here and set"
-        f" {key}=DIRECTORY, or copy the whole cache and set HF_HUB_CACHE to it"
+        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {why}; run `hf download"
+        f" {name}` on a machine with network access. Then copy the printed directory to this"
+        f" machine and set {key}=DIRECTORY, or copy the full cache and set HF_HUB_CACHE to the"
+        " copy"
     )
 
 

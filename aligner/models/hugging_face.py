@@ -247,7 +247,7 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         value = values[attribute]
         if default is SIZE or (attribute in ("num_kv_heads", "head_dim") and value is not None):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{origin}: {key}={value!r}: must be a whole number above 0")
+                raise ConfigError(f"{origin}: {key}={value!r}: must be an integer > 0")
         elif isinstance(default, bool):
             values[attribute] = bool(value)
     if "activation" in values:

@@ -77,8 +77,8 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
     if model.source == "random":
         if not model.config:
             raise ConfigError(
-                "model.config={}: must contain the entries of a Hugging Face config.json with"
-                " model.source=random"
+                "model.config={}: model.source=random requires the entries of a Hugging Face"
+                " config.json"
             )
         return read_config(model.config, "model.config")
     if model.source == "gguf":
@@ -132,8 +132,8 @@ def gguf_file(model: ModelConfig) -> Path:
     package = model.package
     if package is None:
         raise ConfigError(
-            "model.package=null: must name the package that contains the GGUF file with"
-            " model.source=gguf"
+            "model.package=null: model.source=gguf requires the name of the package that contains"
+            " the GGUF file"
         )
     directory = package_directory(package)
     if directory is None:
@@ -167,7 +167,7 @@ def model_directory(config: Config) -> Path:
 def _given_directory(model: ModelConfig) -> Path:
     if model.path is None:
         raise ConfigError(
-            "model.path=null: must name a Hugging Face model directory with model.source=directory"
+            "model.path=null: model.source=directory requires a Hugging Face model directory"
         )
     return Path(model.path)
 

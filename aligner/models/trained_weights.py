@@ -127,8 +127,9 @@ def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str]
         left = [spec.name for spec in parts if spec.name not in frozen]
         if chosen and left:
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen and {', '.join(left)} would not, but"
-                " they are parts of one parameter; freeze all of them or none"
+                f"{key}: {', '.join(chosen)} would be frozen, but {', '.join(left)} would be"
+                " trained. All of these weights are parts of one parameter; freeze all of them or"
+                " none of them"
             )
         # megatron-core's product with a frozen weight gives the bias that it adds no gradient.
         bias = fused.get(parameter.removesuffix("weight") + "bias", [])
@@ -138,7 +139,7 @@ def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str]
             and any(spec.name not in frozen for spec in bias)
         ):
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen and"
-                f" {', '.join(spec.name for spec in bias)} would not; freeze the biases of"
+                f"{key}: {', '.join(chosen)} would be frozen, but"
+                f" {', '.join(spec.name for spec in bias)} would be trained; freeze the biases of"
                 " query, key and value together with the weights"
             )

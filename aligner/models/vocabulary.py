@@ -44,8 +44,8 @@ def vocabulary_difference(
         for id in sorted(others)[:_SHOWN]
     )
     return (
-        f"{len(others)} of the policy's {len(written)} token ids are different tokens in its"
-        f" tokenizer, for example {shown}"
+        f"{len(others)} of the policy's {len(written)} token ids are different tokens in this"
+        f" model's tokenizer, for example {shown}"
     )
 
 

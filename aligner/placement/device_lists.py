@@ -27,7 +27,7 @@ def device_list(key: str, text: str, count: int, limit: str) -> tuple[int, ...]:
     found = list(numbers(text)) if is_known else []
     if not found or len(set(found)) < len(found):
         raise ConfigError(
-            f"{key}={text}: must be different devices from 0 to {count - 1} ({limit})"
+            f"{key}={text}: must list different devices from 0 to {count - 1} ({limit})"
         )
     return tuple(found)
 

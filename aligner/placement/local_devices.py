@@ -49,8 +49,8 @@ def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tup
     devices = device_list(key, text, count, f"GPUs of this machine: {count}")
     if len(devices) % size:
         raise ConfigError(
-            f"{key}={text}: must list {size} devices, one per rank, or for replicas a multiple of"
-            f" {size}"
+            f"{key}={text}: must list {size} devices (one per rank), or a multiple of {size}"
+            " devices for several replicas"
         )
     first = [other for other in ranks if role_of(other) == role].index(group) * size % len(devices)
     return devices[first : first + size]

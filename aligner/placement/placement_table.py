@@ -139,6 +139,6 @@ def layer_notes(config: Config) -> Iterator[str]:
                 why = "with LoRA"
             if why:
                 yield (
-                    f"note: {role}: {why} the model does not use the faster layers of"
+                    f"note: {role}: {why}, the model does not use the faster layers of"
                     " transformer-engine"
                 )

@@ -108,7 +108,10 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
                     f" {', '.join(roles)}"
                 )
             elif settings.beside == role or slurm_role(config, settings.beside).beside is not None:
-                yield f"{key}.beside={settings.beside}: must be another role without `beside`"
+                yield (
+                    f"{key}.beside={settings.beside}: must be another role whose own `beside` is"
+                    " null"
+                )
             if settings.nodes is not None:
                 yield (
                     f"{key}.nodes={settings.nodes}: is not supported with"

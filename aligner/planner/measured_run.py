@@ -112,8 +112,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     starts = _step_starts(spans)
     if not starts:
         raise ConfigError(
-            f"{directory}: the run has no timeline, which says when each role worked; run it with"
-            " logging.timeline=true"
+            f"{directory}: the run has no timeline, which records when each role worked; set"
+            " logging.timeline=true and repeat the run"
         )
 
     # The oldest step of the timeline is either the run's first, or cut off at its beginning.
@@ -126,7 +126,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     if not steps:
         required = 2 * config.rollout.max_staleness + 2
         raise ConfigError(
-            f"{directory}: the run has no step that can be measured yet; it must complete at least"
+            f"{directory}: no step of the run can be measured yet; the run must complete at least"
             f" {required} steps"
         )
     return _measure(_Recording(config, steps, spans, starts))

@@ -26,8 +26,8 @@ _SMALLEST_GAIN = 0.0005
 """A smaller relative gain is not shown as a faster split."""
 
 _ASYNCHRONOUS_ERROR = (
-    "rollout.max_staleness=1 within 10% where every role has its own core, up to 19% too fast on"
-    " shared cores"
+    "for rollout.max_staleness=1, at most 10% if every role has its own core, and up to 19% too"
+    " fast on shared cores"
 )
 
 
@@ -124,13 +124,16 @@ def _print_tables(plan: _Plan) -> None:
     console.print(_usage_table(run))
     share = run.phase_shares[run.limiting_role]
     print_line(
-        console, f"limiting role: {run.limiting_role}, its phases take {share:.0%} of a step"
+        console, f"limiting role: {run.limiting_role} (its phases take {share:.0%} of a step)"
     )
 
     if plan.splits:
         console.print(_splits_table(plan.splits))
     else:
-        print_line(console, "no split that moves one or two units is predicted to be faster")
+        print_line(
+            console,
+            "no split that moves the devices of one or two replicas is predicted to be faster",
+        )
     for line in _notes(plan):
         print_line(console, line)
 
@@ -160,7 +163,7 @@ def _waited_for(usage: RoleUsage) -> str:
 
 
 def _splits_table(splits: tuple[Prediction, ...]) -> Table:
-    table = Table(title="predicted for other splits", title_justify="left")
+    table = Table(title="predicted step times of other splits", title_justify="left")
     table.add_column("split")
     for heading in ("devices", "step", "change"):
         table.add_column(heading, justify="right")
@@ -182,21 +185,22 @@ def _notes(plan: _Plan) -> Iterator[str]:
     """Yield what else is predicted, and what the predictions assume."""
     if plan.asynchronous is not None:
         yield (
-            "predicted for rollout.max_staleness=1 with the same devices:"
+            "predicted step time for rollout.max_staleness=1 with the same devices:"
             f" {_seconds(plan.asynchronous.step_s)} ({plan.asynchronous.change:+.0%})"
         )
     if plan.run.pipeline.is_colocated:
         yield (
-            "colocated engine: generation counts as the trainer's work. Predictable: splits between"
-            " the trainer and the servers. Not predictable: engine.placement=server and"
-            " rollout.max_staleness=1; measure a run with engine.placement=server"
+            "colocated engine: generation counts as the trainer's work. Only splits between the"
+            " trainer and the servers are predicted. To get predictions for"
+            " engine.placement=server and rollout.max_staleness=1, measure a run with"
+            " engine.placement=server"
         )
     # Adding zero turns a rounded -0.0 into 0.0.
     own_error = round(plan.model_error, 3) + 0.0
     errors = [f"{own_error:+.1%} for this run's own step"]
     if plan.asynchronous is not None:
         errors.append(_ASYNCHRONOUS_ERROR)
-    errors.append("other splits were never compared with runs")
+    errors.append("for other splits, not measured")
     yield (
         "assumption: a phase's time is inversely proportional to its role's devices. Known error: "
         + "; ".join(errors)

@@ -181,7 +181,10 @@ PANELS = (
         "Mismatch of engine and trainer (nats per token)",
         {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "KL"},
         logarithmic=True,
-        description="Difference of the engine's and the trainer's log-probs, and its KL.",
+        description=(
+            "Absolute difference of the engine's and the trainer's log-probs, and the KL"
+            " divergence."
+        ),
     ),
     Panel(
         "staleness",
@@ -260,7 +263,10 @@ def metric_plots(metrics: Metrics) -> Iterator[Plot]:
             "Response lengths over the whole run",
             *_length_counts(metrics),
             about="response/length",
-            description="A smaller count of trained responses means that some were left out.",
+            description=(
+                "A smaller count of trained responses means that some responses were not trained"
+                " on."
+            ),
         )
 
 

@@ -118,7 +118,7 @@ def nested() -> Any:
     ("function", "why"),
     [
         (lambda requests: [], "a lambda has no name"),
-        (nested(), "it is defined inside a function"),
+        (nested(), "the function is defined inside another function"),
         (print, "must be a function"),
     ],
 )

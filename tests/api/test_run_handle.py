@@ -119,7 +119,7 @@ def test_a_run_is_stopped_with_a_checkpoint_from_another_process_and_goes_on(pla
     assert run.state == "stopped"
     with pytest.raises(aligner.Stopped, match="stopped on request after saving a checkpoint"):
         run.wait()
-    with pytest.raises(aligner.Stopped, match="resume it with"):
+    with pytest.raises(aligner.Stopped, match="resume the run with"):
         aligner.load_run("run").wait()
     done = len(run.metrics())
     on = aligner.launch(

@@ -34,8 +34,8 @@ def composed(*overrides):
         (
             ["algorithm=preferences", "rollout.samples_per_prompt=1"],
             (
-                "must be at least 2, because algorithm.pairs=best_and_worst pairs samples of one"
-                " prompt"
+                "must be at least 2, because algorithm.pairs=best_and_worst forms pairs from the"
+                " samples of one prompt"
             ),
         ),
         (
@@ -376,7 +376,7 @@ def test_the_sampler_is_corrected_for_once(tmp_path):
         ConfigError,
         match=(
             r"algorithm\.ratio_against=sampler: with algorithm\.truncated_importance=token the"
-            " difference from the sampler would be corrected"
+            " difference between the trainer and the sampler would be corrected"
         ),
     ):
         check(

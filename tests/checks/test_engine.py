@@ -49,8 +49,8 @@ def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(
         )
     packages, gpu = str(caught.value).splitlines()
     assert packages.startswith(
-        "engine.kind=tensorrt_llm: requires the Python packages tensorrt_llm and ray, not"
-        " installed here; run in a TensorRT-LLM"
+        "engine.kind=tensorrt_llm: requires the Python packages tensorrt_llm and ray, which"
+        " are not installed here; run in a TensorRT-LLM"
     )
     assert (
         gpu
@@ -129,9 +129,7 @@ def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, sou
 
 
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
-    told = (
-        f"engine.vllm.python={sys.executable}: vLLM is not installed there; create an environment"
-    )
+    told = f"engine.vllm.python={sys.executable}: vLLM is not installed there; run `aligner"
     with pytest.raises(ConfigError, match=told):
         check(
             compose_config(

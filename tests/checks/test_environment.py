@@ -54,7 +54,7 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
             (
                 "an episode may wait 720 s for its environment (environment.deadline_s=90 x"
                 " environment.max_turns=8), but the other ranks wait only"
-                " cluster.collective_timeout_s=600 s for it"
+                " cluster.collective_timeout_s=600 s for an episode"
             ),
         ),
         (
@@ -139,7 +139,7 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         ),
         (
             ["environment.agent_command=[true]"],
-            "environment.agent and environment.agent_command: only one of them can be set",
+            "environment.agent and environment.agent_command: only one of these keys can be set",
         ),
         (
             ["environment.agent=null", "environment.agent_command=[]"],
@@ -156,7 +156,7 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
         (
             ["rollout.spare_prompts=1"],
             (
-                "rollout.spare_prompts=1: agents cannot be carried over to a later step; set"
+                "rollout.spare_prompts=1: agent episodes cannot be carried over to a later step; set"
                 " rollout.spare_prompts=0"
             ),
         ),
@@ -176,7 +176,7 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
             (
                 "an episode may take 602 s (environment.deadline_s=301 x (1 +"
                 " environment.retries=1)), but the other ranks wait only"
-                " cluster.collective_timeout_s=600 s for it"
+                " cluster.collective_timeout_s=600 s for an episode"
             ),
         ),
     ],

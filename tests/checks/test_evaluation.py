@@ -173,7 +173,7 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         (
             "online",
             {"evaluation": BESIDE},
-            "evaluation.beside=true: requires a generator that samples while the policy trains",
+            "evaluation.beside=true: requires a generator that generates while the policy trains",
         ),
         (
             "online",
@@ -216,7 +216,9 @@ def test_a_file_and_prompts_in_place_are_too_much(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a\n")
     (problem,) = problems("online", evaluation=EvaluationConfig(path=str(file), prompts=["a"]))
-    assert problem == "evaluation.prompts: evaluation.path is also set; set only one of them"
+    assert (
+        problem == "evaluation.prompts: evaluation.path is also set; set only one of the two keys"
+    )
 
 
 def test_one_response_a_prompt_is_greedy_unless_it_is_said_otherwise() -> None:

@@ -94,10 +94,10 @@ def test_files_beside_a_certificate_that_the_run_makes_are_refused() -> None:
     assert problems(certificate="auto", key="a.pem", authorities="b.pem") == [
         (
             "server.tls.key=a.pem: is not supported with server.tls.certificate=auto, where the"
-            " run creates its own files; leave it out"
+            " run creates its own files; remove server.tls.key"
         ),
         (
             "server.tls.authorities=b.pem: is not supported with server.tls.certificate=auto,"
-            " where the run creates its own files; leave it out"
+            " where the run creates its own files; remove server.tls.authorities"
         ),
     ]

@@ -101,7 +101,7 @@ def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
     check(composed(models_directory, "deeper-model", ALONE))
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.advantage=none: algorithm.loss=clip requires advantages; .* or a teacher",
+        match=r"algorithm.advantage=none: algorithm.loss=clip requires advantages; .* or set teacher",
     ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", ALONE]))
 
@@ -124,7 +124,7 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
             [],
             (
                 r"teacher\.path=.*other-model: \d+ of the policy's \d+ token ids are different"
-                " tokens in its tokenizer, for example 2"
+                " tokens in this model's tokenizer, for example 2"
             ),
         ),
         (

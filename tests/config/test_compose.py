@@ -44,14 +44,17 @@ TINY = "experiment=tiny_ppo"
             [TINY, "data.prompts=abc"],
             "data.prompts=abc: expected list[str], got a single value; write data.prompts=[abc]",
         ),
-        ([TINY, "actor=5"], "actor=5: is a section; set keys in it, such as actor."),
+        ([TINY, "actor=5"], "actor=5: is a section; set a key of this section, such as actor."),
         ([TINY, "run.steps=1,2"], "run.steps=1,2: expected one value"),
         ([TINY, "~run.steps"], "~run.steps: keys cannot be deleted"),
         ([TINY, "run.name=a=b"], "run.name=a=b: "),
         ([TINY, "run.name=../elsewhere"], "run.name=../elsewhere: must consist of"),
         (
             [TINY, "run.resume=true"],
-            "run.resume=true: requires the run to resume; set run.dir=DIRECTORY or run.name=NAME",
+            (
+                "run.resume=true: requires the directory or name of the run to resume; set"
+                " run.dir=DIRECTORY or run.name=NAME"
+            ),
         ),
         (
             [TINY, "model=tiny_randon"],

@@ -132,8 +132,8 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
         with pytest.raises(
             ConfigError,
             match=(
-                r"parameters does not fit into .*: the layout with the lowest memory use needs, in"
-                r" GiB per rank, trainer .*, critic "
+                r"parameters does not fit into .*\. Memory of the smallest layout in GiB per rank:"
+                r" trainer .*, critic "
             ),
         ):
             chosen(monkeypatch, model, machine, *overrides)
@@ -173,7 +173,7 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_needs(
     with pytest.raises(
         ConfigError,
         match=(
-            r"70\.6 B parameters does not fit into 76 GiB of GPU memory: the"
+            r"70\.6 B parameters does not fit into 76 GiB of GPU memory\. Memory of the smallest"
             r" layout.*actor\.lora\.rank=16"
         ),
     ):
@@ -292,10 +292,10 @@ def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.M
     few = replace(DATA, records=100, is_whole=True, longest_answer=0)
     config, choices, _ = chosen(monkeypatch, "1M", CORES, *online("grpo"), data=few)
     assert config.run.steps == 50 and choices["run.steps"].reason.endswith(
-        "limited to 50 to 200 steps on this machine"
+        "limited to the range 50 to 200 on this machine"
     )
     assert (
-        "no answers to estimate the length from: 64 to 128"
+        "the default on CPUs, where generation is slow, because the data contains no answers"
         in choices["rollout.max_response_tokens"].reason
     )
 

@@ -225,7 +225,10 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
         ),
         (
             ["experiment=against", "reward.path=experiment:judge/a"],
-            "the result is a reward model, of which no single file can be used; use experiment:judge",
+            (
+                "the result is a reward model, but a single file of this result cannot be selected;"
+                " use experiment:judge"
+            ),
         ),
     ],
 )

@@ -596,7 +596,9 @@ def test_an_experiments_file_may_set_what_the_run_does_not_read_and_a_person_is_
     told = capsys.readouterr().err
     assert exit_.value.code == 0, told
     notes = next(
-        line for line in told.splitlines() if ": no effect with algorithm.advantage=none" in line
+        line
+        for line in told.splitlines()
+        if ": has no effect with algorithm.advantage=none" in line
     )
     assert "algorithm.critic_warmup_steps" in notes and "critic.optimizer.learning_rate" in notes
 
@@ -608,8 +610,8 @@ def test_what_an_experiment_takes_from_another_is_told_too(tmp_path: Path) -> No
     )
     config = compose_config(["experiment=mine", "algorithm=grpo"], tmp_path)
     assert unread_notes(config, tmp_path) == [
-        "critic.optimizer.learning_rate: no effect with algorithm.advantage=grpo",
-        "evaluation.samples: no effect with evaluation.every=0",
+        "critic.optimizer.learning_rate: has no effect with algorithm.advantage=grpo",
+        "evaluation.samples: has no effect with evaluation.every=0",
     ]
 
 

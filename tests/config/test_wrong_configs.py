@@ -100,17 +100,17 @@ WRONG: tuple[tuple[str, ...], ...] = (
             "server.max_request_tokens=1000: too small for a request for a critic update with 32"
             " sequences of up to 32 tokens"
         ),
-        "set 1024 or more, or more algorithm.minibatches",
+        "set 1024 or more, or increase algorithm.minibatches",
     ),
     (
         "server.max_request_tokens=1000",
         "a request for scores or values of 32 sequences",
-        "or a smaller server.max_batch_size",
+        "or reduce server.max_batch_size",
     ),
     (
         "server.max_request_tokens=100 engine.placement=server rollout.prompts_per_step=32",
         "a request to generate from 16 sequences of up to 16 tokens",
-        "set 256 or more, or more rollout.micro_batches",
+        "set 256 or more, or increase rollout.micro_batches",
     ),
     (
         (
@@ -118,7 +118,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
             " evaluation.path=a.txt evaluation.count=200"
         ),
         "a request to generate for an evaluation from 200 sequences of up to 16 tokens",
-        "set 3200 or more, or a smaller evaluation.count",
+        "set 3200 or more, or reduce evaluation.count",
     ),
     (
         (
@@ -126,7 +126,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
             " evaluation.samples=70"
         ),
         "a request for evaluation scores of 256 sequences of up to 32 tokens",
-        "or a smaller server.max_batch_size",
+        "or reduce server.max_batch_size",
     ),
     (
         "reward.kind=model reward.path=short",
@@ -214,7 +214,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "model.path=listed: config.json must be a JSON object, got list",
     ),
     ("model.source=directory model.path=bert", "model.path=bert", "BertForMaskedLM", "Llama"),
-    ("model.config.hidden_size=big", "model.config: hidden_size='big'", "above 0"),
+    ("model.config.hidden_size=big", "model.config: hidden_size='big'", "an integer > 0"),
     (
         "model.config.num_attention_heads=5",
         "the hidden size, 64, must be a multiple of the number of attention heads, 5",
@@ -243,7 +243,10 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("run.resume=true run.dir=gone", "run.resume=true: no run found in", "leave run.resume out"),
     (
         "run.resume=auto",
-        "run.resume=auto: requires the run to resume; set run.dir=DIRECTORY or run.name=NAME",
+        (
+            "run.resume=auto: requires the directory or name of the run to resume; set"
+            " run.dir=DIRECTORY or run.name=NAME"
+        ),
     ),
     # Files of one's own.
     ("--config-dir mine experiment=typo", "did you mean run.steps? (in experiment/typo.yaml)"),
@@ -269,7 +272,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     (
         "cluster=slurm cluster.slurm.time=5",
         "cluster.slurm.time=5: must be longer than cluster.slurm.grace_s=",
-        "because the job receives its stop signal",
+        "because Slurm sends the stop signal",
     ),
     (
         "cluster=slurm checkpoint.every_minutes=0",
@@ -280,10 +283,10 @@ WRONG: tuple[tuple[str, ...], ...] = (
     (
         "cluster.kind=slurm",
         (
-            "server.interface=127.0.0.1: must be 0.0.0.0 with cluster=slurm, because the servers"
-            " are reached"
+            "server.interface=127.0.0.1: must be 0.0.0.0 with cluster=slurm, because clients"
+            " connect to"
         ),
-        "at the addresses of their nodes",
+        "each server at the address of its node",
     ),
     (
         "cluster=slurm cluster.slurm.roles.reward.nodes=3 reward.replicas=2",

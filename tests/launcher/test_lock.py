@@ -122,8 +122,8 @@ def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(r
         _, error = second.communicate(timeout=30)
         assert second.returncode == 2
         assert re.match(
-            rf"run\.dir={run}: in use by process {first.pid} on \S+ since .+; wait until it"
-            r" ends, stop it",
+            rf"run\.dir={run}: in use by process {first.pid} on \S+ since .+; wait until the"
+            r" other launch ends or stop that launch",
             error,
         )
     assert processes_of(run), "the first goes on"

@@ -67,7 +67,7 @@ def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(
         ):
             assert not any(path.exists() for path in paths.of_training)
         assert (
-            "the run starts again from step 0. Files of the earlier start were moved to"
+            "the run starts again from step 0. The files of the earlier launch were moved to"
             f" {paths.set_aside / start}\n" in told.getvalue()
         )
         files = {file for file in (paths.set_aside / start).rglob("*") if file.is_file()}

@@ -451,7 +451,7 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
             "--parsable",
             (
                 "interrupted: it is unknown whether the job was queued. Check with `squeue --me"
-                " --name=run`; if it is not queued, launch again with run.resume=auto"
+                " --name=run`; if the job is not queued, launch again with run.resume=auto"
             ),
             True,
         ),

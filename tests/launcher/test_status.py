@@ -70,7 +70,7 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     finish(launcher, run)
     status = read_status(run)
     assert (status.state, status.exit_code, status.seconds_left) == ("stopped", 143, None)
-    assert status.note == f"stopped by SIGTERM; restart it with: {resumed(run)}"
+    assert status.note == f"stopped by SIGTERM; restart the run with: {resumed(run)}"
     assert set(healths(run).values()) == {"gone"}
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(
     rank = int(error.startswith("trainer rank 1"))
     told = reason.format(rank=rank, other=1 - rank)
     assert (
-        status.note == f"trainer {told}; resume it with:"
+        status.note == f"trainer {told}; resume the run with:"
         f" {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
     )
 
@@ -149,8 +149,8 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     assert (status.state, status.exit_code) == ("stopped", None)
     assert status.note is not None and f"process {launcher.pid} on " in status.note
     assert (
-        "is no longer running and did not record an end of the run; restart it with: aligner launch"
-        " experiment=tiny_ppo" in status.note
+        "is no longer running and did not record the end of the run; restart the run with: aligner"
+        " launch experiment=tiny_ppo" in status.note
     )
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
@@ -187,13 +187,15 @@ def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path
     assert (
         status.state == "stopped"
         and status.note is not None
-        and status.note.startswith("its launcher (job 4242) is no longer running")
+        and status.note.startswith("the launcher (job 4242) is no longer running")
     )
 
 
-SBATCH = "restart it with: sbatch {run}/job.sh"
-IN_QUEUE = "its Slurm job is in the queue and resumes the run: squeue --jobs=4242"
-UNKNOWN = "if its job is still queued (squeue --jobs=4242), it resumes the run; otherwise "
+SBATCH = "restart the run with: sbatch {run}/job.sh"
+IN_QUEUE = "the run's Slurm job is in the queue and will resume the run: squeue --jobs=4242"
+UNKNOWN = (
+    "if the run's job is still queued (squeue --jobs=4242), the job resumes the run; otherwise "
+)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
     why = (
         "stopped by SIGTERM"
         if exit_code
-        else "its launcher (job 4242) is no longer running and did not record an end of the run"
+        else "the launcher (job 4242) is no longer running and did not record the end of the run"
     )
     assert (status.state, status.note) == (state, f"{why}; {note.format(run=run)}")
 

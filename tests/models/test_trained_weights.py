@@ -65,16 +65,16 @@ def test_a_part_of_a_parameter_cannot_be_frozen_alone():
     with pytest.raises(
         ConfigError,
         match=(
-            r"layers\.2\.mlp\.gate_proj\.weight would be frozen and .*2\.mlp\.up_proj\.weight"
-            " would not"
+            r"layers\.2\.mlp\.gate_proj\.weight would be frozen, but .*2\.mlp\.up_proj\.weight"
+            " would be trained"
         ),
     ):
         frozen_names(table(), ["model.layers.2.mlp.gate_proj.weight"])
     with pytest.raises(
         ConfigError,
         match=(
-            r"self_attn\.q_proj\.weight, .*v_proj\.weight would be frozen and .*k_proj\.weight"
-            " would not"
+            r"self_attn\.q_proj\.weight, .*v_proj\.weight would be frozen, but .*k_proj\.weight"
+            " would be trained"
         ),
     ):
         frozen_names(table(), ["model.layers.0.self_attn.[qv]_proj.weight"])

@@ -81,11 +81,11 @@ def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
     [
         (
             ["cluster.devices.critic=8"],
-            "cluster.devices.critic=8: must be different devices from 0 to 7",
+            "cluster.devices.critic=8: must list different devices from 0 to 7",
         ),
         (
             ["cluster.devices.critic='1,1'"],
-            "cluster.devices.critic=1,1: must be different devices",
+            "cluster.devices.critic=1,1: must list different devices",
         ),
         (
             ["cluster.devices.critic=all"],
@@ -93,7 +93,7 @@ def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
         ),
         (
             [*WIDE, "cluster.devices.critic=3"],
-            "cluster.devices.critic=3: must list 2 devices, one per rank",
+            "cluster.devices.critic=3: must list 2 devices (one per rank)",
         ),
         (
             [*SERVED, "cluster.devices.trainer=1", "cluster.devices.generator=1"],

@@ -161,7 +161,10 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         (
             [f"{NODES}.critic.beside=critic"],
-            "cluster.slurm.roles.critic.beside=critic: must be another role without `beside`",
+            (
+                "cluster.slurm.roles.critic.beside=critic: must be another role whose own `beside` is"
+                " null"
+            ),
         ),
         (
             [f"{NODES}.critic.beside=generator"],
@@ -180,18 +183,18 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
         (
             [f"{NODES}.trainer.devices=0-8"],
-            "cluster.slurm.roles.trainer.devices=0-8: must be different devices from 0 to 7",
+            "cluster.slurm.roles.trainer.devices=0-8: must list different devices from 0 to 7",
         ),
         (
             [f"{NODES}.trainer.devices=0-300000000000"],
             (
-                "cluster.slurm.roles.trainer.devices=0-300000000000: must be different devices"
+                "cluster.slurm.roles.trainer.devices=0-300000000000: must list different devices"
                 " from 0 to 7"
             ),
         ),
         (
             [f"{NODES}.trainer.devices=3-0"],
-            "cluster.slurm.roles.trainer.devices=3-0: must be different devices from 0 to 7",
+            "cluster.slurm.roles.trainer.devices=3-0: must list different devices from 0 to 7",
         ),
         (
             [f"{NODES}.trainer.devices=a"],
@@ -227,7 +230,7 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
             (
                 "engine.parallel.tensor=4: a replica of engine.kind=tensorrt_llm must fit on one"
                 " node, but the trainer has 2 ranks on each of 4 nodes (cluster.devices_per_node);"
-                " set more ranks per node, or a size that divides 2"
+                " set more ranks per node, or set engine.parallel.tensor to a divisor of 2"
             ),
         ),
         (

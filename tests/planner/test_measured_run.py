@@ -113,7 +113,9 @@ def test_asynchronous_run_leaves_out_first_and_last_steps(tmp_path: Path) -> Non
     run = read_measured_run(write_server_engine_run(tmp_path, ASYNCHRONOUS[:7], *overrides))
     assert run.measured_steps == 3
     short = write_server_engine_run(tmp_path / "short", ASYNCHRONOUS[:2], *overrides)
-    with pytest.raises(ConfigError, match=r"no step that can be measured yet; .* at least 6 steps"):
+    with pytest.raises(
+        ConfigError, match=r"no step of the run can be measured yet; .* at least 6 steps"
+    ):
         read_measured_run(short)
 
 
@@ -222,13 +224,17 @@ def test_placement_unit_is_one_model_replica(tmp_path: Path) -> None:
 def test_run_without_timeline_is_refused(tmp_path: Path, max_staleness: int) -> None:
     override = f"rollout.max_staleness={max_staleness}"
     write_server_engine_run(tmp_path, ASYNCHRONOUS, override, timeline=False)
-    with pytest.raises(ConfigError, match=r"no timeline, .*; run it with logging.timeline=true"):
+    with pytest.raises(
+        ConfigError, match=r"no timeline, .*; set logging.timeline=true and repeat the run"
+    ):
         read_measured_run(tmp_path)
 
 
 def test_run_without_a_second_step_is_refused(tmp_path: Path) -> None:
     directory = write_server_engine_run(tmp_path, SYNCHRONOUS[:1])
-    with pytest.raises(ConfigError, match=r"no step that can be measured yet; .* at least 2 steps"):
+    with pytest.raises(
+        ConfigError, match=r"no step of the run can be measured yet; .* at least 2 steps"
+    ):
         read_measured_run(directory)
 
 

@@ -55,15 +55,16 @@ def test_tables_show_usage_limit_and_predictions(tmp_path: Path) -> None:
     ]
     assert ["trainer", "1", "78%", "22%", "generator"] in rows
     assert ["generator", "1", "22%", "78%", "trainer requests"] in rows
-    assert "limiting role: trainer, its phases take 77% of a step" in done.stdout
+    assert "limiting role: trainer (its phases take 77% of a step)" in done.stdout
     assert ["trainer 2, generator 1", "3", "2.13 s", "-38%"] in rows
-    assert "predicted for rollout.max_staleness=1 with the same devices: 2.67 s (-23%)" in (
-        done.stdout
+    assert (
+        "predicted step time for rollout.max_staleness=1 with the same devices: 2.67 s (-23%)"
+        in done.stdout
     )
     note = done.stdout.splitlines()[-1]
     assert note.startswith("assumption: a phase's time is inversely proportional to its role's")
-    assert "within 10% where every role has its own core" in note
-    assert note.endswith("other splits were never compared with runs")
+    assert "at most 10% if every role has its own core" in note
+    assert note.endswith("for other splits, not measured")
 
 
 def test_json_has_shares_that_add_up_to_one(
@@ -106,7 +107,7 @@ def test_asynchronous_run_predicts_no_synchronous_step(
     assert "max_staleness_1" not in planned(capsys, run)
     text = printed(capsys, run)
     assert "predicted for rollout.max_staleness" not in text
-    assert "within 10%" not in text
+    assert "at most 10%" not in text
 
 
 def test_colocated_run_names_what_is_not_predictable(
@@ -117,7 +118,7 @@ def test_colocated_run_names_what_is_not_predictable(
     assert plan["is_colocated"] and "max_staleness_1" not in plan
     assert all(set(split["devices"]) == {"trainer", "critic"} for split in plan["splits"])
     text = printed(capsys, run)
-    assert "Not predictable: engine.placement=server and rollout.max_staleness=1" in text
+    assert "To get predictions for engine.placement=server and rollout.max_staleness=1" in text
 
 
 def test_missing_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:

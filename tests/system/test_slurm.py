@@ -226,7 +226,7 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
     slurm.command("scancel", job.number)
     status = read_status(job.paths.root)
     assert status.state == "stopped"
-    assert status.note == f"stopped by SIGTERM; restart it with: sbatch {job.paths.job_script}"
+    assert status.note == f"stopped by SIGTERM; restart the run with: sbatch {job.paths.job_script}"
 
 
 def shared_memory_of(role: str, job: Job) -> list[Path]:
@@ -310,7 +310,7 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     status = read_status(job.paths.root)
     assert status.state == "failed"
     assert status.note is not None and status.note.endswith(
-        f"restart it with: sbatch {job.paths.job_script}"
+        f"restart the run with: sbatch {job.paths.job_script}"
     )
 
 
@@ -332,7 +332,7 @@ def test_a_run_whose_job_waits_is_not_launched_a_second_time(
         second = launched(slurm, same, *given, "run.steps=1000")
         assert second.returncode == 2
         told = (
-            f"already queued as job {job.number}; wait until it ends, or cancel it with"
+            f"already queued as job {job.number}; wait until the job ends, or cancel the job with"
             f" `scancel {job.number}`"
         )
         assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"

@@ -180,8 +180,8 @@ def test_another_tokenizer_is_refused_by_the_first_tokens_that_differ(student: C
     with pytest.raises(
         ConfigError,
         match=(
-            r"teacher\.scores=.* of the policy's .* token ids are different tokens in its"
-            " tokenizer, for example"
+            r"teacher\.scores=.* of the policy's .* token ids are different tokens in this"
+            " model's tokenizer, for example"
         ),
     ):
         check(student)

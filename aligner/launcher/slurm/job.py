@@ -43,7 +43,7 @@ def supervise(directory: Path) -> None:
     config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
     console, requeue = Console(width=120), config.cluster.slurm.requeue
     how = (
-        "its job is requeued and resumes the run"
+        "Slurm requeues the job, which resumes the run"
         if requeue
         else f"resume the run with: sbatch {paths.job_script}"
     )

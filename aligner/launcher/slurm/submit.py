@@ -40,7 +40,7 @@ def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) 
     if missing := ", ".join(first.name for first in plan.missing):
         raise ConfigError(
             f"{missing}: the run needs the result of this experiment, which has not run yet. A"
-            " Slurm job does not run prerequisite experiments; launch it first"
+            f" Slurm job does not run prerequisite experiments; launch {missing} first"
         )
     return render_script(plan.config)
 
@@ -64,7 +64,7 @@ def submit(plan: RunPlan) -> None:
         # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have
         # been queued in other ways.
         if (queued := job_of(paths.job_script)) is not None:
-            how = f"wait until it ends, or cancel it with `scancel {queued}`"
+            how = f"wait until the job ends, or cancel the job with `scancel {queued}`"
             raise ConfigError(f"run.dir={paths.root}: already queued as job {queued}; {how}")
         check_directory(config)
         config = dated(config)
@@ -122,7 +122,7 @@ def _queued(paths: RunPaths, config: Config) -> str:
     except (NoAnswerError, KeyboardInterrupt) as error:
         raise NoAnswerError(
             f"{str(error) or 'interrupted'}: it is unknown whether the job was queued. Check with"
-            f" `squeue --me --name={config.run.name}`; if it is not queued, launch again with"
+            f" `squeue --me --name={config.run.name}`; if the job is not queued, launch again with"
             " run.resume=auto"
         ) from error
     return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
