@@ -57,10 +57,10 @@ def _patience_problems(config: Config) -> Iterator[str]:
     if server.max_restarts and server.request_timeout_s <= again_s:
         yield (
             f"server.request_timeout_s={server.request_timeout_s:g}: must be above {again_s:g},"
-            " because a request waits while its server is restarted, which may take"
+            " because a request waits until its server has restarted. A restart may take"
             f" server.health_timeout_s={server.health_timeout_s:g} s +"
             f" cluster.stop_timeout_s={cluster.stop_timeout_s:g} s +"
-            f" server.start_timeout_s={server.start_timeout_s:g} s; set a larger value or"
+            f" server.start_timeout_s={server.start_timeout_s:g} s. Set a larger value or"
             " server.max_restarts=0"
         )
     waiting = next((group for group, ranks in groups.items() if ranks > 1), None)

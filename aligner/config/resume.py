@@ -197,8 +197,8 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     yield "\n".join(
         [
             (
-                f"run.resume={config.run.resume}: the run was started with other values ({where}"
-                " -> this launch):"
+                f"run.resume={config.run.resume}: the run was started with other values. Changed"
+                f" keys ({where} -> this launch):"
             ),
             *found[:_SHOWN],
             *more,

@@ -134,7 +134,7 @@ def _is_free_by_name(file: IO[str], error: OSError) -> bool:
     another's cannot."""
     holder, unseen = _holder(file), ""
     if holder is not None and holder.host != socket.gethostname():
-        unseen = f"; assuming that {holder} has ended"
+        unseen = f"; aligner assumes that {holder} has ended"
     elif holder is not None and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
         return False
     print(

@@ -170,7 +170,7 @@ class Supervisor:
         """Have a critic start anew: it has learned with a trainer that has left no checkpoint."""
         for server in self._servers:
             if server.name == "critic":
-                server.begin_anew("has updates of a trainer that restarts from step 0")
+                server.begin_anew("was updated by a trainer that now restarts from step 0,")
 
     def _tick(self) -> None:
         self.interrupts.check()

@@ -127,8 +127,8 @@ PANELS = (
         {"response/ended_fraction": "complete", "rollout/kept_fraction": "kept"},
         is_share=True,
         description=(
-            "Complete: ended before the length limit. Kept: has a score and was kept by dynamic"
-            " sampling."
+            "Complete responses ended before the length limit. Kept responses have a score and"
+            " passed dynamic sampling."
         ),
     ),
     Panel(
@@ -154,8 +154,8 @@ PANELS = (
         {f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}
         | {"eval/win_rate": "win rate", "eval/judge_win_rate": "judged win rate"},
         description=(
-            "pass@k: at least one of k responses passes. Win rate: the response scores above the"
-            " reference."
+            "pass@k: probability that at least one of k responses passes. Win rate: fraction of"
+            " responses that score above the reference."
         ),
     ),
     Panel(

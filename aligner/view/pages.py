@@ -104,7 +104,8 @@ class Pages:
         if column not in _SORTS:
             raise HTTPException(
                 400,
-                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, optionally after a -",
+                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, optionally with the"
+                " prefix -",
             )
         runs = [run.overview() for run in self._index.runs()]
         text = wanted["q"].lower()

@@ -92,7 +92,7 @@ class SampleTable:
         column = sort.removeprefix("-")
         if column not in SORTS:
             raise AlignerError(
-                f"sort={sort}: must be one of {', '.join(SORTS)}, optionally after a -"
+                f"sort={sort}: must be one of {', '.join(SORTS)}, optionally with the prefix -"
             )
         if (
             self.has_all
@@ -120,7 +120,8 @@ class SampleTable:
         """The same of prompts: what was scored of each, and the place of its newest sample."""
         if sort.removeprefix("-") not in PROMPT_SORTS:
             raise AlignerError(
-                f"sort={sort}: must be one of {', '.join(PROMPT_SORTS)}, optionally after a -"
+                f"sort={sort}: must be one of {', '.join(PROMPT_SORTS)}, optionally with the prefix"
+                " -"
             )
         condition, values = wanted.condition()
         order = (

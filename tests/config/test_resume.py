@@ -83,7 +83,7 @@ def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume
     message = refusal(*given, *changes, "run.steps=10", f"run.resume={resume}")
     assert message.splitlines() == [
         (
-            f"run.resume={resume}: the run was started with other values"
+            f"run.resume={resume}: the run was started with other values. Changed keys"
             f" ({tmp_path / 'run' / 'config.yaml'} -> this launch):"
         ),
         '  data.prompt_after: null -> "x"',

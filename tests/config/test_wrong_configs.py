@@ -177,12 +177,12 @@ WRONG: tuple[tuple[str, ...], ...] = (
     (
         "server.start_timeout_s=240",
         (
-            "server.request_timeout_s=300: must be above 310, because a request waits while its"
-            " server is restarted"
+            "server.request_timeout_s=300: must be above 310, because a request waits until its"
+            " server has restarted"
         ),
         (
             "server.health_timeout_s=60 s + cluster.stop_timeout_s=10 s +"
-            " server.start_timeout_s=240 s; set a larger value"
+            " server.start_timeout_s=240 s. Set a larger value"
         ),
         "server.max_restarts=0",
     ),

@@ -108,7 +108,7 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
     )
     with locked(tmp_path):
         assert (
-            "; assuming that process 1 on elsewhere since yesterday has ended\n"
+            "; aligner assumes that process 1 on elsewhere since yesterday has ended\n"
             in capsys.readouterr().err
         )
 

@@ -43,7 +43,7 @@ def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path)
     )
     assert code == 0, error
     assert (
-        "critic rank 0 has updates of a trainer that restarts from step 0 and was killed;"
+        "critic rank 0 was updated by a trainer that now restarts from step 0, and was killed;"
         " restarting critic (1 of 3)" in out
     )
     assert (state := read_state(run / "status.json")) is not None

@@ -221,7 +221,7 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
         time.sleep(0.2)
     assert (status.state, status.exit_code) == ("queued", 143)
     assert status.note is not None and status.note.startswith(
-        "stopped by SIGTERM; its Slurm job is in the queue"
+        "stopped by SIGTERM; the run's Slurm job is in the queue"
     )
     slurm.command("scancel", job.number)
     status = read_status(job.paths.root)
