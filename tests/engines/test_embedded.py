@@ -305,7 +305,9 @@ def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_
     with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
         load_directory(EmbeddedEngine(untied, EngineConfig(), 0, 1), tied_directory)
     wider = dataclasses.replace(shape_of(tied_directory), ffn_hidden_size=64)
-    with pytest.raises(AlignerError, match=r"gate_proj\.weight has shape \(48, 32\), expected \(64, 32\)"):
+    with pytest.raises(
+        AlignerError, match=r"gate_proj\.weight has shape \(48, 32\), expected \(64, 32\)"
+    ):
         load_directory(EmbeddedEngine(wider, EngineConfig(), 0, 1), tied_directory)
     with pytest.raises(AlignerError, match=r"neither model.safetensors nor"):
         load_directory(make_engine(tied_directory), tmp_path)
