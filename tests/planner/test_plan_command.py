@@ -106,7 +106,7 @@ def test_asynchronous_run_predicts_no_synchronous_step(
     run = write_server_engine_run(tmp_path, ASYNCHRONOUS, "rollout.max_staleness=1")
     assert "max_staleness_1" not in planned(capsys, run)
     text = printed(capsys, run)
-    assert "predicted for rollout.max_staleness" not in text
+    assert "predicted step time for rollout.max_staleness" not in text
     assert "at most 10%" not in text
 
 
