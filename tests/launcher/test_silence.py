@@ -108,7 +108,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(run: Path) -> None:
     time.sleep(3)
     (run / "done").touch()
     code, out, error = finish(launcher, run)
-    assert code == 0 and "again" not in out, error
+    assert code == 0 and "restarting" not in out, error
 
 
 @pytest.mark.slow
