@@ -304,7 +304,8 @@ def _dual_clipped(terms: Tensor, advantages: Tensor, bound: float) -> tuple[Tens
     """The terms, at most -bound·A where A < 0, and which of them were more."""
     if bound < 1:
         raise ValueError(
-            f"dual_clip={bound}: must be >= 1, because it bounds the loss of importance ratios > 1"
+            f"dual_clip={bound}: must be >= 1, because dual clipping bounds the loss of tokens"
+            " whose importance ratio is > 1"
         )
     bounded = (advantages < 0) & (terms > -bound * advantages)
     return torch.where(bounded, -bound * advantages, terms), bounded

@@ -83,7 +83,7 @@ def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator
         )
     elif not config.critic_scores and own.ranks != 1 and not models:
         yield (
-            f"reward.parallel: must have 1 rank, got {own.ranks}, because no reward source is a"
+            f"reward.parallel: got {own.ranks} ranks, must be 1, because no reward source is a"
             f" model (reward.kind={reward.kind})"
         )
 

@@ -55,5 +55,6 @@ def _unmeasured(config: Config, given: str, metric: str) -> Iterator[str]:
         and not (config.evaluation.every or config.checkpoint.every)
     ):
         yield (
-            f"{given}: the run is evaluated only after its last step; set evaluation.every=STEPS"
+            f"{given}: requires evaluations before the last step of the run;"
+            " set evaluation.every=STEPS"
         )

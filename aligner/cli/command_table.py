@@ -392,7 +392,7 @@ COMMANDS = {
     ),
     "report": Command(
         "aligner.cli.run_pages:report",
-        "save the pages of a finished or unfinished run as one HTML file that works offline",
+        "save the pages of `aligner view` for one run as one HTML file that works offline",
         (
             _RUN,
             _add(

@@ -187,8 +187,8 @@ def branch_request(
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
         raise AlignerError(
-            f"its re-rendered conversation has {len(read)} tokens and leaves no room for a"
-            f" response; the limit is {most} tokens"
+            f"the re-rendered conversation of the episode has {len(read)} tokens and leaves no room"
+            f" for a response; prompt and response together must have at most {most} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
     room = min(request.limit(options), most - len(read))

@@ -236,7 +236,8 @@ class AgentSession:
         if kind not in self.means.told:
             self.means.told.add(kind)
             _log.info(
-                "episode %s starts a new branch (this reason is logged only once): %s%s",
+                "episode %s starts a new branch: %s%s (later branches with this reason are not"
+                " logged)",
                 self.name,
                 kind,
                 f" ({reason})" * bool(reason),

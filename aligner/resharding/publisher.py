@@ -74,7 +74,8 @@ class Publisher:
             )
         if len(plan.labels) != link.size:
             problems.append(
-                f"the transfer plan has {len(plan.labels)} ranks, but the link has {link.size}"
+                f"the transfer plan has {len(plan.labels)} ranks, but the link has"
+                f" {link.size} ranks"
             )
         if dtype.itemsize != plan.itemsize:
             problems.append(

@@ -215,8 +215,8 @@ def _answers(
             for request in requests:
                 _answers(name, scorer, [request], read)
             raise ScoringError(
-                f"{raised} on a batch of {len(requests)} requests, but no error when it scored each"
-                " request separately"
+                f"{raised} on a batch of {len(requests)} requests, but not when each request was"
+                " scored separately"
             ) from error
         raise ScoringError(f"{raised} {_shown(requests)}") from error
     if len(scores) != len(requests):

@@ -317,14 +317,15 @@ class RolloutPipeline:
             under_way = from_saved(_part(tensors, "under_way"), saved["under_way"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AlignerError(
-                f"{directory}: cannot read the rollout batches that were generated ahead: {error!r}"
+                f"{directory}: cannot read the rollout batches that were generated ahead of"
+                f" training: {error!r}"
             ) from error
         excess = len(batches) - self._settings.steps_ahead
         key, allowed = "rollout.max_staleness", self._settings.max_staleness
         if excess > 0:
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint contains {len(batches)} rollout batches that were"
-                f" generated ahead, {excess} more than allowed; resume with"
+                f" generated ahead of training, {excess} more than allowed; resume with"
                 f" {key}={allowed + excess} or more"
             )
         self._next = step + len(batches)
@@ -332,7 +333,7 @@ class RolloutPipeline:
         if self._next - oldest > allowed:
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint contains partial rollouts of weight version"
-                f" {oldest}, which step {self._next} trains on; resume with"
+                f" {oldest}, and step {self._next} trains on these rollouts; resume with"
                 f" {key}={self._next - oldest} or more"
             )
         if self._ahead is not None:

@@ -22,7 +22,7 @@ class RolloutConfig:
     max_staleness: int = option(
         0,
         "Maximum staleness of a rollout in weight versions. Above 0, rollouts are generated"
-        " while earlier steps train. 0 means synchronous, on-policy.",
+        " while the trainer processes earlier steps. 0 means synchronous, on-policy.",
         minimum=0,
     )
     max_skipped_prompts: int = option(

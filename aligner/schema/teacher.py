@@ -31,9 +31,9 @@ class TeacherConfig(MegatronModelConfig):
     sources: dict[str, Any] = option(
         {},
         "Several teachers instead of `teacher.path`: a mapping from the name of each teacher to"
-        " `path`, `weight` (share among the teachers of a sample; default 1) and `tasks` (the"
-        " teacher is used for prompts whose field `task` has one of these values; default: all"
-        " tasks).",
+        " `path`, `weight` (relative weight among the teachers that score a sample; default 1)"
+        " and `tasks` (the teacher is used for prompts whose field `task` has one of these"
+        " values; default: all tasks).",
         read="algorithm.trainer=online",
     )
     scores: str | None = option(

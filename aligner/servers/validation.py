@@ -87,7 +87,10 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
             " two tensors"
         )
     if "tokens" in arrays and endpoint is REWARD_MODEL and "sequence_lengths" not in arrays:
-        raise RequestError("reward_model: missing tensor sequence_lengths; tokens requires it")
+        raise RequestError(
+            "reward_model: missing tensor sequence_lengths, which is required with the tensor"
+            " tokens"
+        )
 
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:

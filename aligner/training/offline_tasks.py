@@ -327,6 +327,6 @@ def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:
         return RewardNormalizer.fit(rewards)
     except ValueError as error:
         raise AlignerError(
-            f"cannot normalize the reward model with its rewards of {len(rewards)} samples of the"
+            f"cannot normalize the scores of the reward model for {len(rewards)} samples from the"
             f" initial policy: {error}"
         ) from error

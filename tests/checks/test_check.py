@@ -175,7 +175,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         ),
         (
             ["reward.parallel.data=2"],
-            "reward.parallel: must have 1 rank, got 2, because no reward source is a model",
+            "reward.parallel: got 2 ranks, must be 1, because no reward source is a model",
         ),
         (["reward.kind=model"], "reward.path: missing; required with kind=model"),
         (

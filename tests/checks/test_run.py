@@ -100,7 +100,7 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
             "sft",
             {"end_at": "eval/loss:1"},
             HELD_OUT,
-            "the run is evaluated only after its last step; set evaluation.every=STEPS",
+            "requires evaluations before the last step of the run; set evaluation.every=STEPS",
         ),
         (
             "online",
@@ -127,7 +127,7 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
             "dpo",
             {"end_without_gain": 2},
             {**HELD_OUT, "checkpoint": CheckpointConfig(best_metric="eval/loss")},
-            "run.end_without_gain=2: the run is evaluated only after its last step",
+            "run.end_without_gain=2: requires evaluations before the last step of the run",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
             == f"{label}: the transfer plan requires this rank to send weights, but it has no"
             " weights; the transfer plan requires this rank to receive weights, but it has no engine"
         )
-        assert "the transfer plan has 4 ranks, but the link has 2" in other_size
+        assert "the transfer plan has 4 ranks, but the link has 2 ranks" in other_size
         assert (
             "torch.bfloat16 has 2 bytes per element, but the transfer plan requires 4 bytes"
             in other_size

@@ -355,7 +355,8 @@ def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
     with (
         World(0, 2, 9).flow() as flow,
         pytest.raises(
-            AlignerError, match="cannot read the rollout batches that were generated ahead"
+            AlignerError,
+            match="cannot read the rollout batches that were generated ahead of training",
         ),
     ):
         flow.resume(tmp_path, 3, world.position)

@@ -223,7 +223,7 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
         (
             [*COMBINED, "reward.parallel.data=2"],
-            "reward.parallel: must have 1 rank, got 2, because no reward source is a model",
+            "reward.parallel: got 2 ranks, must be 1, because no reward source is a model",
         ),
         (
             ["critic.with_reward=true", "reward.parallel.data=2"],

@@ -29,7 +29,9 @@ def ending_on_failure(name: str, end: Callable[[], None]) -> Iterator[None]:
         try:
             end()
         except Exception as failure:
-            raise AlignerError(f"{error}; shutting down {name} then failed: {failure}") from error
+            raise AlignerError(
+                f"{error}; the shutdown of {name} failed as well: {failure}"
+            ) from error
         raise
 
 

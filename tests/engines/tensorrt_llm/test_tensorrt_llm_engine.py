@@ -303,7 +303,7 @@ def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
     else:
         with pytest.raises(
             AlignerError,
-            match="no GPU is free; shutting down TensorRT-LLM then failed: Ray is gone",
+            match="no GPU is free; the shutdown of TensorRT-LLM failed as well: Ray is gone",
         ):
             start(directory)
     assert len(ended) == 1
