@@ -187,7 +187,7 @@ def branch_request(
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
         raise AlignerError(
-            f"the re-rendered conversation of the episode has {len(read)} tokens and leaves no room"
+            f"the re-rendered conversation has {len(read)} tokens and leaves no room"
             f" for a response; prompt and response together must have at most {most} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
