@@ -55,9 +55,8 @@ class KLController:
             return
         if not math.isfinite(current):
             raise ValueError(
-                f"algorithm.kl_target={self.target:g}: got a mean KL divergence of {current}, must"
-                " be finite; resume from an earlier checkpoint with a lower"
-                " actor.optimizer.learning_rate"
+                f"algorithm.kl_target={self.target:g}: the mean KL divergence per sequence is"
+                f" {current}, must be finite to adapt the KL coefficient"
             )
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * steps / self.horizon

@@ -123,15 +123,15 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
         wanted = min(most, max(usual, _rounded(2 * answer)))
         why = (
-            f"twice the longest answer in the data ({answer} tokens), limited to the range {usual}"
-            f" to {most} {where}"
+            f"twice the longest answer in the records that were read ({answer} tokens), limited to"
+            f" the range {usual} to {most} {where}"
             if answer
-            else f"the default {where}, because the data contains no answers"
+            else f"the default {where}, because no answers were found in the data"
         )
         key = "rollout.max_response_tokens"
     elif answer:
         wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
-        why = f"the longest response in the data has {answer} tokens"
+        why = f"the longest response in the records that were read has {answer} tokens"
         key = "data.max_response_tokens"
     else:
         wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"

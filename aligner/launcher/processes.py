@@ -149,8 +149,8 @@ class Processes:
             self._kill(rest)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"processes are still running {_KILL_TIMEOUT_S:g} s after SIGKILL; wait until"
-                    f" they have exited before you start another run: {', '.join(map(str, rest))}"
+                    f"processes are still running {_KILL_TIMEOUT_S:g} s after the first SIGKILL:"
+                    f" {', '.join(map(str, rest))}"
                 )
         self._watcher.kill()
         self._watcher.communicate()

@@ -387,9 +387,9 @@ class WeightReceiver:
             store = TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError as error:
             raise AlignerError(
-                f"the trainer's weight-sync store at {host}:{port} did not answer within"
-                f" {self._settings.update_timeout_s:g} s (engine.update_timeout_s): {error}; check"
-                " that the generator's node can reach this port"
+                f"cannot connect to the trainer's weight-sync store at {host}:{port}"
+                f" (engine.update_timeout_s={self._settings.update_timeout_s:g}): {error}; check"
+                " that the trainer is running and that the generator's node can reach this port"
             ) from error
         link = Link(
             store,

@@ -32,8 +32,9 @@ class CheckpointConfig:
     best_metric: str | None = option(
         None,
         "Metric, such as `reward/mean` or `eval/score`, whose best checkpoint is also kept. The"
-        " best value is the highest value; for a loss, perplexity or KL, the lowest value."
-        " Checkpoints without a value of the metric are ignored. Null means no best checkpoint.",
+        " best value is the highest value; for a loss, perplexity, KL or `mismatch/…`, the lowest"
+        " value. Checkpoints without a value of the metric are ignored. Null means no best"
+        " checkpoint.",
     )
     asynchronous: bool = option(
         True, "Whether to write checkpoints from a copy in host memory while training continues."

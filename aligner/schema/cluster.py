@@ -167,9 +167,9 @@ class ClusterConfig:
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(
         None,
-        "Number of OpenMP threads per rank. Null means 1 on GPUs (unless"
-        " `*.optimizer.offload_fraction` is above 0), otherwise the number of cores divided by"
-        " the number of ranks.",
+        "Number of OpenMP threads per rank. Null means 1 with `engine.exact=true` and on GPUs"
+        " (unless `*.optimizer.offload_fraction` is above 0), otherwise the number of cores"
+        " divided by the number of ranks.",
         minimum=1,
     )
     deterministic: bool = option(
@@ -191,8 +191,9 @@ class ClusterConfig:
     )
     collective_timeout_s: float = option(
         600.0,
-        "Timeout of a collective operation in seconds. After a timeout, the run fails with an"
-        " error that names the missing rank.",
+        "Timeout of a collective operation in seconds. After a timeout, the operation fails with"
+        " an error that names the missing rank, and the role is restarted (see"
+        " `run.max_restarts` and `server.max_restarts`).",
         minimum=1,
     )
     slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")

@@ -109,8 +109,9 @@ class EnvironmentConfig:
     )
     retries: int = option(
         1,
-        "Number of times that a failed episode is repeated in a new environment. If all"
-        " repetitions fail, the prompt is skipped and counted in `rollout/skipped`.",
+        "Number of retries of an episode whose environment failed. A new environment replays the"
+        " earlier calls of the episode, and the episode continues. If all retries fail, the"
+        " prompt is skipped and counted in `rollout/skipped`.",
         minimum=0,
         read=_SET,
     )

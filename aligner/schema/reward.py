@@ -133,8 +133,9 @@ class RewardConfig(MegatronModelConfig):
     )
     judge_tries: int = option(
         3,
-        "Maximum number of attempts to get a valid answer from the judge; if all attempts fail,"
-        " the prompt is rejected.",
+        "Maximum number of attempts to get a valid answer from the judge. If all attempts fail,"
+        " scoring of the prompt fails (see `rollout.max_skipped_prompts`); `evaluation.judge`"
+        " excludes the comparison.",
         minimum=1,
         read=_JUDGE,
     )

@@ -45,8 +45,8 @@ class RunConfig:
     end_at: str | None = option(
         None,
         "Target of a metric as `METRIC:NUMBER`, such as `eval/score:0.9`. The run ends after"
-        " the first step at which the metric is at least the target (for a loss, perplexity or"
-        " KL: at most the target). Null means no target.",
+        " the first step at which the metric is at least the target (for a loss, perplexity, KL"
+        " or `mismatch/…`: at most the target). Null means no target.",
         read="algorithm.trainer!=preferences|teacher_scores",
     )
     end_without_gain: int | None = option(
@@ -73,8 +73,9 @@ class RunConfig:
     )
     changes: list[str] = option(
         [],
-        "Keys or sections that a resumed run may change although they affect the results. A"
-        " change to any other key that affects the results is an error.",
+        "Keys or sections that a resumed run may change, in addition to the keys that"
+        ' docs/configuration.md lists under "What a resumed run may change". Any other change is'
+        " an error. Keys that define the weights of the initial model can never change.",
         read=".resume!=false",
     )
     date: str | None = option(

@@ -47,9 +47,9 @@ class ServerConfig:
     )
     guard: str = option(
         "key",
-        "Authentication. `key`: every request except health checks must contain the run's"
-        " access key (file `access_key` in the run directory, created at launch); `none`: no"
-        " authentication, so that anyone can send requests.",
+        "Authentication. `key`: every request except health checks and requests for metrics must"
+        " contain the run's access key (file `access_key` in the run directory, created at"
+        " launch); `none`: no authentication, so that anyone can send requests.",
         choices=("key", "none"),
     )
     tls: TLSConfig = section(TLSConfig)

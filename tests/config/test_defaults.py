@@ -295,7 +295,7 @@ def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.M
         "limited to the range 50 to 200 on this machine"
     )
     assert (
-        "the default on CPUs, where generation is slow, because the data contains no answers"
+        "the default on CPUs, where generation is slow, because no answers were found in the data"
         in choices["rollout.max_response_tokens"].reason
     )
 
