@@ -16,8 +16,8 @@ class SlurmRoleConfig:
 
     nodes: int | None = option(
         None,
-        "Number of nodes of this role. Null means the role's number of ranks divided by the"
-        " number of devices per node (`devices` or `cluster.devices_per_node`), rounded up.",
+        "Number of nodes of this role. Null means the number of nodes that the ranks of all"
+        " replicas need, with `devices` or `cluster.devices_per_node` devices per node.",
         minimum=1,
     )
     beside: str | None = option(
