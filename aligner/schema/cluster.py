@@ -104,9 +104,8 @@ class SlurmConfig:
     srun: list[str] = option([], "Additional srun flags of every role, such as `--mpi=none`.")
     grace_s: int = option(
         300,
-        "Number of seconds before the time limit, or before the end of a preemption's grace"
-        " period, at which the run saves a checkpoint and stops. Must be longer than the"
-        " duration of a step plus a checkpoint.",
+        "Number of seconds before the time limit at which Slurm signals the run to save a"
+        " checkpoint and stop. Must be longer than the duration of a step plus a checkpoint.",
         minimum=1,
     )
     requeue: bool = option(
