@@ -109,7 +109,7 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
         )
     if settings.whiten_over == "prompt" and settings.train_on != "all":
         yield (
-            f"algorithm.train_on={settings.train_on}: must be all with"
+            f"algorithm.train_on={settings.train_on}: must be `all` with"
             " algorithm.whiten_over=prompt, which normalizes over all samples of a prompt"
         )
     if (settings.advantage in GROUPED or loss == "copg") and settings.train_on != "all":
@@ -117,7 +117,7 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
             f"advantage={settings.advantage}" if settings.advantage in GROUPED else "loss=copg"
         )
         yield (
-            f"algorithm.train_on={settings.train_on}: must be all with algorithm.{comparing},"
+            f"algorithm.train_on={settings.train_on}: must be `all` with algorithm.{comparing},"
             " which compares all samples of a prompt"
         )
     if loss == "reinforce" and settings.epochs > 1:

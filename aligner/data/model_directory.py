@@ -150,8 +150,8 @@ def _write_converted(directory: Path, file: Path) -> None:
     )
     if pad is None:
         raise ConfigError(
-            f"{file}: padding requires a special token other than EOS, which the tokenizer lacks;"
-            " use another GGUF file"
+            f"{file}: the tokenizer has no special token other than EOS for padding; use another"
+            " GGUF file"
         )
     # The weights are float32 now: what is left of the GGUF's description must not be applied to
     # them again.

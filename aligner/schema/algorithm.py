@@ -92,9 +92,9 @@ class AlgorithmConfig:
         "online",
         "`online`: reinforcement learning on the policy's own samples; `sft`: supervised"
         " fine-tuning on demonstrations; `dpo`: preference optimization; `reward_model`: reward"
-        " model training on preferences or step labels; `preferences`: storage of samples as"
-        " preferences and responses, without training; `teacher_scores`: storage of the model's"
-        " top-k log-probs of demonstrations, without training.",
+        " model training on preferences or step labels; `preferences`: no training, the"
+        " samples are stored as preference pairs and responses; `teacher_scores`: no training, the"
+        " model's top-k log-probs of demonstrations are stored.",
         choices=("online", "sft", "dpo", "reward_model", "preferences", "teacher_scores"),
     )
     pairs: str = option(
@@ -336,8 +336,8 @@ class AlgorithmConfig:
     )
     length_penalty: float = option(
         0.0,
-        "Score penalty per generated token of difference between the response length and"
-        " `algorithm.target_length`; 0 means no penalty.",
+        "Penalty that is subtracted from the score for each token by which the response length"
+        " differs from `algorithm.target_length`; 0 means no penalty.",
         minimum=0,
         read=".trainer=online|preferences",
     )

@@ -13,8 +13,8 @@ class EngineParallelConfig:
     tensor: int = option(1, "Tensor-parallel size of the engine (TP').", minimum=1)
     data: int = option(
         1,
-        "Number of engine replicas (DP'); 0 means the trainer's number of ranks divided by TP',"
-        " rounded down.",
+        "Number of engine replicas (DP'); 0 means the trainer's number of ranks divided by"
+        " `engine.parallel.tensor`, rounded down.",
         minimum=0,
     )
 

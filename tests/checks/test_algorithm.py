@@ -53,7 +53,7 @@ def composed(*overrides):
         (
             ["algorithm=rloo", "algorithm.train_on=best"],
             (
-                "algorithm.train_on=best: must be all with algorithm.advantage=rloo, which"
+                "algorithm.train_on=best: must be `all` with algorithm.advantage=rloo, which"
                 " compares all"
             ),
         ),
@@ -235,11 +235,11 @@ def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_a
     [
         (
             ["algorithm=rloo", OWN[2]],
-            "must be all with algorithm.advantage=rloo, which compares all samples of a prompt",
+            "must be `all` with algorithm.advantage=rloo, which compares all samples of a prompt",
         ),
         (
             ["algorithm=copg", OWN[2]],
-            "must be all with algorithm.loss=copg, which compares all samples of a prompt",
+            "must be `all` with algorithm.loss=copg, which compares all samples of a prompt",
         ),
         (
             ["algorithm=online_dpo", OWN[2]],
