@@ -201,8 +201,8 @@ class DataConfig:
     )
     pass_threshold: float | None = option(
         1.0,
-        "Minimum reward score of a sample that passes. Null means partial passing: the score,"
-        " clipped to the range 0 to 1, is the fraction that passes.",
+        "Minimum reward score of a sample that passes. Null means that the pass rate of a"
+        " prompt is the mean of its scores, each clipped to the range 0 to 1.",
         read="algorithm.trainer=online or .pass_rate_samples!=null",
     )
     curriculum: CurriculumConfig = section(CurriculumConfig, read="algorithm.trainer=online")
