@@ -78,7 +78,7 @@ class EvaluationConfig:
         minimum=0.1,
         read=".function!=null or .suites!={}",
     )
-    pass_threshold: float = option(1.0, "Minimum score of a response that passes (`eval/pass@k`).")
+    pass_threshold: float = option(1.0, "Minimum score for a response to pass (`eval/pass@k`).")
     judge: dict[str, Any] = option(
         {},
         "Settings of an LLM judge: `judge_url`, `judge_model` and other `judge_…` keys of"

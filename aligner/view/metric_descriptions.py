@@ -37,7 +37,7 @@ _DESCRIPTIONS = {
     "publish/seconds": "Duration of the last weight sync in seconds.",
     "data/epoch": "Number of passes over the prompts so far.",
     "data/repetitions": "Mean number of earlier uses of the step's prompts.",
-    "data/drawn_fraction": "Prompts used so far, as a fraction of the prompts used or skipped so far.",
+    "data/drawn_fraction": "Fraction of the prompts so far that were used, not skipped.",
     "data/pass_rate": "Mean pass rate of the prompts used so far.",
     "data/always_passed": "Fraction of the prompts used so far with pass rate 1.",
     "data/never_passed": "Fraction of the prompts used so far with pass rate 0.",
