@@ -86,7 +86,7 @@ def updated(page: str) -> str:
     """Return the page with the part after its marker line replaced by the current reference."""
     before, marker, _ = page.partition(BEGIN)
     if not marker:
-        raise ValueError(f"the page has no line {BEGIN}")
+        raise ValueError(f"the configuration page has no line {BEGIN}")
     return f"{before}{marker}\n\n{reference()}"
 
 

@@ -166,9 +166,9 @@ class ClusterConfig:
     devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
     threads_per_rank: int | None = option(
         None,
-        "Number of OpenMP threads per rank. Null means 1 with `engine.exact=true` and on GPUs"
-        " (unless `*.optimizer.offload_fraction` is above 0), otherwise the number of cores"
-        " divided by the number of ranks.",
+        "Number of OpenMP threads per rank. Null means 1 on GPUs (unless"
+        " `*.optimizer.offload_fraction` is above 0), 1 with `engine.exact=true`, and otherwise"
+        " the number of cores divided by the number of ranks.",
         minimum=1,
     )
     deterministic: bool = option(

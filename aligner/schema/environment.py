@@ -60,8 +60,8 @@ class EnvironmentConfig:
     matching: list[str] = option(
         ["arguments"],
         "Changes to earlier messages that an agent may make without starting a new branch."
-        " `arguments`: other JSON formatting of tool-call arguments; `reasoning`: omitted"
-        " reasoning; `whitespace`: other spaces and line ends.",
+        " `arguments`: different JSON formatting of tool-call arguments; `reasoning`: omitted"
+        " reasoning; `whitespace`: different spaces and line endings.",
         read=_AGENT,
     )
     endpoint_host: str = option(

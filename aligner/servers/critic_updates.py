@@ -125,8 +125,8 @@ class UpdateLedger:
             )
         if self.run is not None and run.attempt < self.run.attempt:
             raise SequenceError(
-                f"run_id: got {str(run)!r}, but {str(self.run)!r} has taken over the run; this"
-                " trainer must exit"
+                f"run_id: got {str(run)!r}, but the newer attempt {str(self.run)!r} has taken"
+                " over the run; the trainer of the older attempt must exit"
             )
 
     def is_repeat(self, number: int) -> bool:
