@@ -26,7 +26,9 @@ def test_a_run_has_one_trainer_in_charge_the_newest():
     for run in ("run", "run@2", "run@2"):
         ledger.check_run(RunId.parse(run))
         ledger.run = RunId.parse(run)
-    with pytest.raises(SequenceError, match="got 'run@1', but the newer attempt 'run@2' has taken over"):
+    with pytest.raises(
+        SequenceError, match="got 'run@1', but the newer attempt 'run@2' has taken over"
+    ):
         ledger.check_run(RunId("run", 1))
     with pytest.raises(SequenceError, match="got 'other@0', but this critic belongs to run 'run'"):
         ledger.check_run(RunId.parse("other"))
