@@ -13,7 +13,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def executed(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A notebook's cells with all that they show as text, by their code."""
+    """Execute a notebook and return the text output of each code cell, by the cell's code."""
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH", "")])
     )
@@ -24,6 +24,8 @@ def executed(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     client.execute()
     shown = {}
     for cell in book.cells:
+        if cell.cell_type != "code":
+            continue
         outputs = [
             output.get("text") or output.get("data", {}).get("text/plain", "")
             for output in cell.get("outputs", ())
