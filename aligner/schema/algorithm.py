@@ -366,9 +366,9 @@ class AlgorithmConfig:
     )
     dynamic_sampling_rounds: int = option(
         0,
-        "Maximum number of rounds of DAPO's dynamic sampling: each round replaces prompts whose"
-        " samples all have the same score with new prompts. The run fails if such prompts remain"
-        " after the last round. 0 means no replacement.",
+        "Maximum number of rounds of DAPO's dynamic sampling: each round samples new prompts to"
+        " replace prompts whose samples all have the same score. The run fails if too few prompts"
+        " with different scores are found. 0 means no replacement.",
         minimum=0,
         read=".trainer=online|preferences",
     )

@@ -22,8 +22,8 @@ class CriticConfig(TrainedModelConfig):
     )
     num_layers: int | None = option(
         None,
-        "Number of layers of the critic, or of the reward model that is trained: the first"
-        " layers of the initial model. Null means all layers.",
+        "Number of layers that the critic (or the trained reward model) uses, counted from the"
+        " first layer of the initial model. Null means all layers.",
         minimum=1,
         read=f"{TRAINED} or algorithm.trainer=reward_model",
     )
