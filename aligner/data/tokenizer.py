@@ -1,24 +1,20 @@
-"""Text to tokens and back: a model directory's tokenizer and chat template, and a tokenizer of
-single characters."""
+"""Text to tokens and back: a model directory's tokenizer, and a tokenizer of single characters."""
 
-import json
 import string
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
 
-import jinja2
 import tokenizers
 import torch
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
+from aligner.data.chat_template import ChatTemplate as ChatTemplate
+from aligner.data.chat_template import Messages as Messages
+from aligner.data.chat_template import Tools as Tools
+from aligner.data.tokenizer_files import read_special_tokens
+from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.models.shape import ModelShape
@@ -30,32 +26,6 @@ _ACCENTED = "".join(map(chr, range(0xC0, 0x180)))
 CHARACTERS = "".join(
     dict.fromkeys(_COMMON + string.ascii_uppercase + string.punctuation + "\n" + _ACCENTED)
 )
-
-Messages = Sequence[Mapping[str, Any]]
-"""Turns of a conversation, each with a `role` and a `content`, or `tool_calls`."""
-
-Tools = Sequence[Mapping[str, Any]]
-"""Functions that an assistant may call, described as JSON schemas."""
-
-_MARKS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
-"""What a template's text has, while it is rendered, where `{% generation %}` begins and ends: no
-character of any text."""
-
-
-def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """What the directory's `tokenizer.json` describes; ConfigError for a file that is no
-    tokenizer's.
-
-    It neither cuts nor pads: the file may carry settings for batches of its own.
-    """
-    file = directory / "tokenizer.json"
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(f"{file}: not a valid tokenizer file: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def with_beginning(encoding: tokenizers.Encoding) -> list[int]:
@@ -85,7 +55,7 @@ class Tokenizer:
         self.vocab_size: int = shape.vocab_size
 
     @cached_property
-    def chat_template(self) -> "ChatTemplate":
+    def chat_template(self) -> ChatTemplate:
         """How chat messages are worded; read when first asked for. Raises ConfigError for a model
         that has none."""
         return ChatTemplate(self.directory, self._date)
@@ -103,7 +73,7 @@ class Tokenizer:
                 f"{self.directory}: config.json lacks eos_token_id, which is required to end a"
                 " response"
             )
-        named = _special_tokens(_settings(self.directory)).get("eos_token")
+        named = read_special_tokens(self.directory).get("eos_token")
         token = self._tokenizer.token_to_id(named) if isinstance(named, str) else None
         return token if token in self.eos_token_ids else self.eos_token_ids[0]
 
@@ -133,6 +103,42 @@ class Tokenizer:
                 f" ({error})"
             ) from error
         return torch.tensor(tokens, dtype=torch.int64)
+
+    def token_ends(self, text: str, *, begins: bool = False) -> Tensor:
+        """Return for each token of `encode` the number of characters of the text up to its end,
+        int64 [P]; 0 for special tokens that the tokenizer adds."""
+        offsets = self._without_post_processor.encode(text, add_special_tokens=False).offsets
+        added = self.encode(text, begins=begins).numel() - len(offsets)
+
+        return torch.tensor([0] * added + [end for _, end in offsets], dtype=torch.int64)
+
+    @cached_property
+    def _without_post_processor(self) -> tokenizers.Tokenizer:
+        """The tokenizer whose offsets cover all characters of a token: post-processors of
+        byte-level tokenizers leave out the space at a token's start and end."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.post_processor = None
+        return tokenizer
+
+    def encode_after(self, prompt: str, prompt_tokens: Tensor, text: str) -> Tensor:
+        """Return the tokens of a text behind a prompt whose tokens stay as they are, int64 [R].
+
+        They are the rest of the tokens of prompt and text together, if these begin with the
+        prompt's. If tokens merge across the boundary, the text is tokenized alone, without the
+        space that SentencePiece tokenizers put before a text. Raises AlignerError as `encode`.
+        """
+        count = prompt_tokens.numel()
+        for begins in (False, True):
+            whole = self.encode(prompt + text, begins=begins)
+            if torch.equal(whole[:count], prompt_tokens):
+                return whole[count:]
+
+        # SentencePiece vocabularies have no token that contains a line break and other characters.
+        line_break = self.encode("\n")
+        behind = self.encode("\n" + text)
+        if torch.equal(behind[: line_break.numel()], line_break):
+            return behind[line_break.numel() :]
+        return self.encode(text)
 
     def single_token(self, text: str | None, key: str) -> int | None:
         """The token that a text is; None for None. Raises ConfigError, naming `key`, for one that
@@ -180,156 +186,6 @@ class Tokenizer:
         # that they are given.
         once, twice = (self.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
         return twice[len(once) :]
-
-
-class ChatTemplate:
-    """The chat template of a model directory, rendered in a sandbox: `chat_template.jinja` where
-    there is one.
-
-    Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one
-    called `default`, or for messages with tools, where there is one, `tool_use`.
-    """
-
-    def __init__(self, directory: Path, date: str | None = None) -> None:
-        """`date` is what `strftime_now` is told, in ISO 8601; the moment's own where None.
-
-        Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
-        settings = _settings(directory)
-        self._special_tokens = _special_tokens(settings)
-        texts = _template_texts(directory, settings)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": lambda form: _date(date).strftime(form),
-        }
-        try:
-            self._templates = {name: environment.from_string(text) for name, text in texts.items()}
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"{directory}: the chat template is not valid Jinja: {error}"
-            ) from error
-
-    def render(
-        self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool
-    ) -> str:
-        """The conversation as text; with a generation prompt it ends where the assistant is to
-        answer.
-
-        Raises AlignerError for messages that the template refuses.
-        """
-        return "".join(self.marked(messages, tools, add_generation_prompt=add_generation_prompt))
-
-    def marked(
-        self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool = False
-    ) -> list[str]:
-        """The text in parts, of which every second, from the second on, is what `{% generation %}`
-        marks as the assistant's.
-
-        Raises as `render` does.
-        """
-        text = self._rendered(messages, tools, add_generation_prompt)
-        return [part for marked in text.split(_MARKS[0]) for part in marked.split(_MARKS[1])]
-
-    def _rendered(
-        self, messages: Messages, tools: Tools | None, add_generation_prompt: bool
-    ) -> str:
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        try:
-            # Templates ask whether there are tools or documents by comparing with none.
-            return self._templates[name].render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **self._special_tokens,
-            )
-        # the template is a program of the model's, and fails in its own ways
-        except Exception as error:
-            raise AlignerError(
-                f"the model's chat template cannot render the messages: {error}"
-            ) from error
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    """What `tokenizer_config.json` says; nothing where there is none."""
-    file = directory / "tokenizer_config.json"
-    return _json_object(file) if file.is_file() else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The texts of `bos_token`, `eos_token` and the others that the settings name."""
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
-    return {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in tokens.items()
-    }
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {type(settings).__name__}")
-    return settings
-
-
-def _template_texts(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of `default` and what other templates there are."""
-    file = directory / "chat_template.jinja"
-    given = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    named = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    entries = [
-        (str(entry.get("name")), entry.get("template"))
-        for entry in named
-        if isinstance(entry, dict)
-    ]
-    texts = {name: text for name, text in entries if isinstance(text, str)}
-    if "default" not in texts:
-        raise ConfigError(
-            f"{directory}: chat messages require a chat template, but the model has neither"
-            " chat_template.jinja nor `chat_template` in tokenizer_config.json; add one, or use"
-            " plain-text prompts"
-        )
-    return texts
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: Jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _date(text: str | None) -> datetime:
-    return datetime.now() if text is None else datetime.fromisoformat(text)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which puts `_MARKS` around what an assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        begins, ends = (nodes.Output([nodes.TemplateData(mark)]) for mark in _MARKS)
-        return [begins, *parser.parse_statements(("name:endgeneration",), drop_needle=True), ends]
 
 
 def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:
