@@ -1,10 +1,11 @@
 """Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
 
 In a grouped estimator the `group_size` responses to one prompt are next to each other, and have
-advantages of exactly 0 where their scores are equal.
+advantages of exactly 0 where their scores are equal. If the reward function abstained on some
+responses, prompts have groups of different sizes: each size is then computed separately.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -173,22 +174,41 @@ def _check_groups(rows: int, group_size: int) -> None:
         )
 
 
+def groups_by_size(groups: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the rows, int64 [N], of all groups of one size, and that size.
+
+    Args:
+        groups: int64 [B], the group of each row; rows of a group are next to each other.
+    """
+    _, of_rows, counts = groups.unique_consecutive(return_inverse=True, return_counts=True)
+    for size in counts.unique().tolist():
+        yield (counts[of_rows] == size).nonzero()[:, 0], size
+
+
 def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
     """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward; a
     branch has its sample's."""
 
     def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
-        rewards = samples.rewards.sum(1)
-        if samples.episodes is None:
-            return of_scores(rewards, samples.samples_per_prompt)
-        return of_scores(rewards[~samples.is_branch], samples.samples_per_prompt)[samples.places]
+        rewards, groups = samples.rewards.sum(1), samples.groups
+        if samples.episodes is not None:
+            rewards, groups = rewards[~samples.is_branch], groups[~samples.is_branch]
+        advantages = torch.zeros_like(rewards)
+        for rows, size in groups_by_size(groups):
+            advantages[rows] = of_scores(rewards[rows], size)
+        return advantages if samples.episodes is None else advantages[samples.places]
 
     return estimate
 
 
 def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
     assert samples.step_ends is not None, "grpo_steps requires step rewards"
-    return grpo_steps(samples.rewards, samples.step_ends, samples.mask, samples.samples_per_prompt)
+    advantages = torch.zeros_like(samples.rewards)
+    for rows, size in groups_by_size(samples.groups):
+        advantages[rows] = grpo_steps(
+            samples.rewards[rows], samples.step_ends[rows], samples.mask[rows], size
+        )
+    return advantages
 
 
 def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:

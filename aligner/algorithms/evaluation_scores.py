@@ -13,32 +13,49 @@ _RESAMPLED_AT_ONCE = 2**22
 """Numbers that the bootstrap holds at a time."""
 
 
-def pass_at_k(correct: Tensor, samples: int, k: int) -> Tensor:
+def pass_at_k(correct: Tensor, samples: int | Tensor, k: int) -> Tensor:
     """Probability that at least one of k samples is right, float64 [P]: 1 - C(n - c, k) / C(n, k),
     unbiased.
 
-    `correct` int64 [P] is how many of a prompt's n = `samples` are right. Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", section 2.1. Raises ValueError where k is
-    not within 1 and `samples`, or more are right than there are.
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
+
+    Args:
+        correct: int64 [P], the number of right samples of each prompt.
+        samples: n, the number of samples per prompt; int64 [P] if it differs.
+        k: the number of samples of which one must be right.
+
+    Raises:
+        ValueError: k is not in [1, n], or more samples are right than there are.
     """
-    if not 1 <= k <= samples:
-        raise ValueError(f"k={k}: must be in [1, {samples}], the number of samples per prompt")
-    if bool(((correct < 0) | (correct > samples)).any()):
+    counts = samples if isinstance(samples, Tensor) else torch.full_like(correct, samples)
+    fewest = int(counts.min()) if isinstance(samples, Tensor) else samples
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k={k}: must be in [1, {fewest}], the number of samples per prompt")
+    if bool(((correct < 0) | (correct > counts)).any()):
         raise ValueError(
             f"correct={correct.tolist()}: must be in [0, {samples}], the number of samples per"
             " prompt"
         )
     # The share of draws without a right one, as a product: the i-th factor is 0 once there are too
     # few wrong ones.
-    wrong = samples - correct.double()[:, None] - torch.arange(k)
-    return 1 - (wrong.clamp_min(0) / (samples - torch.arange(k))).prod(1)
+    drawn = counts.double()[:, None] - torch.arange(k)
+    wrong = drawn - correct.double()[:, None]
+    return 1 - (wrong.clamp_min(0) / drawn).prod(1)
 
 
 def win_rate(scores: Tensor, reference_scores: Tensor) -> Tensor:
     """The share of a prompt's responses that score above its reference, ties half; [P] or [P, K],
-    and [P], to float64 [P]."""
-    wins = torch.sign(scores.view(len(reference_scores), -1) - reference_scores[:, None])
-    return (wins.double() + 1).mean(1) / 2
+    and [P], to float64 [N].
+
+    N is the number of prompts whose reference and at least one response have a finite score;
+    responses without one are excluded.
+    """
+    responses = scores.view(len(reference_scores), -1)
+    compared = responses.isfinite() & reference_scores.isfinite()[:, None]
+    counts = compared.sum(1)
+    wins = torch.sign(responses - reference_scores[:, None]).double() + 1
+    totals = torch.where(compared, wins, 0.0).sum(1)
+    return totals[counts > 0] / counts[counts > 0] / 2
 
 
 def perplexity(logprobs: Tensor, mask: Tensor) -> float:
@@ -103,21 +120,36 @@ def evaluation_metrics(
     intervals (`_low`, `_high`) are over them: the score's by bootstrap of the prompts' means; those
     of pass@1 and of the win rate are Wilson's with P trials, which for K above 1 is wider than it
     need be.
+
+    Scores that are not finite are abstentions, of responses and of references: `eval/abstained`
+    counts those of responses, and all other metrics exclude them. pass@k is over the prompts that
+    have at least k scores.
     """
-    prompts, samples = scores.shape
-    means = scores.double().mean(1)
-    correct = (scores >= pass_threshold).sum(1)
-    metrics = {"eval/score": float(means.mean())} | _bounds("eval/score", bootstrap_interval(means))
-    shares = {
-        f"eval/pass@{2**power}": pass_at_k(correct, samples, 2**power)
-        for power in range(samples.bit_length())
-    }
-    if reference_scores is not None:
+    scored = scores.isfinite()
+    counts = scored.sum(1)
+    abstained = scores.numel() - int(counts.sum())
+    metrics = {"eval/abstained": float(abstained)} if abstained else {}
+    known = counts > 0
+    if not bool(known.any()):
+        return metrics
+
+    totals = torch.where(scored, scores.double(), 0.0).sum(1)
+    means = totals[known] / counts[known]
+    metrics["eval/score"] = float(means.mean())
+    metrics |= _bounds("eval/score", bootstrap_interval(means))
+
+    correct = (scored & (scores >= pass_threshold)).sum(1)
+    shares = {}
+    for power in range(int(counts.max()).bit_length()):
+        enough = counts >= 2**power
+        shares[f"eval/pass@{2**power}"] = pass_at_k(correct[enough], counts[enough], 2**power)
+    if reference_scores is not None and bool((known & reference_scores.isfinite()).any()):
         shares["eval/win_rate"] = win_rate(scores, reference_scores)
     for name, share in shares.items():
         metrics[name] = float(share.mean())
         if name in ("eval/pass@1", "eval/win_rate"):
-            metrics |= _bounds(name, wilson_interval(min(float(share.sum()), prompts), prompts))
+            trials = len(share)
+            metrics |= _bounds(name, wilson_interval(min(float(share.sum()), trials), trials))
     return metrics
 
 
@@ -163,6 +195,8 @@ def group_metrics(scores: Tensor, pass_threshold: float, groups: Sequence[str]) 
         own = evaluation_metrics(
             scores[torch.tensor([each == group for each in groups])], pass_threshold
         )
+        if "eval/score" not in own:  # the reward function abstained on all of its responses
+            continue
         metrics[f"eval/score/{group}"] = own["eval/score"]
         metrics |= {
             f"eval/pass@1/{group}{end}": own[f"eval/pass@1{end}"] for end in ("", "_low", "_high")

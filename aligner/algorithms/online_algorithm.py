@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import Estimate, group_whiten
+from aligner.algorithms.advantages import Estimate, group_whiten, groups_by_size
 from aligner.algorithms.distillation import distillation_advantages, distillation_loss
 from aligner.algorithms.extension import find_estimator, find_loss, find_selection
 from aligner.algorithms.kl import approximate_kl
@@ -25,7 +25,12 @@ from aligner.data.types import (
     Stats,
 )
 from aligner.schema import AlgorithmConfig, Config, TeacherConfig
-from aligner.schema.derived import asks_before_update, overlong_buffer, rows_together
+from aligner.schema.derived import (
+    asks_before_update,
+    least_scores,
+    overlong_buffer,
+    rows_together,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class OnlineAlgorithm:
     shaping: ScoreShaping
     group: int
     """The loss must see so many rows in a row together."""
+    least_scores: int
+    """Number of samples of a prompt that must have a score for any of them to be trained on."""
     max_response_tokens: int
     asks_before_update: bool
     """Whether old log-probs are wanted before a step's update; where not, and NaN is given, a loss
@@ -111,7 +118,10 @@ class OnlineAlgorithm:
         ).to(samples.rewards.dtype)
         if settings.whiten_advantages and settings.whiten_over == "prompt":
             if samples.episodes is None:
-                estimated = group_whiten(estimated, mask, samples.samples_per_prompt)
+                whitened = torch.zeros_like(estimated)
+                for rows, size in groups_by_size(samples.groups):
+                    whitened[rows] = group_whiten(estimated[rows], mask[rows], size)
+                estimated = whitened
             else:  # with branches prompts have different numbers of rows
                 for rows in [samples.groups == group for group in samples.groups.unique()]:
                     estimated[rows] = masked_whiten(estimated[rows], mask[rows])
@@ -232,6 +242,7 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         policy_loss=find_loss(settings.loss),
         shaping=build_shaping(config),
         group=rows_together(config),
+        least_scores=least_scores(config),
         max_response_tokens=config.rollout.max_response_tokens,
         asks_before_update=asks_before_update(config),
         teacher=config.teacher if config.has_teacher else None,

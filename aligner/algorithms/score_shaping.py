@@ -73,7 +73,8 @@ class ScoreShaping:
     target_length: int
 
     def __call__(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Scores [B] of these samples as they are learned from."""
+        """Scores [B] of these samples as they are learned from; a sample without a score has none
+        afterwards."""
         scores = self.of_ends(scores, samples)
         if self.overlong_buffer:
             lengths = torch.tensor([len(sample.response) for sample in samples])
@@ -91,4 +92,5 @@ class ScoreShaping:
         if self.missing_end_score is None:
             return scores
         ended = torch.tensor([sample.finish_reason == "stop" for sample in samples])
-        return missing_token_penalty(scores, ended, self.missing_end_score)
+        penalized = missing_token_penalty(scores, ended, self.missing_end_score)
+        return torch.where(scores.isfinite(), penalized, scores)

@@ -8,30 +8,39 @@ from torch import Tensor
 from aligner.data.types import ScoredSamples
 
 SelectByScore = Callable[[Tensor, int], Tensor]
-"""From a step's scores, float32 [B], and the number of samples a prompt to the rows to learn from,
-int64 [N]."""
+"""From a step's scores, float32 [B], and the number of samples per prompt to the rows to learn
+from, int64 [N]. Samples without a score, whose score is not finite, are never among them."""
 Select = Callable[[ScoredSamples], Tensor]
 """The same from all that is known of the samples before anything is learned: a user's own."""
 
 
+def score_bounds(scores: Tensor, samples_per_prompt: int) -> tuple[Tensor, Tensor]:
+    """Scores [B] as [P, K], twice: a sample without a score is never the highest of the first, nor
+    the lowest of the second."""
+    groups = scores.view(-1, samples_per_prompt)
+    scored = groups.isfinite()
+    return torch.where(scored, groups, -torch.inf), torch.where(scored, groups, torch.inf)
+
+
 def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
     """Rows of each prompt's best and worst sample, in turns; none of a prompt whose scores are all
-    equal."""
-    groups = scores.view(-1, samples_per_prompt)
-    first = torch.arange(len(groups)) * samples_per_prompt
-    pairs = torch.stack([first + groups.argmax(1), first + groups.argmin(1)], dim=1)
-    return pairs[groups.amax(1) > groups.amin(1)].flatten()
+    equal, or that has fewer than two."""
+    high, low = score_bounds(scores, samples_per_prompt)
+    first = torch.arange(len(high)) * samples_per_prompt
+    pairs = torch.stack([first + high.argmax(1), first + low.argmin(1)], dim=1)
+    return pairs[high.amax(1) > low.amin(1)].flatten()
 
 
 def all_pairs(scores: Tensor, samples_per_prompt: int) -> Tensor:
     """Rows of every two samples of a prompt of which one is better, that one first, in turns; the
     best samples' come first."""
-    groups = scores.view(-1, samples_per_prompt)
+    groups, _ = score_bounds(scores, samples_per_prompt)
     order = groups.argsort(dim=1, descending=True, stable=True)
     better, worse = torch.triu_indices(samples_per_prompt, samples_per_prompt, 1)
     first = torch.arange(len(groups))[:, None] * samples_per_prompt
     pairs = torch.stack([first + order[:, better], first + order[:, worse]], dim=2).view(-1, 2)
-    return pairs[scores[pairs[:, 0]] > scores[pairs[:, 1]]].flatten()
+    scored = scores[pairs].isfinite().all(1)
+    return pairs[scored & (scores[pairs[:, 0]] > scores[pairs[:, 1]])].flatten()
 
 
 def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
@@ -43,11 +52,12 @@ def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
 def kept_responses(
     scores: Tensor, samples_per_prompt: int, which: str, least: float | None
 ) -> Tensor:
-    """The rows that `algorithm.responses` is for, all or each prompt's best, the first of equals,
-    less those that score below `least`: rejection sampling."""
-    groups = scores.view(-1, samples_per_prompt)
-    first = torch.arange(len(groups)) * samples_per_prompt
-    rows = first + groups.argmax(1) if which == "best" else torch.arange(len(scores))
+    """Rejection sampling: all rows or each prompt's best (`algorithm.responses`), the first of
+    equals, without those that score below `least` or have no score."""
+    high, _ = score_bounds(scores, samples_per_prompt)
+    first = torch.arange(len(high)) * samples_per_prompt
+    rows = first + high.argmax(1) if which == "best" else torch.arange(len(scores))
+    rows = rows[scores[rows].isfinite()]
     return rows if least is None else rows[scores[rows] >= least]
 
 

@@ -117,13 +117,13 @@ class PassRates:
 
 
 def passes(scores: Tensor, threshold: float | None) -> Tensor:
-    """How far each sample passes, float64 [B], 0 to 1, by its score [B]: a score that is not a
-    number stays none.
+    """How far each sample passes, float64 [B], 0 to 1, by its score [B]; NaN for a sample without
+    a score.
 
     It passes with `threshold` or more; where that is None, as far as its score, cut to 0 and 1,
     says.
     """
-    numbers = scores.double()
+    numbers = torch.where(scores.isfinite(), scores.double(), torch.nan)
     return (
         numbers.clamp(0, 1)
         if threshold is None
@@ -137,7 +137,7 @@ def draws(
     """What came of a step's prompts, in the stream's order, from the ids and scores [B] of all
     samples.
 
-    A sample without a score, not a number, does not count; the others as `passes` has it.
+    A sample without a score does not count; the others as `passes` has it.
     """
     found: dict[int, list[float]] = {}
     for id, passed in zip(ids, passes(scores, threshold).tolist(), strict=True):

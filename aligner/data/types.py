@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -22,6 +23,11 @@ FinishReason = Literal["stop", "length", "unfinished"]
 """Why a response ended; an unfinished one is under way, and can go on from the tokens that it has.
 """
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
+
+ABSTAINED = -math.inf
+"""Score of a sample for which the reward function abstained (returned None). A score of NaN means
+that scoring failed. Neither is ever trained on; only samples whose scoring failed count as skipped.
+"""
 
 
 @dataclass(frozen=True)
@@ -297,7 +303,8 @@ class SampleBatch(Rows):
         if len(counts) > 1:
             raise ValueError(
                 f"prompts have {' or '.join(map(str, counts))} samples, must all have the same"
-                " number of samples"
+                " number of samples; a reward function that abstains makes them differ, so use"
+                " `groups` instead of `samples_per_prompt`"
             )
         return counts[0] if counts else 1
 

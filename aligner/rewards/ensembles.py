@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 Combine: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
-"""Scores [P, B] by P sources, which of them there are (bool [P, B], at least one a row), and the
-weight of their disagreement, to [B]. Scores that there are not are 0."""
+"""Combine the scores [P, B] of P sources into [B].
+
+The second argument, bool [P, B], is true where a source has scored; scores are 0 elsewhere, and the
+result has no meaning where no source has scored. The third is the weight of the disagreement."""
 
 
 def _mean(scores: Tensor, there: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Scoring functions: text in, one number a response out."""
 
+import inspect
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from aligner.child_function import ChildFunction, ChildLost, ChildRaised
+from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
 from aligner.rewards.math_checker import require_math_verify
@@ -26,13 +28,23 @@ class ScoringRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float]]
-"""One finite score a request, in order."""
+Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float | None]]
+"""One finite score per request, in order; None where the scorer abstains."""
 Steps = list[tuple[int, float]]
-"""Of a response behind how many of its characters steps end, and their rewards."""
-StepScorer = Callable[[Sequence[ScoringRequest]], Sequence[Steps]]
-"""The steps of each request, in order."""
+"""The steps of a response: the number of characters after which each step ends, and its reward."""
+StepScorer = Callable[[Sequence[ScoringRequest]], Sequence[Steps | None]]
+"""The steps of each request, in order; None where the scorer abstains."""
 Answer = TypeVar("Answer")
+
+_log = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 150
+"""Of a prompt and of a response in the error of a timeout, which also contains a stack."""
+_SHOWN_STACK = 600
+"""Characters of a stack in an error, which gRPC limits to 1500 bytes."""
+_MOST_TIMEOUTS = 3
+"""Consecutive timeouts after which a function counts as deadlocked, even if all were calls for the
+same response."""
 
 
 class ScoringError(AlignerError):
@@ -41,6 +53,19 @@ class ScoringError(AlignerError):
 
 class ScorerUnavailable(ScoringError, UnavailableError):
     """A scorer does not answer, whatever it is asked."""
+
+
+class WrongScores(ScoringError):
+    """A function returned something that is not a list of scores. The message is the end of a
+    sentence that begins with the function's name."""
+
+
+class ScorerTimeout(ScoringError):
+    """A call of the user's function timed out. The same call would probably time out again."""
+
+
+class ScorerDeadlocked(ScoringError):
+    """Consecutive calls of the user's function timed out, so all further calls are refused."""
 
 
 @lru_cache(maxsize=1)
@@ -87,31 +112,155 @@ def _verifier(rule: Rule) -> Scorer:
     return lambda requests: [score(request) for request in requests]
 
 
-def scored(function: Scorer, requests: Sequence[Sequence[Any]]) -> list[float]:
-    """What a scoring function says of requests, each given by its fields: how a child process calls
-    one."""
-    return [float(score) for score in function([ScoringRequest(*request) for request in requests])]
+def scored(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Call a scoring function in its child process, for requests given by their fields.
+
+    Returns `scores`, or `problem` with the message of WrongScores.
+    """
+    return _called(function, requests, read_score)
 
 
-def stepped(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> list[Steps]:
-    """As `scored`, of a function that rewards the steps of a response."""
-    return [
-        _read_steps(steps) for steps in function([ScoringRequest(*request) for request in requests])
-    ]
+def stepped(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Call a function that rewards steps; otherwise like `scored`."""
+    return _called(function, requests, _read_steps)
+
+
+def _called(
+    function: Callable[..., Any],
+    requests: Sequence[Sequence[Any]],
+    read: Callable[[Any], Any],
+) -> dict[str, Any]:
+    batch = [ScoringRequest(*request) for request in requests]
+    # Values are read here because most types of scores, such as tensors, are not JSON.
+    try:
+        return {"scores": _read_all(awaited(function(batch)), batch, read)}
+    except WrongScores as error:
+        return {"problem": str(error)}
+
+
+def awaited(result: Any) -> Any:
+    """Return what an `async` function returns or yields, and await the scores in a list.
+
+    All calls share one event loop, because connections that a function keeps belong to a loop.
+    """
+    if inspect.isasyncgen(result):
+
+        async def collect() -> list[Any]:
+            return [value async for value in result]
+
+        result = collect()
+    if inspect.isawaitable(result):
+        result = _event_loop().run_until_complete(_outcome(result))
+    if isinstance(result, list | tuple) and any(map(inspect.isawaitable, result)):
+        result = _event_loop().run_until_complete(_outcomes(result))
+    return result
+
+
+async def _outcome(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _outcomes(values: Sequence[Any]) -> list[Any]:
+    import asyncio
+
+    async def value(each: Any) -> Any:
+        return await each if inspect.isawaitable(each) else each
+
+    return list(await asyncio.gather(*map(value, values)))
+
+
+@lru_cache(maxsize=1)
+def _event_loop() -> Any:
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+class UserFunction:
+    """A scoring function of the user, called in a child process.
+
+    A call that times out raises ScorerTimeout. If the next call is for other responses and times
+    out too, the function counts as deadlocked: this call and all later calls raise
+    ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
+    """
+
+    def __init__(self, place: str, child: ChildFunction) -> None:
+        """`place` is the function with its configuration key, `reward.function=module:callable`,
+        for error messages."""
+        self.place = place
+        self._child = child
+        self._suspects: frozenset[tuple[str, str]] = frozenset()
+        """Prompts and responses of the last call, if it timed out; of several consecutive calls
+        the common ones."""
+        self._timeouts = 0
+        """Consecutive timeouts."""
+        self._deadlock: str | None = None
+
+    def __call__(self, requests: Sequence[ScoringRequest]) -> list[Any]:
+        """Return the function's scores, or steps, for the requests; None where it abstains."""
+        if self._deadlock is not None:
+            raise ScorerDeadlocked(self._deadlock)
+        fields = [[each.prompt, each.response, dict(each.metadata)] for each in requests]
+        try:
+            answer = self._child(fields)
+        except ChildTooSlow as error:
+            raise self._timed_out(requests, error) from error
+        except ChildRaised:
+            self._responded()
+            raise
+        self._responded()
+        if "problem" in answer:
+            raise WrongScores(answer["problem"])
+        return answer["scores"]
+
+    def _responded(self) -> None:
+        self._suspects, self._timeouts = frozenset(), 0
+
+    def _timed_out(self, requests: Sequence[ScoringRequest], error: ChildTooSlow) -> ScoringError:
+        texts = frozenset((each.prompt, each.response) for each in requests)
+        is_other = bool(self._suspects) and texts.isdisjoint(self._suspects)
+        self._suspects = texts if is_other or not self._suspects else texts & self._suspects
+        self._timeouts += 1
+
+        _log.warning("%s %s; its Python stack:\n%s", self.place, error, error.stack or "(none)")
+        told = (
+            f"{error} while scoring {len(requests)} requests ({self.place}); the first was"
+            f" {_shown(requests, _SHOWN_CHARACTERS)}"
+        )
+        stack = (
+            f"Python stack of the function:\n{_beginning(error.stack)}"
+            if error.stack
+            else "the process did not write its Python stack"
+        )
+        if not is_other and self._timeouts < _MOST_TIMEOUTS:
+            return ScorerTimeout(f"{told}; {stack}")
+        self._deadlock = (
+            f"{told}. {self._timeouts} consecutive calls timed out, so the function is probably"
+            f" deadlocked. Fix the function, or raise the timeout if it is only slow; {stack}"
+        )
+        return ScorerDeadlocked(self._deadlock)
+
+
+def _beginning(stack: str) -> str:
+    """Return the first lines of a stack, which are the innermost calls."""
+    lines: list[str] = []
+    for line in stack.splitlines():
+        if sum(map(len, lines)) + len(line) > _SHOWN_STACK:
+            return "\n".join([*lines, "  ... (all of it is in the log)"])
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _elsewhere(
-    module: str, name: str, timeout_s: float | None, through: str = "scored"
-) -> Callable[..., Any]:
-    """A scorer of the user's own, in a process of its own. Raises ConfigError with the reason
+    module: str, name: str, key: str, timeout_s: float | None, through: str = "scored"
+) -> UserFunction:
+    """Start a function of the user in a child process. Raises ConfigError with the reason
     alone."""
     child = ChildFunction(
         module, name, through=f"{__name__}:{through}", takes=1, deadline_s=timeout_s
     )
     child.start()
-    return lambda requests: child(
-        [[each.prompt, each.response, dict(each.metadata)] for each in requests]
-    )
+    return UserFunction(f"{key}={module}:{name}", child)
 
 
 def resolve_scorer(
@@ -133,7 +282,7 @@ def resolve_scorer(
     module, attribute = place
     try:
         if name not in FUNCTIONS and name not in RULES:
-            return _elsewhere(module, attribute, timeout_s)
+            return _elsewhere(module, attribute, key, timeout_s)
         scorer = imported(module, attribute)
     except AlignerError as error:
         raise ConfigError(
@@ -151,7 +300,7 @@ def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> 
     if place is None:
         raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:
-        return _elsewhere(*place, timeout_s, through="stepped")
+        return _elsewhere(*place, key, timeout_s, through="stepped")
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"
@@ -159,54 +308,106 @@ def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> 
         ) from error
 
 
-def checked_scores(name: str, scorer: Scorer, requests: Sequence[ScoringRequest]) -> list[float]:
-    """The finite scores, one a request, of the scorer that the configuration calls `name`. Raises
-    as `_answers`."""
-    scores = _answers(name, scorer, requests, float)
-    require_finite(name, scores, requests)
+def checked_scores(
+    name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
+) -> list[float | None]:
+    """Return one finite score per request, None where the scorer abstains.
+
+    `name` is the scorer's name in the configuration. Raises as `_answers`.
+    """
+    scores = _answers(name, scorer, requests, read_score)
+    require_finite(name, scores, requests, _place(scorer))
     return scores
 
 
-def checked_steps(name: str, scorer: StepScorer, requests: Sequence[ScoringRequest]) -> list[Steps]:
-    """Each request's steps, with finite rewards and ends within the response. Raises as
-    `_answers`."""
+def checked_steps(
+    name: str, scorer: StepScorer, requests: Sequence[ScoringRequest]
+) -> list[Steps | None]:
+    """Return each request's steps, with finite rewards and ends within the response; None where
+    the scorer abstains. Raises as `_answers`."""
     answers = _answers(name, scorer, requests, _read_steps)
     for request, steps in zip(requests, answers, strict=True):
-        require_finite(name, [reward for _, reward in steps], [request] * len(steps))
+        steps = steps or []
+        require_finite(
+            name, [reward for _, reward in steps], [request] * len(steps), _place(scorer)
+        )
         for end, _ in steps:
             if not 1 <= end <= len(request.response):
                 raise ScoringError(
                     f"the scorer {name} returned a step that ends at character {end}"
                     f" {_shown([request])}; must end at 1 to {len(request.response)}, the length of"
-                    " the response"
+                    f" the response{_place(scorer)}"
                 )
     return answers
 
 
+def read_score(value: Any) -> float:
+    """Return a number of any type as a float, also of NumPy or a tensor with one element.
+
+    Raises TypeError or ValueError for anything else, texts that contain numbers included.
+    """
+    if isinstance(value, str | bytes):
+        raise TypeError(f"must be a number, got {type(value).__name__}")
+    return float(value)
+
+
 def _read_steps(steps: Iterable[Sequence[Any]]) -> Steps:
-    return [(operator.index(end), float(reward)) for end, reward in steps]
+    return [(operator.index(end), read_score(reward)) for end, reward in steps]
+
+
+def _read_all(
+    answers: Any, requests: Sequence[ScoringRequest], read: Callable[[Any], Answer]
+) -> list[Answer | None]:
+    """Read what a scorer returned, one value per request. Raises WrongScores."""
+    is_list = isinstance(answers, Iterable) and not isinstance(answers, str | bytes | Mapping | set)
+    if not is_list or getattr(answers, "ndim", 1) == 0:
+        raise WrongScores(
+            f"returned {type(answers).__name__} for {len(requests)} responses; must return a list"
+            " with one score for each response"
+        )
+    values = list(answers)
+    if len(values) != len(requests):
+        raise WrongScores(
+            f"returned {len(values)} scores for {len(requests)} responses; the first was"
+            f" {_shown(requests)}"
+        )
+    found: list[Answer | None] = []
+    for value, request in zip(values, requests, strict=True):
+        try:
+            found.append(None if value is None else read(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise WrongScores(
+                f"returned {value!r:.80} {_shown([request])}; must be a number, or with"
+                f" step_rewards a list of (end, reward), or None to abstain: {error}"
+            ) from error
+    return found
 
 
 def _answers(
     name: str,
-    scorer: Callable[..., Iterable[Any]],
+    scorer: Callable[..., Any],
     requests: Sequence[ScoringRequest],
     read: Callable[[Any], Answer],
-) -> list[Answer]:
-    """What a scorer says of each request, as `read` takes it.
+) -> list[Answer | None]:
+    """Return what a scorer says of each request, as `read` takes it.
 
-    Raises ScoringError with the scorer, and the prompt and response at fault. When it raises for
-    several requests at once, each is scored alone to find the one, but for a ScoringError of its
-    own, which says what there is to say.
+    Raises ScoringError with the scorer, and the prompt and response at fault. If the scorer raises
+    an exception for several requests, each is scored alone to find the one at fault; a
+    ScoringError of the scorer already names it.
     """
+    place = _place(scorer)
     try:
-        scores = [read(score) for score in scorer(requests)]
+        return _read_all(scorer(requests), requests, read)
+    except WrongScores as error:
+        raise ScoringError(f"the scorer {name} {error}{place}") from error
+    except (ScorerTimeout, ScorerDeadlocked) as error:
+        raise type(error)(f"the scorer {name} {error}") from error
     except ScoringError as error:
         raise type(error)(f"the scorer {name}: {error}") from error
     except ChildLost as error:  # to find which of them it was would take as long for each
         raise ScoringError(
             f"the scorer {name} {error} while scoring {len(requests)} requests; the first was"
-            f" {_shown(requests)}"
+            f" {_shown(requests)}{place}"
         ) from error
     except Exception as error:
         what = str(error) if isinstance(error, ChildRaised) else f"{type(error).__name__}: {error}"
@@ -216,28 +417,37 @@ def _answers(
                 _answers(name, scorer, [request], read)
             raise ScoringError(
                 f"{raised} on a batch of {len(requests)} requests, but not when each request was"
-                " scored separately"
+                f" scored separately{place}"
             ) from error
-        raise ScoringError(f"{raised} {_shown(requests)}") from error
-    if len(scores) != len(requests):
-        raise ScoringError(
-            f"the scorer {name} returned {len(scores)} scores for {len(requests)} requests; the"
-            f" first was {_shown(requests)}"
-        )
-    return scores
+        raise ScoringError(f"{raised} {_shown(requests)}{place}") from error
 
 
-def require_finite(name: str, scores: Sequence[float], requests: Sequence[ScoringRequest]) -> None:
+def _place(scorer: Callable[..., Any]) -> str:
+    """Return where the configuration names the user's function, in brackets; empty for others."""
+    return f" ({scorer.place})" if isinstance(scorer, UserFunction) else ""
+
+
+def require_finite(
+    name: str,
+    scores: Sequence[float | None],
+    requests: Sequence[ScoringRequest],
+    place: str = "",
+) -> None:
     """Raise ScoringError with the scorer, prompt and response of the first score that is not
     finite."""
     for request, score in zip(requests, scores, strict=True):
-        if not math.isfinite(score):
+        if score is not None and not math.isfinite(score):
             raise ScoringError(
-                f"the scorer {name} returned {score} {_shown([request])}; must be finite"
+                f"the scorer {name} returned {score} {_shown([request])}; must be finite{place}"
             )
 
 
-def _shown(requests: Sequence[ScoringRequest]) -> str:
+def _shown(requests: Sequence[ScoringRequest], longest: int | None = None) -> str:
+    """Return the first prompt and response, each cut to `longest` characters, for a message."""
     if not requests:
         return "for no request"
-    return f"for prompt {requests[0].prompt!r} and response {requests[0].response!r}"
+    prompt, response = (
+        f"{text[:longest]!r}{'' if longest is None or len(text) <= longest else '…'}"
+        for text in (requests[0].prompt, requests[0].response)
+    )
+    return f"for prompt {prompt} and response {response}"

@@ -4,18 +4,21 @@ several of these combined."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.data.collectives import broadcast_json
+from aligner.data.types import ABSTAINED
 from aligner.errors import AlignerError, UnavailableError
 from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
+    ScorerDeadlocked,
+    ScorerTimeout,
     ScorerUnavailable,
     ScoringError,
     ScoringRequest,
@@ -70,26 +73,54 @@ class ScoringBatch:
             placed[place] = placed.get(place, 0.0) + reward
         return placed
 
-    def at_steps(self, steps: Sequence[Mapping[int, float]]) -> Tensor:
-        """float64 [B, S]: of each row the numbers at some places, elsewhere not a number; [B],
-        their sums, of texts alone."""
+    def at_steps(self, steps: Sequence[Mapping[int, float] | None]) -> Tensor:
+        """float64 [B, S]: the rewards of each row's steps at their tokens, NaN elsewhere; all
+        ABSTAINED where a row is None. [B], the sums of the rewards, for texts alone."""
         if self.tokens is None:
-            return torch.tensor([sum(each.values()) for each in steps], dtype=torch.float64)
+            sums = [ABSTAINED if each is None else sum(each.values()) for each in steps]
+            return torch.tensor(sums, dtype=torch.float64)
         placed = torch.full(self.tokens.shape, torch.nan, dtype=torch.float64)
         for row, each in enumerate(steps):
+            if each is None:
+                placed[row] = ABSTAINED
+                continue
             for place, number in each.items():
                 placed[row, place] = number
         return placed
+
+
+_ERRORS = {
+    error.__name__: error
+    for error in (ScoringError, ScorerUnavailable, ScorerTimeout, ScorerDeadlocked)
+}
+"""Errors of scorers that reach the client under their own names; others are ScoringErrors."""
+
+
+def _on_rank_0(score: Callable[[], Any]) -> Any:
+    """Return on every rank what `score` returns on rank 0, as JSON. Collective; raises ScoringError
+    on every rank alike."""
+    scores, kind, message = None, None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            scores = score()
+        except AlignerError as error:
+            unavailable = isinstance(error, UnavailableError)
+            kind = ScorerUnavailable.__name__ if unavailable else type(error).__name__
+            message = str(error)
+    scores, kind, message = broadcast_json([scores, kind, message])
+    if kind is not None:
+        raise _ERRORS.get(kind, ScoringError)(message)
+    return scores
 
 
 class RewardSource(Protocol):
     """Something that scores."""
 
     def raw(self, batch: ScoringBatch) -> Tensor:
-        """Finite scores float64 [B], the same on every rank. Collective; raises ScoringError on
-        every rank alike.
+        """Return finite scores float64 [B], ABSTAINED where the source abstains; the same on every
+        rank. Collective; raises ScoringError on every rank alike.
 
-        Of a source that rewards steps [B, S]: at the tokens that end them, elsewhere not a number.
+        A source that rewards steps returns [B, S] as `ScoringBatch.at_steps`.
         """
 
 
@@ -110,19 +141,13 @@ class TextSource:
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
-        scores, error, unavailable = None, None, False
         requests = (
             batch.requests if self.skip_special_tokens or batch.whole is None else batch.whole
         )
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                scores = checked_scores(self.name, self.scorer, requests())
-            except AlignerError as problem:
-                error, unavailable = str(problem), isinstance(problem, UnavailableError)
-        scores, error, unavailable = broadcast_json([scores, error, unavailable])
-        if error is not None:
-            raise (ScorerUnavailable if unavailable else ScoringError)(error)
-        return torch.tensor(scores, dtype=torch.float64)
+        scores = _on_rank_0(lambda: checked_scores(self.name, self.scorer, requests()))
+        return torch.tensor(
+            [ABSTAINED if score is None else score for score in scores], dtype=torch.float64
+        )
 
 
 @dataclass(frozen=True)
@@ -134,16 +159,10 @@ class StepSource:
 
     def raw(self, batch: ScoringBatch) -> Tensor:
         """See RewardSource."""
-        steps, error = None, None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                steps = checked_steps(self.name, self.scorer, batch.requests())
-            except AlignerError as problem:
-                error = str(problem)
-        steps, error = broadcast_json([steps, error])
-        if error is not None:
-            raise ScoringError(error)
-        return batch.at_steps([batch.places(row, each) for row, each in enumerate(steps)])
+        steps = _on_rank_0(lambda: checked_steps(self.name, self.scorer, batch.requests()))
+        return batch.at_steps(
+            [None if each is None else batch.places(row, each) for row, each in enumerate(steps)]
+        )
 
 
 @dataclass(frozen=True)
@@ -257,37 +276,49 @@ class CombinedReward:
         return self.in_parts(batch)[0]
 
     def in_parts(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor]]:
-        """As `in_steps`, without these."""
+        """As `in_steps`, without the steps."""
         return self.in_steps(batch)[:2]
 
     def in_steps(self, batch: ScoringBatch) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Finite scores float32 [B], what each source has given, float32 [B] each, 0 where it is
-        not asked, and of the scores what tokens get that end steps, float32 [B, S], not a number
-        elsewhere; None where no source rewards steps.
+        """Score responses. Collective; raises ScoringError on every rank alike.
 
-        The same on every rank. Collective; raises ScoringError on every rank alike.
+        Returns:
+            Finite scores float32 [B], NaN where every source that was asked abstained.
+            The score of each source, float32 [B] each, 0 where it was not asked or abstained.
+            The part of the scores that belongs to tokens which end steps, float32 [B, S], NaN
+            elsewhere; None if no source rewards steps.
+            All are the same on every rank.
         """
-        given: dict[int, tuple[Tensor, Tensor]] = {}
+        given: dict[int, _Given] = {}
         # Texts first: what they refuse costs no model's time.
         for place, (settings, source) in sorted(
             enumerate(self.parts), key=lambda part: isinstance(part[1][1], ModelSource)
         ):
             given[place] = _given(settings, source, batch)
-        there = torch.stack([given[place][1] for place in range(len(given))])
-        inside = [rewards for rewards, _ in given.values() if rewards.ndim > 1]
-        parts = torch.stack([_totals(given[place][0]) for place in range(len(given))])
-        if not bool(there.any(0).all()):
-            request = batch.requests()[int(there.any(0).int().argmin())]
+        in_order = [given[place] for place in range(len(given))]
+        asked = torch.stack([one.asked for one in in_order]).any(0)
+        if not bool(asked.all()):
+            request = batch.requests()[int(asked.int().argmin())]
             raise ScoringError(
                 "reward.sources: no source has a nonzero weight for"
                 f" task={request.metadata.get('task')}, prompt {request.prompt!r}"
             )
-        scores = COMBINATIONS[self.combine](parts, there, self.disagreement_weight).float()
+
+        scored = torch.stack([one.scored for one in in_order])
+        parts = torch.stack([_totals(one.scores) for one in in_order])
+        combined = COMBINATIONS[self.combine](parts, scored, self.disagreement_weight).float()
+        is_scored = scored.any(0)
         added = list(parts.float())
         names = [settings.name for settings, _ in self.parts]
-        for name, numbers in zip((*names, " + ".join(names)), (*added, scores), strict=True):
-            if not bool(numbers.isfinite().all()):
-                require_finite(name, numbers.tolist(), batch.requests())
+        for name, numbers in zip((*names, " + ".join(names)), (*added, combined), strict=True):
+            finite = numbers.isfinite() | ~is_scored
+            if not bool(finite.all()):
+                rows = (~finite).nonzero()[:, 0].tolist()
+                requests = batch.requests()
+                require_finite(name, numbers[rows].tolist(), [requests[row] for row in rows])
+        scores = torch.where(is_scored, combined, torch.nan)
+
+        inside = [one.scores for one in in_order if one.scores.ndim > 1]
         if not inside:
             return scores, added, None
         steps = torch.stack(inside)
@@ -299,29 +330,41 @@ def _totals(given: Tensor) -> Tensor:
     return given if given.ndim == 1 else given.nansum(1)
 
 
-def _given(settings: Source, source: RewardSource, batch: ScoringBatch) -> tuple[Tensor, Tensor]:
-    """What a source gives, float64 [B] or, of steps, [B, S], and of which responses it is asked,
-    bool [B].
+@dataclass(frozen=True)
+class _Given:
+    """The weighted scores of one source."""
 
-    Collective, the same on every rank.
-    """
+    scores: Tensor
+    """float64 [B], 0 where there is none; of steps [B, S], NaN where there is none."""
+    asked: Tensor
+    """bool [B]: the responses for which the source's weight is not 0."""
+    scored: Tensor
+    """bool [B]: the responses for which the source was asked and did not abstain."""
 
-    def scores(asked: ScoringBatch) -> Tensor:
-        return settings.gain * source.raw(asked) + settings.bias
 
+def _given(settings: Source, source: RewardSource, batch: ScoringBatch) -> _Given:
+    """Ask a source. Collective, the same on every rank."""
     if not settings.task_weights:
-        given = settings.weight * scores(batch)
-        return given, torch.ones(len(given), dtype=torch.bool)
-    weights = torch.tensor(
-        [settings.weight_of(request.metadata) for request in batch.requests()], dtype=torch.float64
-    )
-    there = weights != 0
-    if not there.any():
-        return weights, there
-    rows = there.nonzero()[:, 0]
-    asked = scores(batch if there.all() else batch.select(rows))
-    given = torch.full(
-        (len(weights), *asked.shape[1:]), 0.0 if asked.ndim == 1 else torch.nan, dtype=torch.float64
-    )
-    given[rows] = weights[rows].view(-1, *[1] * (asked.ndim - 1)) * asked
-    return given, there
+        raw = source.raw(batch)
+        weights = torch.full((len(raw),), settings.weight, dtype=torch.float64)
+        rows = torch.arange(len(raw))
+    else:
+        weights = torch.tensor(
+            [settings.weight_of(request.metadata) for request in batch.requests()],
+            dtype=torch.float64,
+        )
+        rows = weights.nonzero()[:, 0]
+        if not len(rows):
+            nothing = torch.zeros(len(weights), dtype=torch.bool)
+            return _Given(weights, nothing, nothing)
+        raw = source.raw(batch if len(rows) == len(weights) else batch.select(rows))
+
+    asked = torch.zeros(len(weights), dtype=torch.bool).index_fill_(0, rows, True)
+    abstained = (raw == ABSTAINED).view(len(raw), -1).any(1)
+    scored = asked.index_fill(0, rows[abstained], False)
+    nothing_given = 0.0 if raw.ndim == 1 else torch.nan
+    scores = torch.full((len(weights), *raw.shape[1:]), nothing_given, dtype=torch.float64)
+    answered = rows[~abstained]
+    own_weights = weights[answered].view(-1, *[1] * (raw.ndim - 1))
+    scores[answered] = own_weights * (settings.gain * raw[~abstained] + settings.bias)
+    return _Given(scores, asked, scored)

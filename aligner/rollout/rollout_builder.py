@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from aligner.algorithms.selections import score_bounds
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream
 from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, unbegun
@@ -54,8 +55,7 @@ class RolloutBatch:
     skipped: int = 0
     """Prompts that could not be drawn."""
     left_out: tuple[int, ...] = ()
-    """Response tokens of each sample that dynamic sampling left out, or that is gone for want of a
-    score."""
+    """Response tokens of each sample that dynamic sampling left out, or that has no score."""
     replaced: tuple[Straggler, ...] = ()
     """The prompts that dynamic sampling left out, with their samples; where these are drawn ahead
     rank 0's alone."""
@@ -70,10 +70,20 @@ class RolloutBatch:
         included."""
         return replace(self.scores, chosen=None)
 
-    def scored_rows(self) -> Tensor:
-        """Which samples (int64 [N]) have a score; the others' prompts could not be scored.
-        Collective."""
-        return self.scores.result().isfinite().nonzero()[:, 0]
+    def scored_rows(self, least: int = 1) -> Tensor:
+        """Rows, int64 [N], of the samples that have a score, of prompts with at least `least` such
+        samples. Collective.
+
+        A sample has none if its prompt could not be scored, or if the reward function abstained.
+        """
+        scored = self.scores.result().isfinite()
+        return (scored & (self._scored_of_prompts(scored) >= least)).nonzero()[:, 0]
+
+    def _scored_of_prompts(self, scored: Tensor) -> Tensor:
+        """For each sample, int64 [B], how many samples of its prompt are scored (bool [B])."""
+        of_samples = self.batch.groups[: len(self.samples)]
+        _, places = of_samples.unique_consecutive(return_inverse=True)
+        return torch.zeros_like(places).index_add(0, places, scored.long())[places]
 
     def scored(self) -> "RolloutBatch":
         """Without the samples that have no score. Collective."""
@@ -434,10 +444,11 @@ def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Te
 
 
 def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows, int64 [N], of the prompts whose scores [B] are not all equal."""
-    groups = scores.view(-1, samples_per_prompt)
+    """Rows, int64 [N], of the prompts whose scores [B] are not all equal; samples without a score
+    are not compared."""
+    high, low = score_bounds(scores, samples_per_prompt)
     rows = torch.arange(len(scores)).view(-1, samples_per_prompt)
-    return rows[groups.amax(1) > groups.amin(1)].flatten()
+    return rows[high.amax(1) > low.amin(1)].flatten()
 
 
 def truncated(sample: Sample, token_id: int, after: int) -> Sample:

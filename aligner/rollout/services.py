@@ -15,6 +15,7 @@ from torch import Tensor
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.data.types import SampleBatch
 from aligner.errors import AlignerError
+from aligner.servers.connection import RefusedError
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import INITIAL, CriticState
 from aligner.servers.generator_client import GeneratorClient
@@ -34,12 +35,14 @@ _SIGN_S = 0.25
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Every future's result; none is left unread. Raises the first error as AlignerError.
+    """Every future's result; none is left unread. Raises the first error as AlignerError, or that
+    of a deadlocked scoring function, because other requests time out behind its calls.
 
     What could not be scored is NaN where anything could: what a step leaves out does not hang on
     how it was cut into requests.
     """
     results, error, unscored = [], None, []
+    deadlock: str | None = None
     for future in futures:
         try:
             results.append(future.result())
@@ -48,8 +51,11 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
             unscored.append(str(refused))
         except Exception as problem:
             error = error or str(problem)
+            if isinstance(problem, RefusedError) and problem.kind == "ScorerDeadlocked":
+                deadlock = str(problem)
     if unscored and len(unscored) == len(futures):
         error = unscored[0]
+    error = deadlock or error
     if error is not None:
         raise AlignerError(error)
     return results

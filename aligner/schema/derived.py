@@ -90,6 +90,19 @@ def rows_together(config: Config) -> int:
     return {"dpo": 2, "copg": config.rollout.samples_per_prompt}.get(config.algorithm.loss, 1)
 
 
+def least_scores(config: Config) -> int:
+    """Number of samples of a prompt that must have a score for any of them to be trained on.
+
+    Samples on which the reward function abstained have none. Two are compared; `copg` computes its
+    loss from all samples of a prompt.
+    """
+    settings = config.algorithm
+    if settings.loss == "copg":
+        return config.rollout.samples_per_prompt
+    is_grouped = settings.advantage in GROUPED or settings.whiten_over == "prompt"
+    return 2 if is_grouped and settings.train_on == "all" else 1
+
+
 def samples_learned_from(config: Config) -> int:
     """How many of a prompt's samples are learned from, at most where a function of the user's own
     selects them."""

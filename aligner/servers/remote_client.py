@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.data.types import ABSTAINED
 from aligner.errors import AlignerError
 from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import Connection, RefusedError, RemoteError, TransportError
@@ -228,10 +229,15 @@ def wide(rows: Tensor, width: int) -> Tensor:
 
 
 def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
-    """The scores float32 [B] of an answer, or [B, 1+P+S-1] with what each of P sources has given
-    behind them, where there are several, and then what tokens get that end steps, where any do."""
+    """Return the scores float32 [B] of an answer, ABSTAINED for NaN, which is an abstention on the
+    wire.
+
+    With several sources, or step rewards, they are [B, 1+P+S-1]: the score, the scores of the P
+    sources, and the rewards of tokens that end steps.
+    """
     names = ("rewards", "reward_parts", "step_rewards")
     columns = [torch.from_numpy(answer[name].copy()) for name in names if name in answer]
+    columns[0][columns[0].isnan()] = ABSTAINED
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 
 
@@ -283,9 +289,10 @@ class RewardClient(RemoteClient):
         """Scores, as `scores_in` has them, of right-padded tokens int64 [B, S], lengths and prompt
         lengths int64 [B].
 
-        `metadata` is what the data says about each row's prompt; JSON. Where `rows_apart` is given,
-        what is refused is asked for once more, so many rows at a time: those that are refused again
-        are NaN. Where all are, the error is UnscoredError.
+        `metadata` is what the data says about each row's prompt; JSON. With `rows_apart`, a
+        refused request is repeated once, in requests of so many rows; the scores of rows that are
+        refused again are NaN. If all are refused, the error is UnscoredError. A scoring function
+        that is deadlocked is not asked again, and the error is raised.
         """
 
         def score(rows: slice) -> Tensor:
@@ -301,14 +308,20 @@ class RewardClient(RemoteClient):
             try:
                 return score(slice(None))
             except RefusedError as refused:
-                if rows_apart is None:
+                if rows_apart is None or refused.kind == "ScorerDeadlocked":
                     raise
+                if refused.kind == "ScorerTimeout" and len(lengths) <= rows_apart:
+                    # A retry would be the same call of the function, and time out again.
+                    _log.warning("samples without a score are skipped: %s", refused)
+                    raise UnscoredError(refused, len(lengths)) from None
                 parts = []
                 for first in range(0, len(lengths), rows_apart):
                     rows = slice(first, first + rows_apart)
                     try:
                         parts.append(score(rows))
                     except RefusedError as error:
+                        if error.kind == "ScorerDeadlocked":
+                            raise
                         _log.warning("samples without a score are skipped: %s", error)
                         parts.append(torch.full(lengths[rows].shape, math.nan))
                 scores = joined_scores(parts)

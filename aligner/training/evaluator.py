@@ -22,7 +22,7 @@ from aligner.algorithms.evaluation_scores import (
 from aligner.data.collectives import broadcast_json, broadcast_samples
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Prompt, Sample, collate
+from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.environments.tool_catalogue import tool_schemas
 from aligner.environments.tool_protocol import ListedTool
@@ -118,7 +118,7 @@ class _Answers:
 
     samples: list[Sample]
     scores: Tensor
-    """float64 [B], NaN for a lost episode"""
+    """float64 [B], NaN for a lost episode, ABSTAINED where the reward function abstained"""
     wins: Wins | None
     """Of a judge, where there is one."""
 
@@ -192,10 +192,11 @@ class Evaluator:
         answers = self._taken() if self.has_begun else self._answers()
         scores, samples = answers.scores.view(len(self.prompts), -1), answers.samples
         lost = int(scores.isnan().sum())
-        metrics = evaluation_metrics(scores.nan_to_num(), self.settings.pass_threshold, references)
+        scores = torch.where(scores.isnan(), 0.0, scores)
+        metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
         if (field := self.settings.group_by) is not None:
             groups = [str(prompt.metadata.get(field)) for prompt in self.prompts]
-            metrics |= group_metrics(scores.nan_to_num(), self.settings.pass_threshold, groups)
+            metrics |= group_metrics(scores, self.settings.pass_threshold, groups)
         if lost:
             metrics["eval/lost_episodes"] = float(lost)
         if answers.wins is not None:
@@ -271,8 +272,9 @@ class Evaluator:
                 scores = self.services.score(batch, metadata)
         elif alone:
             requests = scoring_requests(prompts, samples, self.tokenizer)
+            found = checked_scores(self.scorer.name, self.scorer.scorer, requests)
             scores = torch.tensor(
-                checked_scores(self.scorer.name, self.scorer.scorer, requests), dtype=torch.float64
+                [ABSTAINED if score is None else score for score in found], dtype=torch.float64
             )
         else:
             scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
@@ -315,7 +317,7 @@ class Evaluator:
                 record: dict[str, Any] = {"prompt": prompt.text, "response": response}
                 record |= {
                     "response_tokens": sample.response.tolist(),
-                    "score": score,
+                    "score": None if score == ABSTAINED else score,
                     "scorer": self.settings.function,
                 }
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
@@ -346,7 +348,8 @@ class Evaluator:
                 f" resume with {self.suite.key}.function={function}, not {self.settings.function}"
             )
         self._reference_texts = [record["response"] for record in records]
-        return torch.tensor([record["score"] for record in records], dtype=torch.float64)
+        scores = [ABSTAINED if record["score"] is None else record["score"] for record in records]
+        return torch.tensor(scores, dtype=torch.float64)
 
 
 def build_evaluator(

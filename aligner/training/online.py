@@ -89,8 +89,7 @@ class OnlineTrainer(TrainingLoop):
         chosen = rollout
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
-                rollout = rollout.scored()
-                each = rollout.batch.samples_per_prompt
+                each = self.config.rollout.samples_per_prompt
                 chosen = rollout.select(self.algorithm.select_by_score(self._scores(rollout), each))
         learned, experience = self._learn(step, chosen, timer) if chosen.samples else ({}, None)
         self._taught(rollout, rollout.batch)  # where nothing was learned nobody has read them yet
@@ -101,7 +100,12 @@ class OnlineTrainer(TrainingLoop):
         metrics = (
             learned
             | counted
-            | rollout_metrics(rollout, self.config.rollout, source_names(self.config.reward))
+            | rollout_metrics(
+                rollout,
+                self.config.rollout,
+                source_names(self.config.reward),
+                self.algorithm.least_scores,
+            )
         )
         light = self.config.engine.publish != "whole" and self._changes_weights(step)
         if light and (stats := self.pipeline.publish_stats) is not None:
@@ -136,7 +140,7 @@ class OnlineTrainer(TrainingLoop):
                 *of, mask=batch.mask, kept=kept, routes=routes
             )
         with timer.phase("server_wait"):
-            rows = rollout.scored_rows()
+            rows = rollout.scored_rows(algorithm.least_scores)
             if len(rows) < len(rollout.samples):
                 kept_rows = batch.with_branches(rows)
                 rollout, old_logprobs, reference_logprobs = (

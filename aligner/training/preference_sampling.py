@@ -44,11 +44,11 @@ def preferences(
     two samples both `scores` and their difference, the `margin`; and how many prompts gave none,
     for want of two texts of which one is better.
 
-    `scores` [B] are those of the rollout's samples, each prompt's in a row; `pairs` is
-    `algorithm.pairs`.
+    `scores` [B] are those of the rollout's samples, each prompt's in a row; samples without a
+    score, which is then not finite, are in no pair. `pairs` is `algorithm.pairs`.
     """
     if pairs == "demonstration":
-        found = _against_demonstrations(rollout)
+        found = _against_demonstrations(rollout, scores)
     else:
         found = _between_samples(
             rollout, scores, PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist()
@@ -70,7 +70,8 @@ def preferences(
             {"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **known, **tokens}
         )
         with_pair.add(row // samples_per_prompt)
-    return records, len(scores) // samples_per_prompt - len(with_pair)
+    scored_prompts = int(scores.isfinite().view(-1, samples_per_prompt).any(1).sum())
+    return records, scored_prompts - len(with_pair)
 
 
 def _between_samples(
@@ -82,11 +83,12 @@ def _between_samples(
         yield best, chosen, rejected, {"margin": both[0] - both[1], "scores": both}
 
 
-def _against_demonstrations(rollout: RolloutBatch) -> Iterator[_Pair]:
+def _against_demonstrations(rollout: RolloutBatch, scores: Tensor) -> Iterator[_Pair]:
     """The answer of each prompt's record over each sample (SPIN), which nothing says how much
     better it is."""
-    for row, (prompt, sample) in enumerate(zip(rollout.prompts, rollout.samples, strict=True)):
-        yield row, prompt.metadata["response_tokens"], sample.response.tolist(), {}
+    for row in scores.isfinite().nonzero()[:, 0].tolist():
+        demonstration = rollout.prompts[row].metadata["response_tokens"]
+        yield row, demonstration, rollout.samples[row].response.tolist(), {}
 
 
 @dataclass
@@ -214,10 +216,10 @@ class PreferenceSampler(TrainingLoop):
             metrics = rollout_metrics(
                 rollout, self.config.rollout, source_names(self.config.reward)
             )
-            scores = rollout.scores.result()
+            scores, all_scores = rollout.scores.result(), drawn.scores.result()
         self.services.assert_settled()
         if self.writer is not None:
-            metrics |= self._write(self.writer, step + 1, rollout, scores)
+            metrics |= self._write(self.writer, step + 1, drawn, all_scores)
         sampled = StepSamples.of(drawn)
         return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
 

@@ -62,9 +62,8 @@ class Recorder:
         if result.rollout is None or result.scores is None:
             return
         prompts, samples = result.rollout.prompts, result.rollout.samples
-        chosen = [
-            (index, samples[index]) for index in range(0, len(samples), -(-len(samples) // count))
-        ]
+        apart = max(1, -(-len(samples) // count))
+        chosen = [(index, samples[index]) for index in range(0, len(samples), apart)]
         records = [
             {
                 "prompt": prompts[index].text,

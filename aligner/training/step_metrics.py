@@ -1,5 +1,6 @@
 """The numbers of a training step, from its samples and its experience."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,13 +9,16 @@ from torch import Tensor
 
 from aligner.algorithms.distillation import reverse_kl
 from aligner.algorithms.kl import approximate_kl
+from aligner.algorithms.selections import score_bounds
 from aligner.algorithms.whitening import masked_mean
 from aligner.data.pass_rates import Draw, PassRates
-from aligner.data.types import Experience, SampleBatch
+from aligner.data.types import ABSTAINED, Experience, SampleBatch
 from aligner.errors import AlignerError
 from aligner.resharding.weight_update import PublishStats
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import RolloutConfig
+
+_log = logging.getLogger(__name__)
 
 
 def sequence_kl(experience: Experience) -> float:
@@ -82,13 +86,20 @@ def score_metrics(
     parts: Tensor | None = None,
     sources: Sequence[str] = (),
 ) -> dict[str, float]:
-    """How the scores [N] of samples, each prompt's in a row, are distributed.
+    """How the scores [N] of samples, each prompt's in a row, are distributed; empty if no sample
+    has a score, which is then not finite.
 
     `reward/p10` to `reward/p90` are quantiles, linear between two scores;
     `reward/zero_std_fraction` is the share of prompts whose samples all score alike, of which
-    algorithms that compare them learn nothing; `reward/mean/NAME` is the mean of what a source has
-    given, of `parts` [N, P] by P sources.
+    algorithms that compare them learn nothing, among those with two scores or more;
+    `reward/mean/NAME` is the mean of what a source has given, of `parts` [N, P] by P sources.
     """
+    high, low = score_bounds(scores, samples_per_prompt)
+    comparable = scores.isfinite().view(-1, samples_per_prompt).sum(1) > 1
+    parts = None if parts is None else parts[scores.isfinite()]
+    scores = scores[scores.isfinite()]
+    if not len(scores):
+        return {}
     numbers = scores.double()
     quantiles = numbers.quantile(torch.tensor([*_QUANTILES.values()], dtype=torch.float64)).tolist()
     metrics = {
@@ -98,11 +109,9 @@ def score_metrics(
         **{f"reward/{name}": value for name, value in zip(_QUANTILES, quantiles, strict=True)},
         "reward/max": float(scores.max()),
     }
-    if samples_per_prompt > 1:
-        groups = scores.view(-1, samples_per_prompt)
-        metrics["reward/zero_std_fraction"] = float(
-            (groups.amax(1) == groups.amin(1)).double().mean()
-        )
+    if bool(comparable.any()):
+        alike = high.amax(1) == low.amin(1)
+        metrics["reward/zero_std_fraction"] = float(alike[comparable].double().mean())
     if parts is not None:
         metrics |= {
             f"reward/mean/{name}": float(part.mean())
@@ -111,11 +120,32 @@ def score_metrics(
     return metrics
 
 
+def abstention_metrics(
+    scores: Tensor, samples_per_prompt: int, least_scores: int
+) -> dict[str, float]:
+    """How often the reward function abstained, of the scores [N] of samples.
+
+    `reward/abstained` counts the samples; `reward/abstained_prompts` counts the prompts that had
+    fewer than `least_scores` scores left because of abstentions, so that none of their samples was
+    trained on.
+    """
+    abstained = (scores == ABSTAINED).view(-1, samples_per_prompt)
+    scored = scores.isfinite().view(-1, samples_per_prompt)
+    left_out = abstained.any(1) & (scored.sum(1) < least_scores)
+    return {
+        "reward/abstained": float(abstained.sum()),
+        "reward/abstained_prompts": float(left_out.sum()),
+    }
+
+
 def rollout_metrics(
-    rollout: RolloutBatch, settings: RolloutConfig, sources: Sequence[str] = ()
+    rollout: RolloutBatch,
+    settings: RolloutConfig,
+    sources: Sequence[str] = (),
+    least_scores: int = 1,
 ) -> dict[str, float]:
     """Scores and lengths of a step's samples, before any selection among them; `sources` are the
-    names of the reward's.
+    names of the reward's, and `least_scores` is described by `abstention_metrics`.
 
     `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic
     sampling has kept; scores are those of all that have one. `rollout/skipped` counts the prompts
@@ -144,8 +174,8 @@ def rollout_metrics(
             f" {settings.skippable_prompts} may be skipped. The reasons are in the log of trainer"
             " rank 0"
         )
-    kept, scores = len(samples) / len(scores), scores[~unscored]
-    counts = {
+    kept = len(samples) / len(scores)
+    counts = abstention_metrics(scores, settings.samples_per_prompt, least_scores) | {
         "rollout/skipped": float(skipped),
         "rollout/skipped_fraction": skipped / settings.prompts_per_step,
     }
@@ -165,8 +195,12 @@ def rollout_metrics(
         counts["episode/environment_s"] = rollout.environment_s
     if any(sample.rewards is not None for sample in samples):
         counts["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
-    parts = None if parts is None else parts[~unscored]
     counts |= score_metrics(scores, settings.samples_per_prompt, parts, sources)
+    if not samples:
+        _log.warning(
+            "the reward function abstained on all samples of the step, so nothing is trained"
+        )
+        return counts | {"rollout/kept_fraction": kept}
     return counts | {
         "response/length": sum(lengths) / len(samples),
         "response/ended_fraction": (

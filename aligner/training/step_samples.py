@@ -203,7 +203,8 @@ class SampleRecorder:
         return json.dumps(messages, ensure_ascii=False)
 
     def _score_columns(self, samples: StepSamples, rows: Sequence["_Row"]) -> dict[str, Column]:
-        scores = samples.scores.numpy()[[row.place for row in rows]]
+        numbers = torch.where(samples.scores.isfinite(), samples.scores, torch.nan)
+        scores = numbers.numpy()[[row.place for row in rows]]
         if samples.score_parts is None:
             return {"score": scores}
         given = samples.score_parts.tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metrics, perplexity
 from aligner.data.export import Source
 from aligner.data.prompts import drawn_tokens
-from aligner.data.types import Prompt, Sample, collate
+from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
 from aligner.errors import ConfigError
@@ -124,13 +124,18 @@ def evaluate(
             for place, (sample, score) in enumerate(
                 zip(samples, scores.flatten().tolist(), strict=True)
             ):
-                record = generate.sample_record(job.answers, sample) | {"score": score}
+                record = generate.sample_record(job.answers, sample) | {"score": _known(score)}
                 if references is not None:
-                    record["reference_score"] = float(references[sample.prompt_id])
+                    record["reference_score"] = _known(float(references[sample.prompt_id]))
                 if wins is not None:
                     record["judge_wins"] = wins[place]
                 file.write(generate.json_line(record))
     return metrics
+
+
+def _known(score: float) -> float | None:
+    """Return a score as it is written; None if the reward function abstained."""
+    return None if score == ABSTAINED else score
 
 
 class _Asking:

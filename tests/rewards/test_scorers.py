@@ -147,7 +147,7 @@ def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
 
 
 def test_a_wrong_number_of_scores_is_refused():
-    with pytest.raises(ScoringError, match="1 scores for 2 requests"):
+    with pytest.raises(ScoringError, match="returned 1 scores for 2 responses"):
         checked_scores("lengths", one_too_few, requests("a", "b"))
 
 

@@ -179,8 +179,8 @@ def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probabi
         ),
         ([(0, 1.0)], "returned a step that ends at character 0 for prompt 'p' and response 'abc'"),
         ([(1, math.nan)], "returned nan for prompt 'p' and response 'abc'; must be finite"),
-        (0.5, "raised TypeError: .* for prompt 'p' and response 'abc'"),
-        ([(1.5, 1.0)], "raised TypeError: .* for prompt 'p' and response 'abc'"),
+        (0.5, "returned .* for prompt 'p' and response 'abc'; must be a number"),
+        ([(1.5, 1.0)], "returned .* for prompt 'p' and response 'abc'; must be a number"),
     ],
 )
 def test_steps_that_are_none_are_told_with_prompt_and_response(answer, message):
