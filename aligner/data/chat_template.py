@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -117,6 +118,32 @@ def _date(text: str | None) -> datetime:
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+_QUESTION, _ANSWER = "What is 1+1?", "It is certainly 2"
+"""Messages that no template contains."""
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Return the token that a template puts after an assistant's message.
+
+    None if the template puts text there that is not an added token of the tokenizer, or if it
+    refuses a conversation of one question and its answer.
+    """
+    messages = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": _ANSWER},
+    ]
+    try:
+        text = template.render(messages, add_generation_prompt=False)
+    except AlignerError:
+        return None
+    _, found, after = text.rpartition(_ANSWER)
+    if not found:
+        return None
+    added = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()}
+    following = [token for token in added if after.lstrip().startswith(token)]
+    return added[max(following, key=len)] if following else None
 
 
 class _Generation(Extension):

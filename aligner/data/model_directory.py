@@ -13,6 +13,8 @@ from torch import Tensor
 
 from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
+from aligner.data.tokenizer_classes import REGISTERED
+from aligner.data.tokenizer_files import tokenizer_problem
 from aligner.data.weight_files import TensorEntry, assemble, weight_problems, write_safetensors
 from aligner.errors import ConfigError
 from aligner.extras import lacking
@@ -66,19 +68,24 @@ def check_model_directory(directory: Path) -> ModelShape:
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory")
-    absent = [name for name in ("config.json", "tokenizer.json") if not (directory / name).exists()]
+    absent = [] if (directory / "config.json").exists() else ["config.json"]
+    tokenizer_lack = tokenizer_problem(directory)
+    absent += [] if tokenizer_lack is None else ["tokenizer.json"]
     absent += [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
     if absent:
         raise ConfigError(
             f"{directory}: incomplete Hugging Face model directory; missing: {', '.join(absent)}"
+            + ("" if tokenizer_lack is None else f"; {tokenizer_lack}")
         )
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
-    tokens = read_tokenizer(directory).get_vocab_size()
+    tokenizer = read_tokenizer(directory)
+    tokens = tokenizer.get_vocab_size()
     if tokens > shape.vocab_size:
+        outside = [text for text, id in tokenizer.get_vocab().items() if id >= shape.vocab_size]
         problems.append(
-            f"tokenizer.json has {tokens} tokens, more than the model's vocab_size"
-            f" {shape.vocab_size}"
+            f"the tokenizer has {tokens} tokens, more than the model's vocab_size"
+            f" {shape.vocab_size}; for example {', '.join(map(repr, sorted(outside)[:3]))}"
         )
     if problems:
         raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
@@ -104,12 +111,18 @@ def _write_random(
     """A model as the entries of its config.json describe it, with weights from the seed and a
     tokenizer of characters."""
     defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
-    shape = _write_config(defaults | dict(entries), directory)
+    content = defaults | dict(entries)
+    shape = _write_config(content, directory)
     tokenizer = character_tokenizer(shape)
     if config.dry_run.scale != "none":
         tokenizer = lenient_tokenizer(shape, text_limit(config))
         (directory / "chat_template.jinja").write_text(_PLAIN_CHAT, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
+    if content["model_type"] in REGISTERED:
+        # Without it, transformers rebuilds the tokenizer of the family as a byte-level BPE.
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n", encoding="utf-8"
+        )
     table, std = weight_table(shape, head), config.model.initializer_std
     weights = assemble(table, lambda spec: _random_weight(spec, config.seed, std))
     _save(dict(weights), directory)

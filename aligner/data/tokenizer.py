@@ -13,8 +13,9 @@ from torch import Tensor
 from aligner.data.chat_template import ChatTemplate as ChatTemplate
 from aligner.data.chat_template import Messages as Messages
 from aligner.data.chat_template import Tools as Tools
-from aligner.data.tokenizer_files import read_special_tokens
+from aligner.data.chat_template import end_of_turn
 from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
+from aligner.data.tokenizer_files import read_tokenizer_files, without_extra_spaces
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.models.shape import ModelShape
@@ -49,7 +50,9 @@ class Tokenizer:
         None."""
         shape = directory_shape(directory, "model.path")
         self.directory, self._date = directory, date
-        self._tokenizer = read_tokenizer(directory)
+        files = read_tokenizer_files(directory)
+        self._tokenizer, self._special_tokens = files.tokenizer, files.special_tokens
+        self._cleans_up_spaces = files.cleans_up_spaces
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
         self.vocab_size: int = shape.vocab_size
@@ -71,11 +74,22 @@ class Tokenizer:
         if not self.eos_token_ids:
             raise AlignerError(
                 f"{self.directory}: config.json lacks eos_token_id, which is required to end a"
-                " response"
+                " response, and generation_config.json has none either"
             )
-        named = read_special_tokens(self.directory).get("eos_token")
-        token = self._tokenizer.token_to_id(named) if isinstance(named, str) else None
+        named = self._special_tokens.get("eos_token")
+        token = None if named is None else self._tokenizer.token_to_id(named)
         return token if token in self.eos_token_ids else self.eos_token_ids[0]
+
+    @cached_property
+    def end_of_turn_id(self) -> int | None:
+        """The token that the chat template puts after an assistant's message.
+
+        None for a model without a chat template, and for a template that puts plain text there.
+        """
+        try:
+            return end_of_turn(self.chat_template, self._tokenizer)
+        except ConfigError:  # raised with its reason where messages are rendered
+            return None
 
     def encode(self, text: str, *, begins: bool = False) -> Tensor:
         """int64 [P]; where it `begins` a sequence `with_beginning`, such as a beginning-of-sequence
@@ -154,37 +168,44 @@ class Tokenizer:
         return int(tokens[0])
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """int64 [R]: a response with an end-of-sequence token last: its own where only space
-        follows, else `end_token_id`.
+        """Return a response with one end token last, int64 [R].
 
-        Raises AlignerError where the model has none.
+        The response's own end-of-turn or EOS token counts if only space follows it; otherwise
+        `end_token_id` is appended. Raises AlignerError for a model without an EOS token.
         """
-        end, own = self.end_token_id, self.end_of(tokens)
-        return torch.cat([tokens, torch.tensor([end])]) if own is None else tokens[:own]
+        own = self.end_of(tokens)
+        if own is not None:
+            return tokens[:own]
+        return torch.cat([tokens, torch.tensor([self.end_token_id])])
 
     def ends(self, tokens: Tensor) -> Tensor:
         """bool [T]: which tokens are end-of-sequence tokens."""
         return torch.isin(tokens, torch.tensor(self.eos_token_ids, dtype=torch.int64))
 
     def end_of(self, tokens: Tensor) -> int | None:
-        """Behind how many tokens a response has ended: those up to an end-of-sequence token that
-        only space follows.
+        """Return the length of a response up to its last end-of-turn or EOS token.
 
-        None where there is no such token.
+        None if there is no such token, or if text other than space follows it.
         """
-        ends = self.ends(tokens).nonzero().flatten().tolist()
+        is_end = self.ends(tokens)
+        if self.end_of_turn_id is not None:
+            is_end |= tokens == self.end_of_turn_id
+        ends = is_end.nonzero().flatten().tolist()
         return ends[-1] + 1 if ends and not self.decode(tokens[ends[-1] + 1 :]).strip() else None
 
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens (int64 [T]), special tokens left out or not."""
+        """Return the text of tokens (int64 [T]), with or without special tokens."""
         ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return without_extra_spaces(text) if self._cleans_up_spaces else text
 
     def piece(self, token: int) -> str:
-        """What a token is within a text; special ones by their names."""
+        """Return the text of a token inside a text; special tokens by their names."""
         # Decoders that leave out the space before a text's first word do so before the first token
         # that they are given.
-        once, twice = (self.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        once, twice = (
+            self._tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2)
+        )
         return twice[len(once) :]
 
 

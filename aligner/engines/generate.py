@@ -18,6 +18,7 @@ from aligner.data.export import Source
 from aligner.data.prompts import to_chat_prompt, to_prompt
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer_files import tokenizer_problem
 from aligner.data.transcripts import conversation, transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
@@ -34,6 +35,7 @@ from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_t
 from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
+from aligner.models.end_tokens import with_all_end_tokens
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -151,16 +153,17 @@ def plan_job(
 def require_generating(source: Source) -> ModelShape:
     """The shape of a stored model. Raises ConfigError for one that generates no text, or has no
     tokenizer."""
-    shape = read_config(source.config, "the model's config.json")
+    shape = with_all_end_tokens(
+        read_config(source.config, "the model's config.json"), source.companions
+    )
     if source.head != "vocabulary":
         raise ConfigError(
             f"{source.given_as}={source.directory}: is a value or reward model, which does not"
             " generate text; must be a policy or another language model"
         )
-    if not (source.companions / "tokenizer.json").is_file():
+    if problem := tokenizer_problem(source.companions):
         raise ConfigError(
-            f"{source.companions / 'tokenizer.json'}: not found; generation requires the model's"
-            " tokenizer"
+            f"{source.companions}: {problem}; generation requires the model's tokenizer"
         )
     return shape
 

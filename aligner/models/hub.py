@@ -10,7 +10,7 @@ from aligner.schema import Config
 from aligner.schema.references import map_paths
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL = ["*.json", "*.jinja"]
+_SMALL = ["*.json", "*.jinja", "merges.txt"]
 _WEIGHTS = "*.safetensors"
 _WAIT_S = 10.0
 
@@ -79,7 +79,9 @@ def find_model(name: str, key: str, *, weights: bool = True) -> Path:
 def _is_whole(directory: Path, weights: bool) -> bool:
     """Whether a snapshot has a configuration and a tokenizer and, if they are wanted, all files of
     weights."""
-    if not (directory / "config.json").is_file() or not (directory / "tokenizer.json").is_file():
+    tokenizers = ({"tokenizer.json"}, {"vocab.json", "merges.txt"})
+    has_tokenizer = any(all((directory / name).is_file() for name in set_) for set_ in tokenizers)
+    if not (directory / "config.json").is_file() or not has_tokenizer:
         return False
     index = directory / "model.safetensors.index.json"
     if not weights or not index.is_file():

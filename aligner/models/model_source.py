@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.models.end_tokens import with_all_end_tokens
 from aligner.models.gguf_header import gguf_shape
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.packaged_models import package_directory, package_version
@@ -38,10 +39,14 @@ def is_expected(path: Path | str, expected: ExpectedInputs) -> bool:
 def directory_shape(
     directory: Path, key: str, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> ModelShape:
-    """The shape of a Hugging Face model directory; `key` is the configuration key that named it."""
+    """Return the shape of a Hugging Face model directory, with the EOS ids of all its files.
+
+    `key` is the configuration key that names the directory.
+    """
     if (shape := expected.get(str(directory))) is not None:
         return shape
-    return read_config(directory_config(directory, key), f"{key}={directory}")
+    shape = read_config(directory_config(directory, key), f"{key}={directory}")
+    return with_all_end_tokens(shape, directory)
 
 
 def directory_config(directory: Path, key: str) -> dict[str, Any]:

@@ -10,20 +10,38 @@ _SHOWN = 3
 
 
 def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
-    """Tokens by id, special ones included; None for a directory without a tokenizer that can be
-    read.
+    """Return the tokens by id, special tokens included; None for a directory without a tokenizer
+    that can be read.
 
-    What is wrong with a tokenizer is told when it is opened.
+    The error of a damaged tokenizer is raised when the tokenizer is loaded.
     """
     try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_bytes())
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            words = json.loads((directory / "vocab.json").read_bytes())
+            return {id: word for word, id in words.items()} | _added_tokens(directory)
+
+        tokenizer = json.loads(file.read_bytes())
         words, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
         by_id = {id: word for word, id in words.items()} if isinstance(words, dict) else {}
-        # of a unigram model: pieces and scores
+        # A unigram model has a list of pieces and scores.
         by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}
-        return by_id | {token["id"]: token["content"] for token in added}
+        own = {token["id"]: token["content"] for token in added}
+        return by_id | _added_tokens(directory) | own
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _added_tokens(directory: Path) -> dict[int, str]:
+    """Return the tokens by id that the settings or added_tokens.json add to a vocabulary."""
+    settings, older = directory / "tokenizer_config.json", directory / "added_tokens.json"
+    entries = json.loads(settings.read_bytes()) if settings.is_file() else {}
+    if "added_tokens_decoder" in entries:
+        added = entries["added_tokens_decoder"].items()
+        return {int(id): str(token["content"]) for id, token in added}
+    if older.is_file():
+        return {id: text for text, id in json.loads(older.read_bytes()).items()}
+    return {}
 
 
 def vocabulary_difference(

@@ -245,7 +245,7 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
             {"architectures": ["BertForMaskedLM"]},
             "BertForMaskedLM is not supported; supported: LlamaForCausalLM",
         ),
-        ({"vocab_size": 60}, "tokenizer.json has 64 tokens, more than the model's vocab_size 60"),
+        ({"vocab_size": 60}, "the tokenizer has 64 tokens, more than the model's vocab_size 60"),
     ]:
         (copy / "config.json").write_text(json.dumps(json.loads(original) | change))
         with pytest.raises(ConfigError, match=message):

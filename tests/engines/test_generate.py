@@ -353,7 +353,7 @@ def save_critic(source: Path, directory: str) -> None:
             "without tokenizer",
             "hi\n",
             (),
-            "tokenizer.json: not found; generation requires the model's tokenizer",
+            "tokenizer.json, or vocab.json with merges.txt, is missing; generation requires",
         ),
         ("damaged config", "hi\n", (), "SOURCE=damaged config: config.json is not valid JSON"),
         ("damaged tokenizer", "hi\n", (), "tokenizer.json: not a valid tokenizer file: "),
