@@ -18,10 +18,17 @@ from aligner.launcher.local import launch as launch_here
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
-from aligner.models.model_source import ExpectedInputs, absent_inputs, is_expected
+from aligner.models.model_source import (
+    ExpectedInputs,
+    absent_inputs,
+    is_expected,
+    model_directory,
+)
+from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.placement_table import layer_notes, placement_table
 from aligner.placement.roles import describe_model
+from aligner.schema import Config
 
 _WATCH_S = 5.0
 
@@ -76,8 +83,24 @@ def validate(parsed: argparse.Namespace) -> None:
     expected = {**described, **results}
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, expected)))
     print(describe_model(plan.config, shape, expected))
+    for line in _end_token_lines(plan.config, shape):
+        print(line)
     for line in layer_notes(plan.config):
         print(line)
+
+
+def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:
+    """Return the EOS tokens of a policy that is stored with its tokenizer, and warnings."""
+    if config.model.source != "directory" or not (config.model.path or ""):
+        return []
+    # They import tokenizers and jinja2: for those who validate a stored model.
+    from aligner.data.end_token_report import report_end_tokens
+    from aligner.data.tokenizer_files import tokenizer_problem
+
+    directory = model_directory(config)
+    if not directory.is_dir() or tokenizer_problem(directory) is not None:
+        return []
+    return report_end_tokens(directory, shape.eos_token_ids)
 
 
 def supervise(parsed: argparse.Namespace) -> None:

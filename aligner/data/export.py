@@ -56,8 +56,11 @@ _COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
+_TEMPLATES = "additional_chat_templates"
+"""The folder with a model's named chat templates."""
 
 
 @dataclass(frozen=True)
@@ -319,8 +322,8 @@ def _copy_companions(source: Path, directory: Path) -> list[str]:
     found = [name for name in _COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, directory / name)
-    return (
-        []
-        if any(name.startswith("tokenizer") for name in found)
-        else [f"no tokenizer was copied: {source} has no tokenizer files"]
-    )
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, directory / _TEMPLATES)
+    if any(name.startswith(("tokenizer", "vocab")) for name in found):
+        return []
+    return [f"no tokenizer was copied: {source} has no tokenizer files"]

@@ -36,6 +36,7 @@ from aligner.data.checksums import (
     sealed,
 )
 from aligner.data.taught_tokens import TaughtTokens
+from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import Rows
 from aligner.errors import ConfigError
 from aligner.files import write_file
@@ -125,9 +126,16 @@ def write_part(file: Path, rows: Rows, taught: TaughtTokens) -> None:
 
 
 def complete(directory: Path, parts: int, top_k: int, vocabulary: int, tokenizer: Path) -> None:
-    """Write what makes the directory of so many parts one to read; `tokenizer` is the teacher's
-    file."""
-    shutil.copyfile(tokenizer, directory / _TOKENIZER)
+    """Complete a directory of `parts` files, so that it can be read.
+
+    Args:
+        tokenizer: The teacher's `tokenizer.json`. If its directory has vocab.json and merges.txt
+            instead, the tokenizer that they describe is written.
+    """
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, directory / _TOKENIZER)
+    else:
+        read_tokenizer(tokenizer.parent).save(str(directory / _TOKENIZER))
     names = [part_name(number, parts) for number in range(1, parts + 1)]
     files = {name: file_record(directory / name) for name in names}
     index = {"top_k": top_k, "vocabulary": vocabulary, "files": files}

@@ -144,8 +144,26 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return {name: str(token) for name, token in tokens.items()}
 
 
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a model directory has a chat template for conversations without tools."""
+    return "default" in _chat_templates(directory)
+
+
 def read_chat_templates(directory: Path) -> dict[str, str]:
-    """Return the chat templates by name; raise ConfigError if none of them is `default`.
+    """Return the chat templates by name; raise ConfigError if none of them is `default`."""
+    texts = _chat_templates(directory)
+    if "default" not in texts:
+        found = f" (found only: {', '.join(texts)})" if texts else ""
+        raise ConfigError(
+            f"{directory}: chat messages require a chat template, but the model has neither"
+            " chat_template.jinja nor `chat_template` in tokenizer_config.json"
+            f"{found}; add one, or use plain-text prompts"
+        )
+    return texts
+
+
+def _chat_templates(directory: Path) -> dict[str, str]:
+    """Return the chat templates by name.
 
     Templates in their own files replace those of tokenizer_config.json. `chat_template.json`, which
     processors of multimodal models write, counts only if there is no other.
@@ -156,18 +174,11 @@ def read_chat_templates(directory: Path) -> dict[str, str]:
         for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))
     }
     if own_file.is_file():
-        texts = {"default": _text(own_file), **{k: v for k, v in texts.items() if k != "default"}}
+        texts.setdefault("default", _text(own_file))
     if not texts:
         texts = _template_entries(_json_file(directory / _SETTINGS))
     if not texts and legacy_file.is_file():
         texts = _template_entries(_json_file(legacy_file))
-    if "default" not in texts:
-        found = f" (found only: {', '.join(texts)})" if texts else ""
-        raise ConfigError(
-            f"{directory}: chat messages require a chat template, but the model has neither"
-            " chat_template.jinja nor `chat_template` in tokenizer_config.json"
-            f"{found}; add one, or use plain-text prompts"
-        )
     return texts
 
 

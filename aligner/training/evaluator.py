@@ -99,7 +99,7 @@ def reference_samples(
         if response is None:
             response = tokenizer.encode(prompt.metadata["reference"])
             response = tokenizer.ended(response) if ended else response
-        has_end = ended and int(response[-1]) in tokenizer.eos_token_ids
+        has_end = ended and tokenizer.end_of(response[-1:]) is not None
         found[prompt.id] = Sample(
             prompt_id=prompt.id,
             sample_index=0,

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from aligner.algorithms.extension import require_functions
+from aligner.data.end_token_report import end_token_warnings
 from aligner.data.examples import open_run_data
-from aligner.data.model_directory import prepare_model
+from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.teacher_scores import TeacherScores
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
@@ -31,7 +33,9 @@ def prepare_run(config: Config) -> None:
     """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what
     is wrong with them."""
     config = only_read(config)
-    for notice in _check_data(config, Tokenizer(prepare_model(config), config.run.date)):
+    directory = prepare_model(config)
+    notices = _check_end_tokens(config, directory)
+    for notice in [*notices, *_check_data(config, Tokenizer(directory, config.run.date))]:
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
@@ -41,6 +45,14 @@ def prepare_run(config: Config) -> None:
             resolve_scorer(suite.settings.function, f"{suite.key}.function")
     if config.algorithm.trainer == "online":
         require_functions(config.algorithm)
+
+
+def _check_end_tokens(config: Config, directory: Path) -> list[str]:
+    """Return what a person should know about the EOS tokens of a policy's model directory."""
+    if config.model.source != "directory":
+        return []
+    ids = read_shape(directory).eos_token_ids
+    return end_token_warnings(directory, ids, read_tokenizer_files(directory))
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:

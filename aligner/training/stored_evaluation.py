@@ -10,6 +10,7 @@ from torch import Tensor
 from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metrics, perplexity
 from aligner.data.export import Source
 from aligner.data.prompts import drawn_tokens
+from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
@@ -80,10 +81,10 @@ def plan_evaluation(
                 " prompt, or set --reference MODEL"
             )
         return EvaluationJob(answers, None, scorer, pass_threshold, judge)
-    ours, its = (job.source.companions / "tokenizer.json" for job in (answers, initial))
-    if ours.read_bytes() != its.read_bytes():
+    ours, its = (job.source.companions for job in (answers, initial))
+    if read_tokenizer(ours).to_str() != read_tokenizer(its).to_str():
         raise ConfigError(
-            f"--reference: the tokenizer {its} differs from the tokenizer of SOURCE, {ours}"
+            f"--reference: the tokenizer in {its} differs from the tokenizer of SOURCE in {ours}"
         )
     return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold, judge)
 
