@@ -1,8 +1,9 @@
 """What the offline trainers learn from: streams of demonstrations, preferences, labeled answers and
 steps, as tokens."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import all_turns, exchange, prompt_text
-from aligner.data.prompts import drawn_tokens, encoded, prompt_tokens, tokenize_text, within
+from aligner.data.conversations import PromptText, all_turns, exchange, prompt_text
+from aligner.data.prompts import (
+    asked_part,
+    drawn_tokens,
+    exchange_tokens,
+    prompt_tokens,
+    within,
+)
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
 from aligner.data.streams import ExampleStream
 from aligner.data.teacher_scores import TaughtRow, TeacherScores
@@ -26,20 +33,23 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the response to imitate.
+    """A prompt and the response to imitate, tokenized together.
 
-    A response that was drawn is the tokens that it was drawn as. Any other ends with an
+    A response with stored token ids consists of these. Any other response ends with an
     end-of-sequence token unless data.end_of_sequence=false.
     """
 
     tokens: Tensor
     """int64 [T]: prompt and response"""
     prompt_length: int
-    """In tokens, at least 1, as the response has."""
+    """Number of tokens before the response, at least 1."""
     learned: Tensor | None = None
     """bool [T]: which tokens are learned from, behind the prompt; None for all there."""
     taught: TaughtRow | None = None
     """Where a teacher's word on it is; None without a teacher."""
+    prompt: Tensor | None = None
+    """int64 [P]: the prompt's own tokens, if tokens of prompt and response merge; otherwise the
+    first `prompt_length` tokens."""
 
     @property
     def is_learned(self) -> Tensor:
@@ -242,33 +252,70 @@ def open_labeled_steps(
 def _open(
     data: DataConfig, seed: int, parse: Callable[[Record], Example]
 ) -> ExampleStream[Example]:
-    sources, weights, notices = read_examples(data, parse)
+    merged: list[str] = []
+
+    def parse_and_note(record: Record) -> Example:
+        example = parse(record)
+        if _has_merge(example):
+            merged.append(record.origin)
+        return example
+
+    sources, weights, notices = read_examples(data, parse_and_note)
+    if merged:
+        total = sum(map(len, sources))
+        notices.append(
+            f"{merged[0]}: tokens merge across the boundary of prompt and response (in"
+            f" {len(merged)} of {total} records); these tokens are trained on as part of the"
+            " response, while generation starts from the prompt's own tokens. Move space from the"
+            " end of the prompt to the start of the response"
+        )
     return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+
+
+def _has_merge(example: object) -> bool:
+    """Whether tokens merge across the boundary of a prompt and a response of the example."""
+    if isinstance(example, LabeledAnswer):
+        return example.answer.prompt is not None
+    if isinstance(example, Preference):
+        return example.chosen.prompt is not None or example.rejected.prompt is not None
+    return isinstance(example, Demonstration) and example.prompt is not None
 
 
 def _demonstration(
     record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
 ) -> Demonstration:
-    limit, origin = data.max_response_tokens, record.origin
+    limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}"
-    drawn, learned = (
-        (drawn_tokens(record.values, answer, origin, tokenizer) if data.drawn_tokens else None),
-        None,
+    if data.drawn_tokens:
+        drawn = drawn_tokens(record.values, answer, record.origin, tokenizer)
+        if drawn is not None:
+            within(drawn, record.text(answer), answer, record.origin, limit, allowed)
+            return _with_stored_tokens(record, answer, drawn, tokenizer, data)
+
+    prompt, response = exchange(record, answer, tokenizer)
+    parts = exchange_tokens(record, prompt, response, tokenizer, data)
+    answered = tokenizer.ended(parts.response_part) if data.end_of_sequence else parts.response_part
+    within(answered, response, answer, record.origin, limit, allowed)
+
+    return Demonstration(
+        torch.cat([parts.prompt_part, answered]),
+        parts.prompt_part.numel(),
+        prompt=parts.prompt if parts.has_merge else None,
     )
-    if drawn is not None:
-        asked = _given_prompt(record, tokenizer, data)
-        answered = within(drawn, record.text(answer), answer, origin, limit, allowed)
-        if answer == "response" and record.values.get("drawn") is not None:
-            learned = torch.cat(
-                [torch.zeros(asked.numel(), dtype=torch.bool), _drawn(record, answered)]
-            )
-    else:
-        prompt, response = exchange(record, answer, tokenizer)
-        _, asked = prompt_tokens(record, prompt, tokenizer, data)
-        answered = tokenize_text(
-            response, answer, origin, tokenizer, limit, allowed, ended=data.end_of_sequence
-        )
-    return Demonstration(torch.cat([asked, answered]), asked.numel(), learned)
+
+
+def _with_stored_tokens(
+    record: Record, answer: str, drawn: Tensor, tokenizer: Tokenizer, data: DataConfig
+) -> Demonstration:
+    """Return a demonstration of a response's stored token ids, int64 [R]; of an episode, only the
+    tokens that the policy generated are learned."""
+    asked = _given_prompt(record, tokenizer, data)
+    learned = None
+    if answer == "response" and record.values.get("drawn") is not None:
+        not_learned = torch.zeros(asked.numel(), dtype=torch.bool)
+        learned = torch.cat([not_learned, _drawn(record, drawn)])
+
+    return Demonstration(torch.cat([asked, drawn]), asked.numel(), learned)
 
 
 def _taught(demonstration: Demonstration, scores: TeacherScores, origin: str) -> Demonstration:
@@ -320,22 +367,26 @@ def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Ten
 def _conversation(
     record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
 ) -> Demonstration:
-    """All of a conversation's answers, each with its end; a response that was drawn is learned from
-    alone."""
+    """Return a demonstration that learns all answers of a conversation, each with its end-of-turn
+    token; of a response with stored token ids, only these are learned."""
     if (
         data.drawn_tokens
         and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None
     ):
         return _demonstration(record, answer, tokenizer, data)
     prompt, segments = all_turns(record, answer, tokenizer)
-    _, asked = prompt_tokens(record, prompt, tokenizer, data)
-    parts = [encoded(segment.text, record.origin, tokenizer) for segment in segments]
+    if not prompt.is_worded:
+        return _demonstration(record, answer, tokenizer, data)
+
+    texts = [segment.text for segment in segments]
+    asked, parts = _tokens_of_parts(record, prompt, texts, tokenizer, data)
     learned = [torch.zeros(part.numel(), dtype=torch.bool) for part in parts]
     for segment, part, mask in zip(segments, parts, learned, strict=True):
         mask[: tokenizer.end_of(part)] = segment.is_answer
     tokens, mask = torch.cat(parts), torch.cat(learned)
-    # A template may have an answer's end behind what it marks as the answer, or have only the next
-    # turn's beginning end it.
+
+    # The end-of-turn token may follow the text that the template marks as the answer, or be the
+    # first token of the next turn.
     ends = tokenizer.ends(tokens)
     mask[1:] |= ends[1:] & mask[:-1] & ~ends[:-1]
     if data.end_of_sequence:
@@ -352,16 +403,27 @@ def _conversation(
 def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
     chosen = _demonstration(record, "chosen", tokenizer, data)
     rejected = _demonstration(record, "rejected", tokenizer, data)
-    if not torch.equal(
-        chosen.tokens[: chosen.prompt_length], rejected.tokens[: rejected.prompt_length]
-    ):
+    if not torch.equal(_prompt_of(chosen), _prompt_of(rejected)):
         raise BadRecord(f"{record.origin}: `chosen` and `rejected` must have the same prompt")
+
+    # If tokens merge across the boundary in only one of the two, both responses begin with the
+    # earlier boundary, so that their log-probs are of the same text (as in TRL's DPOTrainer).
+    shared = min(chosen.prompt_length, rejected.prompt_length)
+    chosen = replace(chosen, prompt_length=shared)
+    rejected = replace(rejected, prompt_length=shared)
     if torch.equal(chosen.tokens, rejected.tokens):
         raise BadRecord(
             f"{record.origin}: `chosen` and `rejected` are identical; a pair needs two different"
             " responses"
         )
     return Preference(chosen, rejected, _margin(record) if data.margin else None)
+
+
+def _prompt_of(demonstration: Demonstration) -> Tensor:
+    """Return the tokens of the prompt alone, int64 [P]."""
+    if demonstration.prompt is not None:
+        return demonstration.prompt
+    return demonstration.tokens[: demonstration.prompt_length]
 
 
 def _margin(record: Record) -> float | None:
@@ -400,18 +462,47 @@ def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> La
             )
         if label not in (0, 1):
             raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
-    tokens = [prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]]
+    prompt = prompt_text(record, tokenizer)
+    asked, parts = _tokens_of_parts(record, prompt, steps, tokenizer, data)
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}, shared by all steps"
-    for index, step in enumerate(steps):
-        tokens.append(
-            tokenize_text(step, f"text of steps[{index}]", record.origin, tokenizer, limit, allowed)
-        )
-        limit -= tokens[-1].numel()
-    lengths = torch.tensor([part.numel() for part in tokens])
+    for index, (step, part) in enumerate(zip(steps, parts, strict=True)):
+        within(part, step, f"text of steps[{index}]", record.origin, limit, allowed)
+        limit -= part.numel()
+
+    lengths = torch.tensor([part.numel() for part in [asked, *parts]])
     return LabeledSteps(
-        torch.cat(tokens),
+        torch.cat([asked, *parts]),
         int(lengths[0]),
         lengths.cumsum(0)[1:] - 1,
         torch.tensor(labels, dtype=torch.float32),
     )
+
+
+def _tokens_of_parts(
+    record: Record,
+    prompt: PromptText,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+) -> tuple[Tensor, list[Tensor]]:
+    """Tokenize a prompt and the texts that follow it together.
+
+    Returns:
+        The prompt's tokens int64 [P], and the tokens of each text. A token that merges the end of
+        one text with the start of the next belongs to the next text.
+    """
+    response = "".join(texts)
+    parts = exchange_tokens(record, prompt, response, tokenizer, data)
+    tokens = parts.response_part
+
+    whole = asked_part(prompt.text, data, record.origin) + response
+    ends = tokenizer.token_ends(whole, begins=not prompt.is_worded)[-tokens.numel() :]
+    lengths = [len(text) for text in texts[:-1]]
+    boundaries = itertools.accumulate(lengths, initial=len(whole) - len(response))
+    starts = torch.searchsorted(ends, torch.tensor([*boundaries]), right=True).tolist()
+    # The first text begins with the response part, also if its first token is partly the prompt's.
+    starts[0] = 0
+
+    bounds = itertools.pairwise([*starts, tokens.numel()])
+    return parts.prompt_part, [tokens[start:end] for start, end in bounds]

@@ -1,15 +1,17 @@
 """Prompts and responses of records as tokens, and prompts as an endless stream.
 
 A plain prompt begins with the special tokens that the model's tokenizer itself puts before a text,
-such as a beginning-of-sequence token; a chat template has them in its words. Nothing is put before
-a response.
+such as a beginning-of-sequence token; a chat template renders its own special tokens.
+
+Prompt and response are tokenized together, as TRL does: many tokenizers put a space before a text
+that is tokenized alone, or merge the end of a prompt with the start of a response.
 """
 
 import functools
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,7 @@ def open_prompts(
         record = _with_pass_rate(record, data, tokenizer, told)
         prompt = _parsed(with_tools(record, tools), tokenizer, data, messages)
         return (
-            replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer)})
+            replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer, data)})
             if answers
             else prompt
         )
@@ -217,14 +219,18 @@ def _sort_key(sort_by: str, prompt: Prompt) -> float:
     return -value if sort_by.startswith("-") else value
 
 
-def _answer(record: Record, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a record answers, as the tokens that it was drawn as, else those of its text and an end.
-    BadRecord for none."""
+def _answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> dict[str, Any]:
+    """Return the record's response as `response` and `response_tokens`: the stored token ids, or
+    the tokens of its text behind the prompt and an end-of-sequence token.
+
+    Raises BadRecord for a record without a response.
+    """
     tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
     if tokens is None:
-        tokens = tokenizer.ended(
-            encoded(exchange(record, "response", tokenizer)[1], record.origin, tokenizer)
-        )
+        asked, response = exchange(record, "response", tokenizer)
+        text = asked_part(asked.text, data, record.origin)
+        given = encoded(text, record.origin, tokenizer, begins=not asked.is_worded)
+        tokens = tokenizer.ended(_encoded_after(record, tokenizer, text, given, response))
     return {"response": tokenizer.decode(tokens), "response_tokens": tokens.tolist()}
 
 
@@ -237,7 +243,7 @@ def prompt_tokens(
     `data.max_prompt_tokens`.
     """
     text, limit, origin = (
-        _asked_part(prompt.text, data, record.origin),
+        asked_part(prompt.text, data, record.origin),
         data.max_prompt_tokens,
         record.origin,
     )
@@ -274,7 +280,7 @@ def _cut(
     return tokenizer.decode(own, skip_special_tokens=False), torch.cat([tokens[:before], own])
 
 
-def _asked_part(text: str, data: DataConfig, origin: str) -> str:
+def asked_part(text: str, data: DataConfig, origin: str) -> str:
     """What of a prompt's text lies behind the first `data.prompt_after` and before the last
     `data.prompt_before` there.
 
@@ -365,20 +371,69 @@ def _metadata(record: Record) -> dict[str, Any]:
     return metadata
 
 
-def tokenize_text(
-    text: str,
-    name: str,
-    origin: str,
-    tokenizer: Tokenizer,
-    limit: int,
-    allowed: str,
-    *,
-    ended: bool = False,
+@dataclass(frozen=True)
+class ExchangeTokens:
+    """A prompt and a response, tokenized together."""
+
+    prompt: Tensor
+    """int64 [P]: the prompt's own tokens, from which a response is generated"""
+    prompt_part: Tensor
+    """int64 [Q]: the beginning of the prompt's tokens that the whole sequence shares; all of them
+    unless tokens merge across the boundary"""
+    response_part: Tensor
+    """int64 [R]: the rest of the sequence"""
+
+    @property
+    def has_merge(self) -> bool:
+        """Whether tokens merge across the boundary, so that the prompt's last tokens are not in
+        the sequence."""
+        return self.prompt_part.numel() < self.prompt.numel()
+
+
+def exchange_tokens(
+    record: Record, prompt: PromptText, response: str, tokenizer: Tokenizer, data: DataConfig
+) -> ExchangeTokens:
+    """Tokenize a prompt and a response together.
+
+    The response begins where the tokens of the prompt alone and of the whole text differ, as in
+    TRL's SFT and DPO trainers, but not before the second token: nothing predicts the first.
+
+    Raises BadRecord as `prompt_tokens` does, which may also cut the prompt.
+    """
+    text = asked_part(prompt.text, data, record.origin)
+    kept_text, asked = prompt_tokens(record, prompt, tokenizer, data)
+    begins = not prompt.is_worded
+
+    if kept_text != text:  # data.long_prompts cut the prompt
+        uncut = encoded(text, record.origin, tokenizer, begins=begins)
+        return ExchangeTokens(
+            asked, asked, _encoded_after(record, tokenizer, text, uncut, response)
+        )
+
+    try:
+        whole = encoded(text + response, record.origin, tokenizer, begins=begins)
+    except BadRecord:
+        encoded(response, record.origin, tokenizer)  # its error shows the response alone
+        raise
+    start = max(1, common_prefix_length(asked, whole))
+    return ExchangeTokens(asked, whole[:start], whole[start:])
+
+
+def _encoded_after(
+    record: Record, tokenizer: Tokenizer, prompt: str, tokens: Tensor, response: str
 ) -> Tensor:
-    """A response as tokens, int64 [R], with an end of sequence last if it is to be `ended`; raises
-    as `within` does."""
-    tokens = encoded(text, origin, tokenizer)
-    return within(tokenizer.ended(tokens) if ended else tokens, text, name, origin, limit, allowed)
+    """As `Tokenizer.encode_after`. Raises BadRecord for a text that cannot be tokenized."""
+    try:
+        return tokenizer.encode_after(prompt, tokens, response)
+    except AlignerError as error:
+        raise BadRecord(f"{record.origin}: {error}") from error
+
+
+def common_prefix_length(first: Tensor, second: Tensor) -> int:
+    """Return the number of tokens with which both sequences, int64 [A] and [B], begin."""
+    length = min(first.numel(), second.numel())
+    differs = (first[:length] != second[:length]).nonzero()
+    return int(differs[0]) if differs.numel() else length
 
 
 def encoded(text: str, origin: str, tokenizer: Tokenizer, *, begins: bool = False) -> Tensor:

@@ -97,7 +97,8 @@ def reference_samples(
             prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer
         )
         if response is None:
-            response = tokenizer.encode(prompt.metadata["reference"])
+            reference = prompt.metadata["reference"]
+            response = tokenizer.encode_after(prompt.text, prompt.tokens, reference)
             response = tokenizer.ended(response) if ended else response
         has_end = ended and tokenizer.end_of(response[-1:]) is not None
         found[prompt.id] = Sample(

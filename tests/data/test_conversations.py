@@ -449,8 +449,9 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("qwen", [f"{HERMES}<|end|>", "so<|end|>", "no<|end|>"]),
-        ("reasons_apart", [f"\n</think>\n\n{text}<|end|>" for text in (HERMES, "so", "no")]),
+        # This tokenizer merges the line break that ends the prompt with the start of the answer.
+        ("qwen", [f"\n{HERMES}<|end|>", "so<|end|>", "no<|end|>"]),
+        ("reasons_apart", [f"\n\n</think>\n\n{text}<|end|>" for text in (HERMES, "so", "no")]),
         ("llama", ['{"name": "look", "parameters": {"at": "1"}}<|end|>', "so<|end|>", "no<|end|>"]),
         (
             "mistral",
@@ -461,7 +462,7 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
             ],
         ),
         ("phi", ["so<|end|>", "no<|end|>\n</s>"]),
-        ("glm", ["so<|user|>", "no<|end|>"]),
+        ("glm", ["so<|user|>", "no</s>"]),
     ],
 )
 def test_sft_learns_every_turn_with_calls_and_end(
@@ -482,7 +483,8 @@ def test_sft_learns_every_turn_with_calls_and_end(
     text = tokenizer.chat_template.render(
         row["messages"], row.get("tools"), add_generation_prompt=False
     )
-    assert text.startswith(texts(tokenizer, found.tokens).removesuffix("<|end|>"))
+    whole = texts(tokenizer, found.tokens)
+    assert text.startswith((whole, whole.removesuffix("</s>")))
     assert learned(tokenizer, found) == said
 
 

@@ -541,9 +541,8 @@ def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_
         ([other, end], None, other),
     ):
         (directory / "config.json").write_text(json.dumps(shape | {"eos_token_id": listed}))
-        (directory / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": {"content": named}})
-        )
+        settings = {} if named is None else {"eos_token": {"content": named}}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
         (demonstration,) = open_demonstrations(data(record), Tokenizer(directory), 1).take(0, 1)
         assert int(demonstration.tokens[-1]) == expected
 
