@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from aligner.megatron.l2_norm import multi_tensor_l2_norm
+
 
 class _Inert:
     """Stands for a CUDA stream or event: there is one queue on a CPU, so ordering is given."""
@@ -274,6 +276,10 @@ def install() -> None:
 
     for module in (schedules, clip_grads, optimizer, utils):
         module.torch = _TorchWithoutCudaLiterals()
+
+    # The fallback for transformer-engine's and apex's norm of the gradients is inaccurate for large
+    # tensors.
+    clip_grads.l2_norm_impl = multi_tensor_l2_norm
 
     # The token dispatcher makes arrays of split sizes only as it copies them from a GPU; the
     # collective takes no tensors.

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from aligner import schema
 from aligner.data.checkpoint_files import MOMENTUM
+from aligner.megatron.l2_norm import l2_norm
 from aligner.megatron.named_weights import NamedWeights
 from aligner.models.trained_weights import is_layer_matrix
 
@@ -42,7 +43,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=_SMALLEST_NORM)
+    wide = wide / l2_norm(wide).to(wide.dtype).clamp(min=_SMALLEST_NORM)
     for _ in range(steps):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
