@@ -117,9 +117,15 @@ def _warn_of_model_type(file: Path, model: str, of_class: TokenizerClass) -> Non
 def with_class_defaults(of_class: TokenizerClass, entries: _Entries) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json, completed by the defaults of the class."""
     complete = {**of_class.defaults, **entries}
-    if of_class.name == "T5Tokenizer" and "extra_special_tokens" not in entries:
-        count = int(entries.get("extra_ids", 100))
-        complete["extra_special_tokens"] = [f"<extra_id_{number}>" for number in range(count)]
+    if of_class.name == "T5Tokenizer":
+        numbered = [f"<extra_id_{number}>" for number in range(int(entries.get("extra_ids", 100)))]
+        extra = entries.get("extra_special_tokens")
+        given = list(entries.get("additional_special_tokens") or [])
+        has_numbered = any("<extra_id_" in _text(token) for token in given)
+        if extra is None:
+            complete["extra_special_tokens"] = numbered
+        elif isinstance(extra, dict) and not has_numbered:
+            complete["additional_special_tokens"] = given + numbered
     return complete
 
 
@@ -182,17 +188,6 @@ def _gpt2(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
 def _gpt_neox(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
     tokenizer = _gpt2(content, entries)
     tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
-
-
-def _cohere(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
-    tokenizer = _gpt_neox(content, entries)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=bool(entries.get("add_prefix_space"))),
-        ]
-    )
     return tokenizer
 
 
@@ -319,15 +314,6 @@ _GEMMA = {
     "pad_token": "<pad>",
     "mask_token": "<mask>",
 }
-_COHERE = {
-    "unk_token": "<UNK>",
-    "bos_token": "<BOS_TOKEN>",
-    "eos_token": "<|END_OF_TURN_TOKEN|>",
-    "pad_token": "<PAD>",
-    "cls_token": "<CLS>",
-    "sep_token": "<SEP>",
-    "mask_token": "<MASK_TOKEN>",
-}
 _BERT = {
     "unk_token": "[UNK]",
     "sep_token": "[SEP]",
@@ -355,25 +341,15 @@ _ALL = (
         has_vocabulary_files=True,
         marks_special_tokens=True,
     ),
-    TokenizerClass(
-        "Qwen3_5Tokenizer", "BPE", _qwen(r"\p{L}\p{M}"), _QWEN, has_vocabulary_files=True
-    ),
+    TokenizerClass("Qwen3_5Tokenizer", "BPE", _qwen(r"\p{L}\p{M}"), _QWEN),
     TokenizerClass("LlamaTokenizer", "BPE", _llama, _SENTENCEPIECE),
     TokenizerClass("GemmaTokenizer", "BPE", _gemma, _GEMMA),
-    TokenizerClass(
-        "CohereTokenizer",
-        "BPE",
-        _cohere,
-        _COHERE,
-        has_vocabulary_files=True,
-        marks_special_tokens=True,
-    ),
     TokenizerClass(
         "T5Tokenizer",
         "Unigram",
         _unigram(2, "always"),
         {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"},
-        template=lambda entries: ([], ["</s>"]),
+        template=_around(None, "eos_token"),
     ),
     TokenizerClass(
         "XLMRobertaTokenizer",
@@ -393,8 +369,6 @@ CLASSES: Mapping[str, TokenizerClass] = {each.name: each for each in _ALL}
 _PLAIN_NAMES = ("TokenizersBackend", "PreTrainedTokenizer")
 
 REGISTERED: Mapping[str, str] = {
-    "cohere": "CohereTokenizer",
-    "cohere2": "CohereTokenizer",
     "gemma": "GemmaTokenizer",
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
@@ -419,7 +393,7 @@ _UNSUPPORTED_NAMES = """
 AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer
 BertJapaneseTokenizer BertweetTokenizer BigBirdTokenizer BioGptTokenizer
 BlenderbotSmallTokenizer BlenderbotTokenizer ByT5Tokenizer CLIPTokenizer CTRLTokenizer
-CamembertTokenizer CanineTokenizer ClvpTokenizer CodeGenTokenizer CodeLlamaTokenizer
+CamembertTokenizer CanineTokenizer ClvpTokenizer CodeGenTokenizer CodeLlamaTokenizer CohereTokenizer
 CpmAntTokenizer CpmTokenizer DPRContextEncoderTokenizer DPRQuestionEncoderTokenizer
 DPRReaderTokenizer DebertaTokenizer DebertaV2Tokenizer DiaTokenizer DistilBertTokenizer
 EsmTokenizer EsmcTokenizer FSMTTokenizer FastSpeech2ConformerTokenizer FlaubertTokenizer

@@ -91,7 +91,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     tokenizer = _build(directory, settings, content)
     _add_tokens(tokenizer, settings, _json_file(directory / "config.json").get("vocab_size"))
     _check_token_ids(directory, tokenizer, settings)
-    _set_post_processor(tokenizer, settings)
+    _set_post_processor(directory, tokenizer, settings)
 
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -270,8 +270,8 @@ def _settings(directory: Path, content: Mapping[str, Any]) -> _Settings:
     special |= _model_specific_tokens(file, entries)
 
     extra = entries.get("extra_special_tokens") or []
-    if isinstance(extra, dict):
-        extra = []
+    if isinstance(extra, dict):  # names of tokens, which are in `special`
+        extra = entries.get("additional_special_tokens") or []
     if not isinstance(extra, list):
         raise ConfigError(f"{file}: extra_special_tokens={extra!r}: must be a list of tokens")
     tokens = tuple(_token(file, "extra_special_tokens", token) for token in extra)
@@ -300,6 +300,9 @@ def _special_tokens_map(directory: Path, entries: Mapping[str, Any]) -> dict[str
     replaced = _json_file(file)
     result: dict[str, Any] = {}
     for name, entry in replaced.items():
+        is_model_specific = name.endswith("_token") and name not in NAMED_TOKENS
+        if is_model_specific and isinstance(entries.get(name), str):
+            continue  # the only entries of which the settings prevail
         if name == "extra_special_tokens" and isinstance(entry, list):
             known = list(entries.get("extra_special_tokens") or [])
             given = [_token(file, name, token) for token in entry]
@@ -424,22 +427,23 @@ def _add_tokens(
     own = tokenizer.get_added_tokens_decoder()
     # A token whose flags differ is added again: the flags of the settings replace the file's.
     known = {repr(token) for token in own.values()}
-    tokens: list[AddedToken] = [
+    given: list[Token] = [
         token for _, token in sorted(settings.added_tokens.items()) if repr(token) not in known
     ]
-    texts = {token.content for token in own.values()} | {token.content for token in tokens}
+    texts = {token.content for token in own.values()} | {str(token) for token in given}
     special = [*settings.special_tokens.values(), *settings.extra_special_tokens]
     new = {text for text in (*texts, *map(str, special)) if tokenizer.token_to_id(text) is None}
     is_too_large = (
         isinstance(model_size, int) and tokenizer.get_vocab_size() + len(new) > model_size
     )
     left_out = new & settings.implied_tokens if is_too_large else set()
+    # Of a text that occurs twice with different flags, the later flags prevail.
     for token in special:
-        if str(token) not in texts | left_out:
-            texts.add(str(token))
-            tokens.append(token if isinstance(token, AddedToken) else _special(token))
+        if str(token) not in texts | left_out and token not in given:
+            given.append(token)
 
     named = {str(token) for token in settings.special_tokens.values()}
+    tokens = [token if isinstance(token, AddedToken) else _special(token) for token in given]
     for token in tokens:
         token.special = token.special or token.content in named
     tokenizer.add_tokens(tokens)
@@ -466,7 +470,9 @@ def _check_token_ids(directory: Path, tokenizer: tokenizers.Tokenizer, settings:
             )
 
 
-def _set_post_processor(tokenizer: tokenizers.Tokenizer, settings: _Settings) -> None:
+def _set_post_processor(
+    directory: Path, tokenizer: tokenizers.Tokenizer, settings: _Settings
+) -> None:
     """Set the tokens that are added to a text, where the class or the settings say so."""
     entries, special = settings.entries, settings.special_tokens
     template = settings.of_class.template
@@ -477,10 +483,17 @@ def _set_post_processor(tokenizer: tokenizers.Tokenizer, settings: _Settings) ->
         after = [str(special["eos_token"])] if _adds(entries, special, "eos") else []
     else:
         return
-    tokens = dict.fromkeys([*before, *after])
+    tokens = {text: tokenizer.token_to_id(text) for text in (*before, *after)}
+    unknown = [text for text, id in tokens.items() if id is None]
+    if unknown:
+        raise ConfigError(
+            f"{directory}: the class {settings.of_class.name} puts {unknown[0]!r} before or after"
+            " each text, but the vocabulary lacks it; correct the special tokens in"
+            " tokenizer_config.json"
+        )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=" ".join([*(f"{text}:0" for text in before), "$A:0", *(f"{t}:0" for t in after)]),
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in tokens],
+        special_tokens=list(tokens.items()),
     )
 
 

@@ -427,6 +427,20 @@ def _kinds() -> dict[str, Callable[[], Files]]:
                 "pad_token": "<pad>",
             },
         ),
+        "named extra tokens": lambda: _kind(
+            "llama2",
+            "mistral",
+            {
+                **angle,
+                "extra_special_tokens": {"image_token": "<image>"},
+                "additional_special_tokens": [
+                    "<tool>",
+                    {**token, "content": "<tool>", "special": True},
+                ],
+                **template,
+            },
+            special_tokens_map__json={"image_token": "<unk>", "pad_token": "</s>"},
+        ),
         "lstrip from the settings": lambda: _kind(
             "llama3",
             "llama",
