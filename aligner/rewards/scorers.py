@@ -1,10 +1,12 @@
 """Scoring functions: text in, one number a response out."""
 
 import inspect
+import itertools
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -42,9 +44,12 @@ _SHOWN_CHARACTERS = 150
 """Of a prompt and of a response in the error of a timeout, which also contains a stack."""
 _SHOWN_STACK = 600
 """Characters of a stack in an error, which gRPC limits to 1500 bytes."""
-_MOST_TIMEOUTS = 3
-"""Consecutive timeouts after which a function counts as deadlocked, even if all were calls for the
-same response."""
+_CONSECUTIVE_TIMEOUTS = 5
+"""Consecutive timeouts after which a function counts as deadlocked, even if one prompt explains
+them all."""
+_RECENT_TIMEOUTS, _RECENT_CALLS = 4, 16
+"""Timeouts of different prompts among so many calls, after which a function counts as deadlocked:
+one that deadlocks after every few calls of a new process has no consecutive timeouts."""
 
 
 class ScoringError(AlignerError):
@@ -144,16 +149,16 @@ def awaited(result: Any) -> Any:
     All calls share one event loop, because connections that a function keeps belong to a loop.
     """
     if inspect.isasyncgen(result):
-
-        async def collect() -> list[Any]:
-            return [value async for value in result]
-
-        result = collect()
+        result = _collected(result)
     if inspect.isawaitable(result):
         result = _event_loop().run_until_complete(_outcome(result))
     if isinstance(result, list | tuple) and any(map(inspect.isawaitable, result)):
         result = _event_loop().run_until_complete(_outcomes(result))
     return result
+
+
+async def _collected(generator: AsyncGenerator[Any, None]) -> list[Any]:
+    return [value async for value in generator]
 
 
 async def _outcome(awaitable: Any) -> Any:
@@ -179,9 +184,9 @@ def _event_loop() -> Any:
 class UserFunction:
     """A scoring function of the user, called in a child process.
 
-    A call that times out raises ScorerTimeout. If the next call is for other responses and times
-    out too, the function counts as deadlocked: this call and all later calls raise
-    ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
+    A call that times out raises ScorerTimeout. If the next call times out too, and no single
+    prompt explains both timeouts, the function counts as deadlocked: this call and all later calls
+    raise ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
     """
 
     def __init__(self, place: str, child: ChildFunction) -> None:
@@ -189,11 +194,8 @@ class UserFunction:
         for error messages."""
         self.place = place
         self._child = child
-        self._suspects: frozenset[tuple[str, str]] = frozenset()
-        """Prompts and responses of the last call, if it timed out; of several consecutive calls
-        the common ones."""
-        self._timeouts = 0
-        """Consecutive timeouts."""
+        self._recent: deque[frozenset[str] | None] = deque(maxlen=_RECENT_CALLS)
+        """The prompts of each recent call that timed out, None for a call that returned."""
         self._deadlock: str | None = None
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[Any]:
@@ -206,22 +208,26 @@ class UserFunction:
         except ChildTooSlow as error:
             raise self._timed_out(requests, error) from error
         except ChildRaised:
-            self._responded()
+            self._recent.append(None)
             raise
-        self._responded()
+        self._recent.append(None)
         if "problem" in answer:
             raise WrongScores(answer["problem"])
         return answer["scores"]
 
-    def _responded(self) -> None:
-        self._suspects, self._timeouts = frozenset(), 0
+    def _is_deadlocked(self) -> bool:
+        """Return whether the recent timeouts, of which the last call is one, are a deadlock."""
+        backwards = list(reversed(self._recent))
+        consecutive = list(itertools.takewhile(lambda prompts: prompts is not None, backwards))
+        timeouts = [prompts for prompts in backwards if prompts is not None]
+        if len(consecutive) >= _CONSECUTIVE_TIMEOUTS:
+            return True
+        if len(timeouts) >= _RECENT_TIMEOUTS and not frozenset.intersection(*timeouts):
+            return True
+        return not frozenset.intersection(*timeouts[: len(consecutive)])
 
     def _timed_out(self, requests: Sequence[ScoringRequest], error: ChildTooSlow) -> ScoringError:
-        texts = frozenset((each.prompt, each.response) for each in requests)
-        is_other = bool(self._suspects) and texts.isdisjoint(self._suspects)
-        self._suspects = texts if is_other or not self._suspects else texts & self._suspects
-        self._timeouts += 1
-
+        self._recent.append(frozenset(each.prompt for each in requests))
         _log.warning("%s %s; its Python stack:\n%s", self.place, error, error.stack or "(none)")
         told = (
             f"{error} while scoring {len(requests)} requests ({self.place}); the first was"
@@ -232,10 +238,10 @@ class UserFunction:
             if error.stack
             else "the process did not write its Python stack"
         )
-        if not is_other and self._timeouts < _MOST_TIMEOUTS:
+        if not self._is_deadlocked():
             return ScorerTimeout(f"{told}; {stack}")
         self._deadlock = (
-            f"{told}. {self._timeouts} consecutive calls timed out, so the function is probably"
+            f"{told}. Several calls for different prompts timed out, so the function is probably"
             f" deadlocked. Fix the function, or raise the timeout if it is only slow; {stack}"
         )
         return ScorerDeadlocked(self._deadlock)

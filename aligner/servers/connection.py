@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnansweredError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
 from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
 
@@ -51,7 +51,9 @@ _BROKEN = (
     "parsing",
 )
 _LOST = {
+    # a helper process of Triton has ended, or did not run for a second
     "Stub process": "StubLost",
+    "health mutex": "StubLost",
     # PyTriton's words when a request did not get to our functions: as when their process was
     # killed.
     "Model execute error": "NotHandedOver",
@@ -74,7 +76,7 @@ class RemoteError(AlignerError):
         self.kind, self.message = kind, message
 
 
-class TransportError(RemoteError):
+class TransportError(RemoteError, UnansweredError):
     """No answer came, and none will on this attempt; another one may fare better."""
 
     def final(self, reason: str) -> RemoteError:

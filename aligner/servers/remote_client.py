@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 _PARALLEL_REQUESTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_SHUTDOWN_S = 10.0
 _SILENT_PART = 0.1
 """Of a request's deadline: so soon another replica is asked in place of one that shows no life."""
 
@@ -160,12 +159,9 @@ class RemoteClient:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
-                    # Triton may hand its helper's late answer to the next request.
                     _log.warning(
-                        "%s; requesting a shutdown of the server, so that it is restarted", error
+                        "%s; the server restarts Triton, and the request is sent again", error
                     )
-                    with contextlib.suppress(RemoteError):
-                        connection.control(_SHUTDOWN_S, "shutdown")
                 if time.monotonic() + pause > deadline:
                     raise error.final(f"after {self._timeout_s:g} s") from None
                 if self._closing.wait(pause):
@@ -324,6 +320,17 @@ class RewardClient(RemoteClient):
                             raise
                         _log.warning("samples without a score are skipped: %s", error)
                         parts.append(torch.full(lengths[rows].shape, math.nan))
+                    except RemoteError as error:
+                        if refused.kind != "ScorerTimeout":
+                            raise
+                        # The request waited behind other calls of a function that hangs.
+                        raise RemoteError(
+                            error.role,
+                            error.address,
+                            error.kind,
+                            f"{error.message}, after a call of the scoring function timed out:"
+                            f" {refused.message}",
+                        ) from None
                 scores = joined_scores(parts)
                 if scores.isnan().all():
                     raise UnscoredError(refused, len(scores)) from None
