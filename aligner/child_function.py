@@ -147,7 +147,14 @@ class ChildFunction:
             with contextlib.suppress(BrokenPipeError):  # `_answer` finds out why
                 _pipe(self._process.stdin).write(settings.encode() + b"\n")
                 _pipe(self._process.stdin).flush()
-            answer = self._answer(self._process, _IMPORT_S)
+            try:
+                answer = self._answer(self._process, _IMPORT_S)
+            except ChildTooSlow as error:
+                raise ChildTooSlow(
+                    f"did not start and import its module within {_IMPORT_S:g} s; Python stack:\n"
+                    f"{error.stack}",
+                    error.stack,
+                ) from None
             if "refused" in answer:
                 self._end()
                 raise ConfigError(answer["refused"])

@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -157,7 +157,7 @@ def awaited(result: Any) -> Any:
     return result
 
 
-async def _collected(generator: AsyncGenerator[Any, None]) -> list[Any]:
+async def _collected(generator: AsyncIterator[Any]) -> list[Any]:
     return [value async for value in generator]
 
 

@@ -49,7 +49,7 @@ _DESCRIPTIONS = {
     "preferences/responses": "Responses that the step stored.",
     "teacher_scores/loss": "The teacher's cross-entropy of the demonstrations, nats per token.",
     "teacher_scores/covered": "Total probability of the stored top-k tokens, averaged over tokens.",
-    "eval/abstained": "Responses for which the reward function abstained.",
+    "eval/*abstained": "Responses for which the reward function abstained.",
     "eval/*score*": "Mean score on held-out prompts.",
     "eval/*pass@*": "Probability that at least one of k responses passes.",
     "eval/*judge_win_rate*": "Win rate against the references, according to the judge.",

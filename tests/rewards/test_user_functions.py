@@ -9,7 +9,9 @@ import time
 import pytest
 import torch
 
+from aligner import child_function
 from aligner.data.types import ABSTAINED
+from aligner.errors import ConfigError
 from aligner.rewards.scorers import (
     ScorerDeadlocked,
     ScorerTimeout,
@@ -235,6 +237,16 @@ def test_deadlock_after_every_few_calls_is_found():
         except ScoringError as error:
             outcomes.append(type(error))
     assert outcomes == [ScorerTimeout] * 3 + [ScorerDeadlocked]
+
+
+def test_module_that_hangs_when_imported_is_reported_with_its_stack(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import threading\ndef wait():\n    threading.Event().wait()\nwait()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(child_function, "_IMPORT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"(?s)slow_module:f: did not start .* in wait\n"):
+        resolve_scorer("slow_module:f")
 
 
 def test_exit_of_the_process_names_function_and_code():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from decimal import Decimal
 
 calls = 0
@@ -15,11 +16,13 @@ def length(requests):
 
 
 def forks_at_the_second_call(requests):
-    """Return the number of the call; the forked process returns too."""
+    """Return the number of the call; the forked process returns too, during a later call."""
     global calls
     calls += 1
-    if calls == 2:
-        os.fork()
+    if calls == 2 and os.fork() == 0:
+        time.sleep(0.15)
+    elif calls > 2:
+        time.sleep(0.1)
     return [calls] * len(requests)
 
 

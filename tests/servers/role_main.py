@@ -42,17 +42,17 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def length_scorer(requests: Sequence[ScoringRequest]) -> list[float]:
+def length_scorer(requests: Sequence[ScoringRequest]) -> list[float | None]:
     """The response's length, plus 100 times the prompt's and the metadata's `extra`; NaN when the
-    response has a 7."""
-    return [
-        (
-            float("nan")
-            if "7" in r.response
-            else len(r.response) + 100.0 * len(r.prompt) + r.metadata.get("extra", 0)
-        )
-        for r in requests
-    ]
+    response has a 7, an abstention when it is "abstain"."""
+    return [None if request.response == "abstain" else _length(request) for request in requests]
+
+
+def _length(request: ScoringRequest) -> float:
+    if "7" in request.response:
+        return float("nan")
+    extra = request.metadata.get("extra", 0)
+    return len(request.response) + 100.0 * len(request.prompt) + extra
 
 
 def scoring(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from aligner.data.tokenizer import read_tokenizer
+from aligner.data.types import ABSTAINED
+from aligner.placement.addresses import KEY_HEADER
 from aligner.rewards.sources import ModelSource
 from aligner.servers.connection import RemoteError
 from aligner.servers.remote_client import RewardClient
@@ -69,6 +73,29 @@ def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
         "metadata": np.array([[b'{"extra": 0.5}']], dtype=object),
     }
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[4.5]]
+
+
+def test_abstention_is_nan_over_grpc_and_in_json_over_http(client, reward):
+    rows = encoded(("ab", "abstain"), ("", "hello"))
+    assert client.score(*rows).result().tolist() == [ABSTAINED, 5.0]
+    sentences = np.array([[b"abstain"], [b"four"]], dtype=object)
+    rewards = client._infer(REWARD_MODEL, {"sentences": sentences})["rewards"]
+    assert np.isnan(rewards[0, 0]) and rewards[1, 0] == 4.0
+
+    column = {
+        "name": "sentences",
+        "datatype": "BYTES",
+        "shape": [2, 1],
+        "data": ["abstain", "four"],
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{reward.endpoint.http}/v2/models/reward_model/infer",
+        json.dumps({"inputs": [column]}).encode(),
+        {KEY_HEADER: reward.access.key or ""},
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        (output,) = json.load(response)["outputs"]
+    assert np.isnan(output["data"][0]) and output["data"][1] == 4.0
 
 
 @pytest.mark.parametrize(
