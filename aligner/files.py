@@ -139,11 +139,14 @@ def _complete_file(
     _to_disk(path.parent)
 
 
-def append(path: Path, content: str | bytes) -> None:
+def append(path: Path, content: str | bytes, *, to_disk: bool = False) -> None:
     """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises
-    OSError, which names it."""
+    OSError, which names it. With `to_disk` it returns once the bytes survive a loss of power."""
     with naming(path), path.open("ab") as file:
         file.write(_encoded(content))
+        if to_disk:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def newer_half(file: BinaryIO, limit: int) -> bytes | None:

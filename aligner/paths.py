@@ -58,6 +58,8 @@ class RunPaths:
         `aligner.rewards.judge_ledger`."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
+        self.metrics_checksum = root / "metrics.jsonl.checksum"
+        """Size and checksum of `metrics`, of what is on disk so far."""
         self.samples = root / "samples.jsonl"
         """Samples with their rewards, one JSON object each."""
         self.sample_files = root / "samples"
@@ -109,6 +111,7 @@ class RunPaths:
         makes anew is not among it."""
         files = (
             self.metrics,
+            self.metrics_checksum,
             self.samples,
             self.references,
             self.preferences,

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+import xxhash
+
 from aligner.data.claim import writing
 from aligner.errors import AlignerError
-from aligner.files import append
+from aligner.files import append, write_file
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
 
@@ -22,6 +24,7 @@ Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""
 
 _NEWEST_BYTES = 1 << 17
+_CHUNK = 1 << 20
 _END_TIMEOUT_S = 8.0  # below cluster.stop_timeout_s by default: after that the launcher kills
 
 
@@ -39,11 +42,85 @@ class MetricsSink(Protocol):
         """The run has ended; write out what is held back."""
 
 
+class RunningChecksum:
+    """The checksum of a file that grows, in a second file: `<size> <checksum>`, of the file's first
+    `size` bytes.
+
+    The second file never covers more than the first file contains, in whatever moment the process
+    is killed or the machine loses power: bytes are on disk before they are covered, and no longer
+    covered before they are cut off.
+    """
+
+    def __init__(self, path: Path, file: Path) -> None:
+        """The checksum of `path`, stored in `file`."""
+        self._path, self._file = path, file
+        self._digest = xxhash.xxh3_64()
+        self._size = 0
+
+    def verify(self) -> None:
+        """Read the file, and compare it with its checksum, if there is one.
+
+        Raises:
+            AlignerError: The file, or its checksum, is damaged.
+        """
+        if not self._file.exists():
+            return
+        stored = self._file.read_text(encoding="utf-8", errors="replace").split()
+        if len(stored) != 2 or not stored[0].isdecimal():
+            raise AlignerError(f"{self._file}: not a checksum; {self._remedy}")
+
+        size, checksum = int(stored[0]), stored[1]
+        if self._size_on_disk() < size:
+            found = f"it has {self._size_on_disk()} bytes"
+        else:
+            self.restart(size)
+            found = f"they have {self._digest.hexdigest()}"
+        if self._size != size or self._digest.hexdigest() != checksum:
+            raise AlignerError(
+                f"{self._path}: damaged: its first {size} bytes must have the checksum {checksum},"
+                f" but {found}; restore the file from a backup, or {self._remedy}"
+            )
+
+    def restart(self, size: int) -> None:
+        """Cover the first `size` bytes of the file as they are now."""
+        self._digest, self._size = xxhash.xxh3_64(), 0
+        if size:
+            with self._path.open("rb") as stream:
+                while self._size < size and (chunk := stream.read(min(_CHUNK, size - self._size))):
+                    self._add(chunk)
+        self._store()
+
+    def append(self, content: bytes) -> None:
+        """Cover bytes that were just appended to the file, and are on disk."""
+        if self._size + len(content) != self._size_on_disk():
+            # Another process appended to the file, or an unfinished line preceded these bytes.
+            self.restart(self._size_on_disk())
+            return
+        self._add(content)
+        self._store()
+
+    def _add(self, content: bytes) -> None:
+        self._digest.update(content)
+        self._size += len(content)
+
+    def _store(self) -> None:
+        write_file(self._file, f"{self._size} {self._digest.hexdigest()}\n")
+
+    def _size_on_disk(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    @property
+    def _remedy(self) -> str:
+        return f"delete {self._file.name} to use the file as it is"
+
+
 class RecordWriter:
     """Appends the records of each step to a JSON-lines file; each gets its `step`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checksum: Path | None = None) -> None:
+        """`checksum` is the file of the records' `RunningChecksum`; None writes none."""
         self._path = path
+        self._checksum = None if checksum is None else RunningChecksum(path, checksum)
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @writing()
@@ -54,12 +131,19 @@ class RecordWriter:
             json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n"
             for record in records
         ]
-        append(self._path, "".join(lines))
+        content = "".join(lines).encode()
+        append(self._path, content, to_disk=self._checksum is not None)
+        if self._checksum is not None:
+            self._checksum.append(content)
 
     @writing()
     def truncate_after(self, step: int) -> None:
         """Drop the records of steps after `step`, and what a killed writer left unfinished: one
-        truncation, to a prefix."""
+        truncation, to a prefix.
+
+        Raises AlignerError if the file does not match its checksum."""
+        if self._checksum is not None:
+            self._checksum.verify()
         if not self._path.exists():
             return
         kept = 0
@@ -68,6 +152,8 @@ class RecordWriter:
                 if not line.endswith(b"\n") or _record(line, self._path, kept)["step"] > step:
                     break
                 kept += len(line)
+        if self._checksum is not None:
+            self._checksum.restart(kept)
         os.truncate(self._path, kept)
 
 
@@ -162,7 +248,8 @@ class MetricsWriter:
     block closes those."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
-        self._path, self._file, self._sinks = paths.metrics, RecordWriter(paths.metrics), sinks
+        self._path, self._sinks = paths.metrics, sinks
+        self._file = RecordWriter(paths.metrics, paths.metrics_checksum)
 
     def __enter__(self) -> "MetricsWriter":
         return self

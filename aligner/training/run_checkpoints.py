@@ -19,7 +19,8 @@ from aligner.data.checkpoint_files import (
 from aligner.data.checksums import DamagedError, FileRecord, file_record, sealed
 from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, gather_json
-from aligner.errors import AlignerError
+from aligner.data.run_inputs import InputChecksums, input_changes
+from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
 from aligner.rollout.services import together
@@ -42,6 +43,7 @@ _PARTS = {
         " critic/updates.json"
     ),
 }
+_SHOWN_CHANGES = 10
 _HOLDS = {
     "rng": "nothing: every random stream is derived from the seed and the step",
     "data": "position, the number of prompts or examples used or skipped: state",
@@ -70,8 +72,10 @@ class RunCheckpoints:
     """The checkpoints of a run directory. One counts once its manifest is written, which is done
     last."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, inputs: InputChecksums | None = None) -> None:
+        """`inputs` are the checksums that each new checkpoint records; None records none."""
         self._config, self._settings = config, config.checkpoint
+        self._inputs = inputs
         self._directory = run_paths(config).checkpoints
         self._undeletable: set[str] = set()
 
@@ -110,6 +114,36 @@ class RunCheckpoints:
             )
         together(lambda: self._rename(damaged if rank == 0 else {}))
 
+    def check_inputs(self) -> None:
+        """Compare the files that the run reads with those of the newest checkpoint.
+
+        A checkpoint of a release that recorded no checksums is not compared.
+
+        Raises:
+            ConfigError: A file changed, and `run.changes` does not list its key.
+        """
+        steps = self.steps()
+        saved = self._read(steps[-1]).get("inputs") if steps else None
+        if saved is None or self._inputs is None:
+            return
+        expected = {
+            key: {name: FileRecord(*record) for name, record in files.items()}
+            for key, files in saved.items()
+        }
+        changes = input_changes(expected, self._inputs, self._config.run.changes)
+        if not changes:
+            return
+
+        lines = [line for key in changes for line in changes[key]]
+        if len(lines) > _SHOWN_CHANGES:
+            lines[_SHOWN_CHANGES:] = [f"and {len(lines) - _SHOWN_CHANGES} more files"]
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(
+            f"run.resume={self._config.run.resume}: files that the run reads have changed since"
+            f" checkpoint step_{steps[-1]} was saved:\n{shown}\n  restore the files, start another"
+            f" run, or accept the changes with run.changes=[{','.join(changes)}]"
+        )
+
     def metric(self, stats: Mapping[str, float]) -> float | None:
         """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not
         set, or not measured."""
@@ -141,6 +175,7 @@ class RunCheckpoints:
                 | _HOLDS
             ),
             "files": _stored_files(directory),
+            "inputs": self._inputs,
             "config": shown(self._config),
         }
         self._write(state.step, content)

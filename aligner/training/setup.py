@@ -11,6 +11,7 @@ from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.model_directory import read_shape
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
+from aligner.data.run_inputs import input_checksums
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.tool_catalogue import list_tools, tool_schemas
 from aligner.environments.tool_protocol import ListedTool
@@ -84,13 +85,16 @@ def train(config: Config) -> bool:
     )
     claim = together(lambda: take_run(config) if world.rank == 0 else None)
     write_as(config, claim)
+    tell_stage(config, "trainer", "computing checksums of models and data")
+    checkpoints = RunCheckpoints(config, input_checksums(config))
     if config.run.resumes:
-        RunCheckpoints(config).set_damaged_aside(world.rank)
+        checkpoints.set_damaged_aside(world.rank)
+        checkpoints.check_inputs()
     tell_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
     tell_stage(config, "trainer", "loading the model weights and building the engine")
     try:
-        trainer = build_trainer(config, world, tokenizer, data, services, tools)
+        trainer = build_trainer(config, world, tokenizer, data, services, tools, checkpoints)
         with recording(
             None if trainer.recorder is None else trainer.recorder.metrics, config.logging
         ):
@@ -109,16 +113,22 @@ def build_trainer(
     data: PromptStream | RunData,
     services: Services,
     tools: Sequence[ListedTool] = (),
+    checkpoints: RunCheckpoints | None = None,
 ) -> TrainingLoop:
-    """Put the parts of a trainer rank together; the tools are those of its environment.
-    Collective."""
+    """Build the training loop of a trainer rank. Collective.
+
+    Args:
+        tools: The tools of the environment.
+        checkpoints: The run's checkpoints; None for checkpoints that record no input checksums.
+    """
+    checkpoints = checkpoints or RunCheckpoints(config)
     timeline = open_timeline(config, "trainer", world.rank)
     if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
         return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
         task, parts = (
             build_task(config, world, data),
-            _loop_parts(config, world, tokenizer, timeline),
+            _loop_parts(config, world, tokenizer, timeline, checkpoints),
         )
         return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
     settings, directory = config.algorithm, model_directory(config)
@@ -146,7 +156,7 @@ def build_trainer(
             services=services,
             shaping=build_shaping(config),
             writer=writer if world.rank == 0 else None,
-            **_loop_parts(config, world, tokenizer, timeline, data) | {"checkpoints": None},
+            **_loop_parts(config, world, tokenizer, timeline, None, data),
         )
     ahead = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
@@ -172,7 +182,7 @@ def build_trainer(
             settings.kl_coefficient, settings.kl_target, settings.kl_horizon
         ),
         evaluations=build_evaluations(config, tokenizer, policy, builder, services, tools),
-        **_loop_parts(config, world, tokenizer, timeline, data),
+        **_loop_parts(config, world, tokenizer, timeline, checkpoints, data),
     )
 
 
@@ -181,9 +191,11 @@ def _loop_parts(
     world: World,
     tokenizer: Tokenizer,
     timeline: Timeline,
+    checkpoints: RunCheckpoints | None,
     prompts: PromptStream | None = None,
 ) -> dict[str, Any]:
-    """What every trainer has; one that samples says of which prompts."""
+    """Build the arguments that all training loops take; `prompts` are those of a loop that
+    generates samples."""
     paths, recorder = run_paths(config), None
     if world.rank == 0:
         sampled, limit_mib = None, config.logging.samples_mib
@@ -192,13 +204,12 @@ def _loop_parts(
             sampled = SampleRecorder(files, tokenizer, prompts.origin, names)
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
         recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
-    checkpoints, stop = RunCheckpoints(config), StopCondition(config, world)
     return {
         "config": config,
         "checkpoints": checkpoints,
         "recorder": recorder,
         "timeline": timeline,
-        "stop": stop,
+        "stop": StopCondition(config, world),
     }
 
 
@@ -300,7 +311,7 @@ def build_teacher_scorer(
         pad_token_id=shape.pad_token_id,
         vocabulary=known,
         tokenizer_file=directory / "tokenizer.json",
-        **_loop_parts(config, world, tokenizer, timeline) | {"checkpoints": None},
+        **_loop_parts(config, world, tokenizer, timeline, None),
     )
 
 

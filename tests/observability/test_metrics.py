@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import xxhash
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aligner.errors import AlignerError
@@ -14,6 +15,7 @@ from aligner.observability.metrics import (
     FileFollower,
     MetricsWriter,
     RecordWriter,
+    RunningChecksum,
     read_metrics,
     read_records,
 )
@@ -175,3 +177,70 @@ def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_pat
         subprocess.check_output([sys.executable, "-c", program, str(tmp_path)], text=True).strip()
         == "[]"
     )
+
+
+def changed_byte(file: Path, offset: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+def written_metrics(directory: Path, steps: int = 3) -> RunPaths:
+    paths = RunPaths(directory)
+    writer = MetricsWriter(paths)
+    for step in range(1, steps + 1):
+        writer.write(step, {"reward/mean": step})
+    return paths
+
+
+def test_metrics_checksum_covers_the_whole_file_after_each_step(tmp_path: Path) -> None:
+    paths = written_metrics(tmp_path)
+    content = paths.metrics.read_bytes()
+    expected = f"{len(content)} {xxhash.xxh3_64_hexdigest(content)}\n"
+    assert (tmp_path / "metrics.jsonl.checksum").read_text() == expected
+
+
+def test_resume_refuses_metrics_with_a_changed_digit(tmp_path: Path) -> None:
+    paths = written_metrics(tmp_path)
+    changed_byte(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
+    before = paths.metrics.read_bytes()
+    with pytest.raises(AlignerError, match=r"metrics\.jsonl: damaged: its first \d+ bytes"):
+        MetricsWriter(paths).truncate_after(3)
+    assert paths.metrics.read_bytes() == before
+
+
+def test_resume_refuses_metrics_that_lack_covered_steps(tmp_path: Path) -> None:
+    paths = written_metrics(tmp_path)
+    lines = paths.metrics.read_bytes().splitlines(keepends=True)
+    paths.metrics.write_bytes(b"".join(lines[:2]))
+    with pytest.raises(AlignerError, match=r"metrics\.jsonl: damaged: .* but it has \d+ bytes"):
+        MetricsWriter(paths).truncate_after(2)
+
+
+def test_resume_accepts_steps_that_a_killed_writer_did_not_cover(tmp_path: Path) -> None:
+    paths = written_metrics(tmp_path)
+    with paths.metrics.open("ab") as file:
+        file.write(b'{"step": 4, "reward/mean": 4.0}\n')
+    writer = MetricsWriter(paths)
+    writer.truncate_after(4)
+    writer.write(5, {"reward/mean": 5})
+    RunningChecksum(paths.metrics, paths.metrics_checksum).verify()
+    assert [record["step"] for record in read_metrics(paths.metrics)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_resume_covers_the_kept_steps_and_the_new_ones(tmp_path: Path, kept: int) -> None:
+    paths = written_metrics(tmp_path)
+    writer = MetricsWriter(paths)
+    writer.truncate_after(kept)
+    RunningChecksum(paths.metrics, paths.metrics_checksum).verify()
+    writer.write(kept + 1, {"reward/mean": 9})
+    RunningChecksum(paths.metrics, paths.metrics_checksum).verify()
+
+
+def test_deleted_checksum_accepts_the_metrics_as_they_are(tmp_path: Path) -> None:
+    paths = written_metrics(tmp_path)
+    changed_byte(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
+    paths.metrics_checksum.unlink()
+    MetricsWriter(paths).truncate_after(3)
+    RunningChecksum(paths.metrics, paths.metrics_checksum).verify()

@@ -326,6 +326,19 @@ def test_run_resumes_from_newest_undamaged_checkpoint(
 
 
 @pytest.mark.slow
+def test_resume_refuses_an_initial_model_with_a_flipped_bit(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    stopped(undisturbed, tmp_path / "run", 6, 12)
+    flip_bit(tmp_path / "run" / "initial_model" / "model.safetensors", 0.5, 0)
+    with Launch(tmp_path / "run", *FROM_THE_NEWEST) as launch:
+        run = launch.finish(150)
+    assert run.code == 1, run.report()
+    assert "model.source: model.safetensors: " in run.error, run.report()
+    assert "since checkpoint step_12 was saved" in run.error and "Traceback" not in run.error
+
+
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothing_is_touched(
     undisturbed: Finished, tmp_path: Path
 ) -> None:

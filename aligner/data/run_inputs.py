@@ -1,0 +1,119 @@
+"""Checksums of the files that a run reads: models, tokenizers and data.
+
+Every checkpoint of a run records them, and a run resumes only if the files are the same. Without
+this check, a reference model whose weights changed on disk would change the KL penalty, and changed
+data would change the order of the prompts, both without an error.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from aligner.data.checksums import FileRecord, file_record
+from aligner.data.collectives import dealt, gather_json
+from aligner.errors import ConfigError
+from aligner.models.model_source import model_directory
+from aligner.schema import Config
+from aligner.schema.data_sources import FUNCTION
+from aligner.schema.references import read_paths
+
+InputChecksums = Mapping[str, Mapping[str, FileRecord]]
+"""Size and checksum of each file, by configuration key and then by the file's path in the directory
+that the key names."""
+
+_READ_SUFFIXES = frozenset(
+    (".safetensors", ".json", ".jsonl", ".jinja", ".txt", ".model", ".arrow", ".parquet")
+)
+_TEMPLATES = "additional_chat_templates"
+
+
+def input_checksums(config: Config) -> InputChecksums:
+    """Compute the checksums of all models and data that the run learns from.
+
+    Evaluation data are left out, because they may change when a run resumes. A Python function that
+    yields records is left out too. Collective: each rank reads its share of the files.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    files = {key: _files(path) for key, path in _input_paths(config).items()}
+    unique = sorted({str(file) for found in files.values() for file in found.values()})
+
+    own = {file: _record(Path(file)) for file in dealt(unique)}
+    records: dict[str, FileRecord] = {}
+    for part in gather_json(own):
+        records |= {file: FileRecord(*record) for file, record in part.items()}
+
+    return {
+        key: {name: records[str(file)] for name, file in found.items()}
+        for key, found in files.items()
+    }
+
+
+def input_changes(
+    saved: InputChecksums, found: InputChecksums, accepted: Iterable[str]
+) -> dict[str, list[str]]:
+    """Describe how the files of a run differ from those that a checkpoint was trained on.
+
+    Args:
+        saved: The checksums that the checkpoint records.
+        found: The checksums of the files as they are now.
+        accepted: Configuration keys, or sections, whose files may have changed (`run.changes`).
+
+    Returns:
+        A line for each file that differs, by configuration key; empty if nothing differs.
+    """
+    names = list(accepted)
+    changes: dict[str, list[str]] = {}
+    for key, expected in saved.items():
+        if any(key == name or key.startswith(f"{name}.") for name in names):
+            continue
+        now = found.get(key, {})
+        differing = [
+            name for name in sorted({*expected, *now}) if expected.get(name) != now.get(name)
+        ]
+        if differing:
+            changes[key] = [
+                f"{key}: {name}: {_described(expected.get(name))} when the checkpoint was saved,"
+                f" now {_described(now.get(name))}"
+                for name in differing
+            ]
+    return changes
+
+
+def _input_paths(config: Config) -> dict[str, Path]:
+    paths = {
+        key: Path(path)
+        for key, path in read_paths(config).items()
+        if not key.startswith("evaluation.") and not path.startswith(FUNCTION)
+    }
+    if config.model.source != "directory":
+        paths["model.source"] = model_directory(config)
+    return paths
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Return the file itself, or the files of a directory that a role may read, by name."""
+    if not path.is_dir():
+        return {path.name: path}
+    found = [
+        file
+        for directory in (path, path / _TEMPLATES)
+        if directory.is_dir()
+        for file in directory.iterdir()
+        if file.suffix in _READ_SUFFIXES and file.is_file()
+    ]
+    return {os.path.relpath(file, path): file for file in sorted(found)}
+
+
+def _record(file: Path) -> FileRecord:
+    try:
+        return file_record(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _described(record: FileRecord | None) -> str:
+    if record is None:
+        return "missing"
+    return f"{record.size} bytes with checksum {record.checksum}"
