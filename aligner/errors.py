@@ -22,6 +22,10 @@ class TransientError(AlignerError):
     """A failure that a new start may well not meet again."""
 
 
+class UnansweredError(AlignerError):
+    """A request that got no answer. Whether it was carried out is unknown."""
+
+
 class ConfigError(AlignerError):
     """A mistake in the configuration, known before anything starts."""
 

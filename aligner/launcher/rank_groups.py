@@ -16,6 +16,7 @@ from aligner.launcher.server_ports import is_healthy
 from aligner.paths import can_resume, run_paths
 from aligner.placement.addresses import Endpoint
 from aligner.schema import Config
+from aligner.servers.restart_budget import RestartBudget
 
 GRACE_S = 1.0
 """After a first failure, how long the ranks that fail with it are waited for: one of them may be
@@ -33,8 +34,9 @@ class RankGroup(ABC):
     ) -> None:
         """Starts the ranks. `tell` is told what happens to them."""
         self.name, self._config, self._all, self._tell = name, config, ranks, tell
-        self._max_restarts = max_restarts(config, name)
+        self._budget = RestartBudget(max_restarts(config, name))
         self.restarts = 0
+        """Of the whole run."""
         self._ended_at = self._kill_at = 0.0
         self._start()
 
@@ -63,7 +65,7 @@ class RankGroup(ABC):
     def lost(self) -> bool:
         """Whether a rank has ended and all may not be started again: too often, or because it would
         not help."""
-        return bool(self.ended) and not (self.restarts < self._max_restarts and self._may_pass())
+        return bool(self.ended) and (self._budget.is_spent or not self._may_pass())
 
     @property
     @abstractmethod
@@ -104,10 +106,8 @@ class RankGroup(ABC):
         first = root_failure(self.ended)
         cause = describe_end(first, self.missing)
         self.is_replaced, self.restarts = True, self.restarts + 1
-        self._tell(
-            f"{cause}; restarting {self.name} ({self.restarts} of {self._max_restarts})."
-            f" Log: {first.log}"
-        )
+        self._budget.record()
+        self._tell(f"{cause}; restarting {self.name} ({self._budget.describe()}). Log: {first.log}")
         self._all.send(signal.SIGTERM, self.ranks)
         self._kill_at = time.monotonic() + self._config.cluster.stop_timeout_s
 
@@ -118,7 +118,7 @@ class RankGroup(ABC):
             return
         # What a killed rank leaves behind holds its ports: a new one could not listen there.
         gone = self._all.kill(self.ranks)
-        if gone and now >= self._ended_at + _FIRST_BACKOFF_S * 2 ** (self.restarts - 1):
+        if gone and now >= self._ended_at + _FIRST_BACKOFF_S * 2 ** max(0, self._budget.used - 1):
             self._start()
 
 

@@ -86,7 +86,7 @@ class Ranks(ABC):
 
 
 def max_restarts(config: Config, role: str) -> int:
-    """How often the trainer or a server group may be started again."""
+    """Return how often per hour the trainer or a server group may be restarted."""
     return config.run.max_restarts if role == "trainer" else config.server.max_restarts
 
 
@@ -96,7 +96,7 @@ def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
     log = run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:
-        told = f"restarting {role} ({restarts} of {max_restarts(config, role)})"
+        told = f"restarting {role} (restart {restarts} of this launch)"
         with log.open("a") as lines:
             lines.write(launcher_line(config.logging.format, role, rank, told))
     return log

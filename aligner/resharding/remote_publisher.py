@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnansweredError
 from aligner.models.shape import ModelShape
 from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
@@ -35,6 +35,8 @@ _FOREVER = timedelta(days=1000)
 _END_S = 2.0
 """How long the end of a rank waits for its thread, which may be in the middle of a move that has
 failed elsewhere."""
+_UNANSWERED = 3
+"""Answers of one start of the generator that may be lost before a weight sync fails."""
 
 
 def plan_between_worlds(
@@ -243,13 +245,18 @@ class RemotePublisher:
     def _bring_up_to_date(self) -> None:
         calls = self._calls
         assert calls is not None, "rank 0 decides what moves"
+        unanswered = 0
         while self._serving < self._wanted:
             known = self._instance
             try:
                 self._move_to(calls, self._wanted)
             except AlignerError as error:
                 self._publisher = None
-                if not calls.is_another(known or self._instance):
+                unanswered += _was_unanswered(error)
+                is_another = calls.is_another(known or self._instance)
+                # Not another start of it: its Triton may have been restarted, and the answer lost.
+                is_worth_repeating = _was_unanswered(error) and unanswered <= _UNANSWERED
+                if not (is_another or is_worth_repeating):
                     raise
                 _log.warning(
                     "the generator was lost during a weight sync; syncing again: %s", error
@@ -355,7 +362,13 @@ def _both(asked: Future[Any], act: Callable[[], None]) -> None:
         except AlignerError as error:
             errors.insert(0, error)
     if errors:
-        raise AlignerError("\n".join(map(str, errors))) from errors[0]
+        kind = UnansweredError if any(map(_was_unanswered, errors)) else AlignerError
+        raise kind("\n".join(map(str, errors))) from errors[0]
+
+
+def _was_unanswered(error: AlignerError) -> bool:
+    """Whether a request to the generator got no answer, rather than a refusal."""
+    return isinstance(error, UnansweredError)
 
 
 class WeightReceiver:

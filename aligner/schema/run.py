@@ -58,9 +58,9 @@ class RunConfig:
     )
     max_restarts: int = option(
         3,
-        "Maximum number of trainer restarts from the last checkpoint after a trainer rank was"
-        " killed or hung. The servers keep running during a restart. 0 means that the first such"
-        " failure ends the run.",
+        "Maximum number of trainer restarts per hour, from the last checkpoint, after a trainer"
+        " rank was killed or hung. The servers keep running during a restart. 0 means that the"
+        " first such failure ends the run.",
         minimum=0,
     )
     resume: str = option(

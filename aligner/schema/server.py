@@ -86,8 +86,8 @@ class ServerConfig:
     )
     max_restarts: int = option(
         3,
-        "Maximum number of restarts of a failed server; 0 means that the first failure ends the"
-        " run.",
+        "Maximum number of restarts of a failed server per hour; 0 means that the first failure"
+        " ends the run.",
         minimum=0,
     )
     max_batch_size: int = option(

@@ -187,9 +187,13 @@ async def _listen_http(
 
 async def _serve(settings: GatewaySettings) -> None:
     triton, tls = triton_sockets(Path(settings.sockets)), settings.tls
-    endless: list[tuple[str, int]] = [
+    to_triton: list[tuple[str, int]] = [
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
+        # A Triton that is restarted is found soon.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
     async with contextlib.AsyncExitStack() as closing:
 
@@ -201,7 +205,7 @@ async def _serve(settings: GatewaySettings) -> None:
             return HttpGateway(settings, await closing.enter_async_context(client))
 
         channel = await closing.enter_async_context(
-            grpc.aio.insecure_channel(f"unix:{triton['grpc']}", endless)
+            grpc.aio.insecure_channel(f"unix:{triton['grpc']}", to_triton)
         )
         server = grpc.aio.server(
             options=[

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -11,8 +12,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,15 @@ from aligner.servers.gateway_settings import (
     triton_sockets,
 )
 from aligner.servers.private_child import private_children
+from aligner.servers.restart_budget import RestartBudget
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import (
     claim_paths,
     claim_triton_files,
     close_triton_memory,
     is_alive,
-    kill_processes,
+    kill_with_shared_memory,
+    remove_claimed_paths,
     remove_triton_files,
     shared_memory,
     triton_environments,
@@ -51,6 +55,33 @@ Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 
 _LOOK_S = 0.5
 _POLL_S = 0.05
+_STARTS = 3
+"""Attempts to start Triton. PyTriton's handshakes with Triton time out after one second, which a
+busy or suspended machine may need longer for."""
+_START_ENDS_S = 5.0
+"""For a start of Triton to fail after Triton was killed."""
+_RESTARTS_PER_HOUR = 60
+"""Restarts of Triton and its gateway after which this process ends, to be restarted itself."""
+_MODEL_FILE, _PYTRITON_FILE = "model.py", "pytriton_model.py"
+_NUMBERED_MODEL = """
+import os
+
+from .pytriton_model import TritonPythonModel as PyTritonModel
+
+
+class TritonPythonModel(PyTritonModel):
+    def initialize(self, args):
+        super().initialize(args)
+        self._id_counter = int.from_bytes(os.urandom(4), "big")
+"""
+"""PyTriton's model in Triton's stub process, but with request numbers that begin at random.
+
+PyTriton's numbers begin at 1 in every stub. If Triton replaces a stub, an answer to a request of
+the old stub would be taken for the answer to the new stub's request of the same number. With this
+model the new stub does not know the number, and drops the answer.
+"""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,38 +132,161 @@ class TritonHost:
         self._processes: list[psutil.Process] = []
         self._directories: list[Path] = []
         self._last_answer = -math.inf
+        self._endpoints: Mapping[EndpointSpec, Serve] = {}
+        self._sockets = Path()
+        self._restarts = RestartBudget(_RESTARTS_PER_HOUR)
+        self._failure: AlignerError | None = None
+        """Why the watcher could not restart Triton."""
+        self._stops = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="triton-watcher", daemon=True)
 
     def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
-        """Serve the endpoints; they are ready when this returns. Raises TransientError when Triton
-        does not come up."""
-        from pytriton.utils.workspace import Workspace
+        """Serve the endpoints; they are ready when this returns.
 
+        From then on a thread restarts Triton when Triton or one of its helper processes ends. The
+        requests in progress are lost, and their callers send them again; this process and what it
+        holds are not affected.
+
+        Raises TransientError when Triton does not start.
+        """
         # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no
         # news.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         _prepare_environment()
-        sockets = claim_triton_files()
+        self._endpoints = endpoints
+        self._sockets = claim_triton_files()
+        self._gateway = self._start_gateway(self._sockets)
+        deadline = time.monotonic() + self._start_timeout_s
+        self._start_triton(lambda: self._interrupted_when_triton_fails(deadline))
+        self._watcher.start()
+
+    def _start_triton(self, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Start Triton, in several attempts if it does not load its models; `guard` surrounds the
+        loading. Raises TransientError."""
+        for attempt in range(1, _STARTS + 1):
+            try:
+                self._start_triton_once(guard)
+                return
+            except (Exception, _TritonFailed) as error:
+                is_told = isinstance(error, _TritonFailed)
+                why = str(error) if is_told else f"{type(error).__name__}: {error}"
+                # One that ends at its first start would do so again.
+                has_ended = not any(map(is_alive, _triton_processes()[:1]))
+                gave_up = is_told or (has_ended and not self._watcher.is_alive())
+                message = f"Triton did not start ({why}); see {self._log or 'the output above'}"
+                if gave_up or attempt == _STARTS or self._stops.is_set():
+                    raise TransientError(message) from error
+                _log.warning("%s; trying again", message)
+                self._discard_triton()
+
+    def _start_triton_once(
+        self, guard: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        from pytriton.utils.workspace import Workspace
+
         workspace = Workspace()
         claim_paths([workspace.path])
-        gateway = self._gateway = self._start_gateway(sockets)
-        self._triton = self._bound_triton(workspace, sockets, endpoints)
+        self._triton = self._bound_triton(workspace, self._sockets, self._endpoints)
         before = triton_environments()
+        gateway = self._gateway
+        assert gateway is not None
         try:
             with private_children():  # requests and answers are in Triton's shared memory
-                self._triton._run_server()
-            with self._interrupted_when_triton_fails():
-                self._load_models(triton_sockets(sockets)["grpc"])
+                self._run_triton()
+            with guard():
+                self._load_models(triton_sockets(self._sockets)["grpc"])
                 close_triton_memory()  # where the kernel has no filters
                 _await_gateway(gateway)
-        except (Exception, _TritonFailed) as error:
-            why = error if isinstance(error, _TritonFailed) else f"{type(error).__name__}: {error}"
-            raise TransientError(
-                f"Triton did not start ({why}); see {self._log or 'the output above'}"
-            ) from error
         finally:
             self._directories = [workspace.path, *(triton_environments() - before)]
             claim_paths(self._directories)
         self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
+
+    def _run_triton(self) -> None:
+        triton = self._triton
+        triton._initialize_server()
+        # PyTriton warns of every Triton that was killed, as `stop` does; the watcher reports one
+        # that has ended by itself.
+        triton._triton_server._handle_exit = lambda *_: None
+        server_config = triton._triton_server._server_config
+        server_config.to_args_list = functools.partial(_triton_arguments, server_config)
+        triton._run_server()
+        triton._triton_server.unregister_on_exit(triton._on_tritonserver_exit)
+
+    def _watch(self) -> None:
+        """Restart Triton or the gateway when a process of theirs has ended, until `stop`."""
+        while not self._stops.wait(_LOOK_S):
+            ended = [process for process in self._processes if not is_alive(process)]
+            if not ended and self._triton.is_alive():
+                continue
+            try:
+                self._restart()
+            except Exception as error:
+                if not self._stops.is_set():
+                    self._failure = AlignerError(f"restarting Triton failed: {error}")
+                return
+
+    def _restart(self) -> None:
+        """Replace Triton with its helper processes, and the gateway if that has ended.
+
+        The new Triton has a new workspace, and with it new sockets to this process: an answer to a
+        request of the old one has no way to it.
+
+        Raises AlignerError if there were too many restarts, TransientError if Triton does not
+        start.
+        """
+        where = self._log or "the output above"
+        if self._restarts.is_spent:
+            raise AlignerError(
+                "the Triton server or one of its helper processes exited unexpectedly, more than"
+                f" {self._restarts.describe()}; see {where}"
+            )
+        self._restarts.record()
+        _log.warning(
+            "the Triton server or one of its helper processes exited unexpectedly; restarting"
+            " Triton (%s). Log: %s",
+            self._restarts.describe(),
+            where,
+        )
+        started = time.monotonic()
+        gateway = self._gateway
+        assert gateway is not None
+        triton = [process for process in self._processes if process.pid != gateway.pid]
+        if gateway.poll() is not None:
+            gateway.communicate()
+            self._gateway = self._start_gateway(self._sockets)
+        if all(map(is_alive, triton)):
+            _await_gateway(self._gateway)
+            self._processes = [psutil.Process(self._gateway.pid), *triton]
+        else:
+            self._discard_triton()
+            self._start_triton(self._killed_when_late)
+        _log.info("Triton is ready again after %.1f s", time.monotonic() - started)
+
+    def _discard_triton(self) -> None:
+        """Kill Triton and its helpers, remove what they leave behind, and let go of PyTriton's
+        threads for it."""
+        gateway = self._gateway
+        self._kill_triton(
+            [process for process in self._processes if gateway and process.pid != gateway.pid]
+        )
+        self._processes = []
+        remove_claimed_paths(os.getpid())
+        for socket_file in triton_sockets(self._sockets).values():
+            Path(socket_file).unlink(missing_ok=True)
+        models = [] if self._triton is None else self._triton._model_manager.models
+        for model in models:
+            # Ends when the requests that its threads work on have ended: nobody waits for that.
+            threading.Thread(
+                target=_clean_model, args=(model,), name="triton-cleaner", daemon=True
+            ).start()
+
+    def _kill_triton(self, processes: Sequence[psutil.Process]) -> None:
+        servers = _triton_processes()
+        kill_with_shared_memory([*{*servers, *processes}])
+        # What had ended by itself has left stubs that are nobody's children by now, and that take
+        # it for alive until it was waited for.
+        psutil.wait_procs(servers[:1], timeout=_LOOK_S)
 
     def _start_gateway(self, sockets: Path) -> "subprocess.Popen[str]":
         """Beside Triton's start, which takes longer."""
@@ -176,9 +330,6 @@ class TritonHost:
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
         atexit.unregister(triton.stop)  # which asks Triton over a network
-        # PyTriton's configurations are complete: having Triton complete them takes a helper
-        # process, 1.6 s a model. There is no public option for it.
-        triton._triton_server_config["strict-model-config"] = True
         for spec, serve in endpoints.items():
             triton.bind(
                 model_name=spec.name,
@@ -207,28 +358,29 @@ class TritonHost:
         from tritonclient.utils import InferenceServerException
 
         triton = self._triton
-        triton._triton_server.unregister_on_exit(triton._on_tritonserver_exit)  # `check` finds out
         with InferenceServerClient(f"unix:{socket}") as client:
-            while True:
+            while triton._triton_server.is_alive():
                 with contextlib.suppress(InferenceServerException):
                     if client.is_server_live(client_timeout=_LOOK_S):
                         break
                 time.sleep(_POLL_S)
             for model in triton._model_manager.models:
-                files = model.get_proxy_model_files()
+                files = _numbered(model.get_proxy_model_files())
                 client.load_model(
-                    model.model_name, config=json.dumps(model.get_model_config()), files=files
+                    model.model_name,
+                    config=json.dumps(model.get_model_config()),
+                    files=files,
+                    client_timeout=self._start_timeout_s,
                 )
                 model.setup()
 
     @contextlib.contextmanager
-    def _interrupted_when_triton_fails(self) -> Iterator[None]:
-        """Raise _TritonFailed inside soon after Triton ends, or takes too long. Main thread only.
+    def _interrupted_when_triton_fails(self, deadline: float) -> Iterator[None]:
+        """Raise _TritonFailed inside soon after Triton ends, or at the deadline. Main thread only.
 
         PyTriton would ask one that has ended for two minutes more, and one that hangs, between fork
         and exec, for ever.
         """
-        deadline = time.monotonic() + self._start_timeout_s
 
         def look(*_: object) -> None:
             found = _triton_processes()
@@ -248,22 +400,23 @@ class TritonHost:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    def check(self) -> None:
-        """Raise AlignerError when Triton has ended, or one of its helpers; claim what is shared by
-        now.
+    @contextlib.contextmanager
+    def _killed_when_late(self) -> Iterator[None]:
+        """Kill Triton when it takes too long to load its models, which ends the loading with an
+        error. For any thread."""
+        timer = threading.Timer(self._start_timeout_s, self._kill_triton, [()])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
-        Triton starts a helper again, but may hand the late answer of the one before to the next
-        request.
-        """
-        if (
-            self._triton is None
-            or not self._triton.is_alive()
-            or not all(map(is_alive, self._processes))
-        ):
-            raise AlignerError(
-                "the Triton server or one of its helper processes exited unexpectedly; see"
-                f" {self._log or 'the output above'}"
-            )
+    def check(self) -> None:
+        """Raise AlignerError when Triton has ended and could not be restarted; claim what is shared
+        by now."""
+        if self._failure is not None:
+            raise self._failure
         claim_paths([*self._directories, *shared_memory()])
 
     def _answering(self, serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
@@ -281,11 +434,11 @@ class TritonHost:
         """End Triton with all its processes and remove what it leaves behind: its requests have
         been drained before."""
         time.sleep(max(0.0, self._last_answer + _LAST_ANSWERS_S - time.monotonic()))
-        # Its own end would take two seconds. What had ended by itself has left stubs that are
-        # nobody's children by now, and that take it for alive until it was waited for.
-        servers = _triton_processes()
-        kill_processes([*{*servers, *self._processes}])
-        psutil.wait_procs(servers[:1], timeout=_LOOK_S)
+        self._stops.set()
+        self._kill_triton(self._processes)  # its own end would take two seconds
+        if self._watcher.is_alive():  # it may have been restarting Triton, which fails now
+            self._watcher.join(_START_ENDS_S)
+            self._kill_triton(self._processes)
         if self._gateway is not None:
             self._gateway.kill()
             self._gateway.communicate()
@@ -296,8 +449,40 @@ class TritonHost:
 def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
     """Return once it listens. Raises AlignerError where it has ended instead."""
     assert gateway.stdout is not None
+    if gateway.stdout.closed:  # it has listened before
+        return
     if gateway.stdout.readline().strip() != READY:
         raise AlignerError(f"the server's gateway process exited with code {gateway.wait()}")
+    gateway.stdout.close()
+
+
+def _triton_arguments(server_config: Any) -> list[str]:
+    """Triton's command line, without PyTriton's splitting at spaces.
+
+    PyTriton's model configurations are complete: having Triton complete them takes a helper
+    process, 1.6 s a model. PyTriton has no option for that flag, which has no value.
+    """
+    arguments = ["--disable-auto-complete-config"]
+    for name, value in server_config.server_args().items():
+        values = value if isinstance(value, (tuple, list)) else [value]
+        arguments += [f"--{name}={each}" for each in values if each is not None]
+    return arguments
+
+
+def _numbered(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """PyTriton's files of a model, with `_NUMBERED_MODEL` in place of PyTriton's class."""
+    renamed = {
+        name.replace(f"/{_MODEL_FILE}", f"/{_PYTRITON_FILE}"): content
+        for name, content in files.items()
+    }
+    (model_file,) = (name for name in files if name.endswith(f"/{_MODEL_FILE}"))
+    return {**renamed, model_file: _NUMBERED_MODEL.encode()}
+
+
+def _clean_model(model: Any) -> None:
+    """Stop PyTriton's threads for a model of a Triton that is gone."""
+    with contextlib.suppress(Exception):  # of what it would tell Triton
+        model.clean()
 
 
 class _TritonFailed(BaseException):

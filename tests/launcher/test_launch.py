@@ -264,8 +264,8 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
             process.kill()
     read_until(
         launcher,
-        "critic rank 1 was killed by SIGKILL; restarting critic (1 of 3)",
-        "reward.1 rank 0 was killed by SIGKILL; restarting reward.1 (1 of 3)",
+        "critic rank 1 was killed by SIGKILL; restarting critic (1 of 3 in the last hour)",
+        "reward.1 rank 0 was killed by SIGKILL; restarting reward.1 (1 of 3 in the last hour)",
         "critic is healthy again",
         "reward.1 is healthy again",
     )
@@ -279,7 +279,7 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
     ports = []
     for rank in (0, 1):
         log = (run / "logs" / f"critic-{rank}.log").read_text()
-        before, after = log.split("--- restarting critic (1 of 3) ---\n")
+        before, after = log.split("--- restarting critic (restart 1 of this launch) ---\n")
         assert f"critic rank {rank} of 2" in before and f"critic rank {rank} of 2" in after
         ports.append(re.findall(r"master port (\d+)", log))
     assert ports[0] == ports[1] and ports[0][0] != ports[0][1]
@@ -303,7 +303,7 @@ def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(
     launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
     read_until(
         launcher,
-        "reward rank 0 exited with code 75; restarting reward (1 of 3)",
+        "reward rank 0 exited with code 75; restarting reward (1 of 3 in the last hour)",
         "all servers are healthy",
     )
     (run / "done").touch()

@@ -20,7 +20,7 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
         start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run
     )
     assert code == 0, error
-    assert "trainer rank 0 was killed by SIGKILL; restarting trainer (1 of 3)" in out
+    assert "trainer rank 0 was killed by SIGKILL; restarting trainer (1 of 3 in the last hour)" in out
     assert load_config(run / "config.yaml").run.resume == "true"
     assert (state := read_state(run / "status.json")) is not None
     assert {name: role.restarts for name, role in state.roles.items()} == {
@@ -32,7 +32,7 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
         log = (run / "logs" / f"trainer-{rank}.log").read_text()
         assert (
             log.count(f"trainer rank {rank} of 2") == 2
-            and "--- restarting trainer (1 of 3) ---" in log
+            and "--- restarting trainer (restart 1 of this launch) ---" in log
         )
 
 
@@ -44,7 +44,7 @@ def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path)
     assert code == 0, error
     assert (
         "critic rank 0 was updated by a trainer that now restarts from step 0, and was killed;"
-        " restarting critic (1 of 3)" in out
+        " restarting critic (1 of 3 in the last hour)" in out
     )
     assert (state := read_state(run / "status.json")) is not None
     assert {name: role.restarts for name, role in state.roles.items()} == {

@@ -82,7 +82,7 @@ def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_pat
         silent = (
             f"{group} rank 0 sent no heartbeat for 10 s (server.health_timeout_s) and was killed"
         )
-        assert f"{silent}; restarting {group} (1 of 3)" in run.out, run.out
+        assert f"{silent}; restarting {group} (1 of 3 in the last hour)" in run.out, run.out
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics)
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 

@@ -1,0 +1,127 @@
+"""A Triton whose helpers are paused, killed or restarted: the rank and its weights stay, and every
+request gets its own answer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aligner.errors import AlignerError
+from aligner.schema import PortsConfig
+from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_updates import RunId, UpdateJournal
+from aligner.servers.restart_budget import RestartBudget
+from aligner.servers.triton_host import TritonHost, _numbered, _triton_arguments
+from tests.servers.roles import RunningRole
+from tests.servers.test_recovery import Expected, check_updates
+
+_STUB = "triton_python_backend_stub"
+
+
+def test_restart_budget_counts_the_last_hour_only():
+    now = [100.0]
+    budget = RestartBudget(2, lambda: now[0])
+    budget.record()
+    now[0] += 1800
+    budget.record()
+    assert budget.is_spent and budget.describe() == "2 of 2 in the last hour"
+    now[0] += 1801
+    assert not budget.is_spent and budget.used == 1
+    assert RestartBudget(0).is_spent
+
+
+def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch):
+    """PyTriton numbers the requests of each stub from 1 on: a late answer would be handed to the
+    first request of the next stub."""
+    pytriton = (
+        b"class TritonPythonModel:\n    def initialize(self, args):\n        self._id_counter = 0"
+    )
+    files = _numbered({"file:1/model.py": pytriton, "file:1/data.py": b""})
+    assert files["file:1/pytriton_model.py"] == pytriton and "file:1/data.py" in files
+    source = files["file:1/model.py"].decode()
+    local = source.replace("from .pytriton_model import", "from pytriton_model import")
+    stub: dict[str, object] = {}
+    exec(pytriton, stub)
+    monkeypatch.setitem(__import__("sys").modules, "pytriton_model", type("M", (), stub))
+    starts = set()
+    for _ in range(8):
+        module: dict[str, type] = {}
+        exec(local, module)
+        model = module["TritonPythonModel"]()
+        model.initialize({})
+        starts.add(model._id_counter)
+    assert len(starts) == 8
+
+
+def test_triton_arguments_keep_spaces_and_need_no_old_flag():
+    class ServerConfig:
+        def server_args(self) -> dict[str, object]:
+            return {"log-file": "/a run/x.log", "backend-config": ["a,b=c", "d"], "id": None}
+
+    assert _triton_arguments(ServerConfig()) == [
+        "--disable-auto-complete-config",
+        "--log-file=/a run/x.log",
+        "--backend-config=a,b=c",
+        "--backend-config=d",
+    ]
+
+
+def test_too_many_triton_restarts_end_the_server():
+    host = TritonHost("127.0.0.1", PortsConfig(), 16)
+    host._restarts = RestartBudget(0)
+    host._triton = type("Ended", (), {"is_alive": lambda self: False})()
+    host._watch()
+    with pytest.raises(AlignerError, match="more than 0 of 0 in the last hour"):
+        host.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["paused stubs", "killed stub", "killed triton", "killed gateway"]
+)
+def test_lost_triton_costs_no_rank_and_no_update(tmp_path: Path, fault: str) -> None:
+    role = RunningRole("critic", tmp_path).wait_ready()
+    rank = psutil.Process(role.ranks[0].pid)
+    try:
+        client = CriticClient(
+            role.endpoint, role.access, 90, RunId("run"), UpdateJournal(tmp_path / "journal"), 256
+        )
+        client.start()
+        expected = Expected()
+        check_updates(client, expected, range(3))
+        _disturb(rank, fault)
+        check_updates(client, expected, range(3, 9))
+        assert client._replicas[0].control(10, "version")["version"] == 9
+        client.close()
+        log = role.log.read_text()
+        assert "restarting Triton (1 of 60 in the last hour)" in log, log
+        assert rank.is_running()
+    finally:
+        code = role.stop()
+    assert code == 0
+
+
+def _disturb(rank: psutil.Process, fault: str) -> None:
+    started = rank.children(recursive=True)
+    if fault == "killed gateway":
+        next(each for each in started if "aligner.servers.gateway" in each.cmdline()).kill()
+        return
+    if fault == "killed triton":
+        next(each for each in started if each.name() == "tritonserver").kill()
+        return
+    stubs = [each for each in started if each.cmdline()[:1] and _STUB in each.cmdline()[0]]
+    if fault == "killed stub":
+        stubs[0].kill()
+        return
+    for stub in stubs:
+        stub.suspend()
+    threading.Timer(1.5, _resume, [stubs]).start()
+
+
+def _resume(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.resume()
