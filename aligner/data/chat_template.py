@@ -147,11 +147,13 @@ def end_of_turn(template: ChatTemplate, tokenizer: tokenizers.Tokenizer) -> int 
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which puts `_MARKS` around what an assistant says."""
+    """Put `_MARKS` around the text of an assistant: `{% generation %}…{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         begins, ends = (nodes.Output([nodes.TemplateData(mark)]) for mark in _MARKS)
-        return [begins, *parser.parse_statements(("name:endgeneration",), drop_needle=True), ends]
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # Variables that the block sets are its own, as in the call block of transformers.
+        return [begins, nodes.Scope(body), ends]

@@ -240,3 +240,24 @@ def test_template_of_a_processor_counts_if_there_is_no_other(tmp_path: Path) -> 
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     with pytest.raises(ConfigError, match=r"found only: tool_use"):
         read_chat_templates(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% for m in messages %}{% generation %}{% set x = m.role %}{{ loop.index }}"
+        "{% endgeneration %}{{ x }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
+        "{% set ns = namespace(a=1) %}{% generation %}{% set ns.a = 2 %}{% endgeneration %}{{ ns.a }}",
+        "{{ dict(a=1) | tojson(separators=(',', ':')) }}{{ {'b': 1, 'a': 'ä<'} | tojson(sort_keys=true) }}",
+        "{{ unknown }}{{ messages[0].unknown }}{{ bos_token is defined }}{{ tools is none }}"
+        "{{ documents is none }}{{ strftime_now('%Y') | length }}",
+    ],
+)
+def test_jinja_extensions_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
+    from transformers import AutoTokenizer
+
+    write_kind(tmp_path, KINDS["words"]() | {"chat_template.jinja": template})
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
+
+    assert ChatTemplate(tmp_path).render(MESSAGES, add_generation_prompt=False) == expected
