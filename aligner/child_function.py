@@ -214,8 +214,8 @@ class ChildFunction:
             )
         if code >= 0:
             return ChildLost(f"exited during a call: exit code {code}")
-        memory = "; perhaps out of memory" if code == -signal.SIGKILL else ""
-        return ChildLost(f"was killed by {signal.Signals(-code).name}{memory}: exit code {code}")
+        memory = " (perhaps out of memory)" if code == -signal.SIGKILL else ""
+        return ChildLost(f"was killed by {signal.Signals(-code).name}: exit code {code}{memory}")
 
     def _end(self) -> None:
         process, self._process = self._process, None

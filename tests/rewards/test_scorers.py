@@ -181,6 +181,6 @@ def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_ta
     killed = f"{__name__}:is_killed"
     with pytest.raises(
         ScoringError,
-        match=f"the scorer {killed} was killed by SIGKILL; perhaps out of memory.*for prompt 'Count: ' and response 'a'",
+        match=f"the scorer {killed} was killed by SIGKILL: exit code -9 \\(perhaps out of memory\\).*for prompt 'Count: ' and response 'a'",
     ):
         checked_scores(killed, resolve_scorer(killed), requests("a"))
