@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from aligner.cli import main
 from aligner.data.end_token_report import end_token_warnings, report_end_tokens
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import Source
@@ -162,3 +163,17 @@ def test_end_that_is_no_eos_token_is_reported_once(
 
     assert len(warnings) == (message is not None)
     assert all(str(message) in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("generation", "is_warned"), [([2, 0], False), (None, True)])
+def test_validate_prints_eos_ids_and_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], generation: Any, is_warned: bool
+) -> None:
+    directory = model(tmp_path, 0, generation, model_max_length=64)
+    path = f"model.path={directory}"
+
+    main(["validate", "experiment=tiny_ppo", "model.source=directory", path])
+    printed = capsys.readouterr().out
+    assert "EOS tokens: 0 '<|endoftext|>'" in printed
+    assert ("warning: " in printed) == is_warned
+    assert "2 '<|im_end|>'" in printed

@@ -14,6 +14,8 @@ from typing import ClassVar
 
 import pytest
 
+from aligner.models.hub import _is_whole
+
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
 import sys
@@ -51,6 +53,15 @@ def find(
 def test_a_model_that_the_cache_holds_is_found(tmp_path: Path) -> None:
     snapshot = cached(tmp_path, "org/name", "config.json", "tokenizer.json", "model.safetensors")
     assert find(tmp_path, "org/name").stdout.strip() == str(snapshot)
+
+
+def test_vocabulary_files_are_a_tokenizer_of_a_cached_model(tmp_path: Path) -> None:
+    for name in ("config.json", "vocab.json"):
+        (tmp_path / name).write_text("{}")
+    assert not _is_whole(tmp_path, weights=False)
+
+    (tmp_path / "merges.txt").write_text("")
+    assert _is_whole(tmp_path, weights=False)
 
 
 def test_a_model_without_its_weights_is_enough_to_check_a_run_and_not_to_start_one(
