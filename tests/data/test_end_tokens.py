@@ -172,7 +172,8 @@ def test_validate_prints_eos_ids_and_warning(
     directory = model(tmp_path, 0, generation, model_max_length=64)
     path = f"model.path={directory}"
 
-    main(["validate", "experiment=tiny_ppo", "model.source=directory", path])
+    with pytest.raises(SystemExit, match="0"):
+        main(["validate", "experiment=tiny_ppo", "model.source=directory", path])
     printed = capsys.readouterr().out
     assert "EOS tokens: 0 '<|endoftext|>'" in printed
     assert ("warning: " in printed) == is_warned
