@@ -32,6 +32,7 @@ def model(directory: Path, eos: Any, generation: Any = None, **settings: Any) ->
         "hidden_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
         "intermediate_size": 8,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,

@@ -99,7 +99,7 @@ def test_a_character_outside_the_vocabulary_is_named(prepared):
     ("override", "message"),
     [
         ("model.config.eos_token_id=0", "exactly one eos_token_id and a different pad_token_id"),
-        ("model.config.eos_token_id=64", "vocab_size=64"),
+        ("model.config.eos_token_id=64", "eos_token_id=64"),
         ("model.config.vocab_size=5000", "at most"),
     ],
 )
