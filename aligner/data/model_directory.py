@@ -19,6 +19,7 @@ from aligner.data.weight_files import TensorEntry, assemble, weight_problems, wr
 from aligner.errors import ConfigError
 from aligner.extras import lacking
 from aligner.files import new_directory
+from aligner.models.hugging_face import ARCHITECTURES, read_described_config
 from aligner.models.model_source import directory_shape, gguf_file, model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
@@ -110,8 +111,10 @@ def _write_random(
 ) -> None:
     """A model as the entries of its config.json describe it, with weights from the seed and a
     tokenizer of characters."""
-    defaults = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
-    content = defaults | dict(entries)
+    read_described_config(entries, "model.config")
+    # transformers chooses the class by model_type.
+    model_type = ARCHITECTURES[entries["architectures"][0]].model_type
+    content = {"model_type": model_type, "dtype": "float32"} | dict(entries)
     shape = _write_config(content, directory)
     tokenizer = character_tokenizer(shape)
     if config.dry_run.scale != "none":

@@ -14,6 +14,9 @@ GENERATION_CONFIG = "generation_config.json"
 def with_all_end_tokens(shape: ModelShape, directory: Path) -> ModelShape:
     """Return the shape with the EOS ids of generation_config.json after those of config.json.
 
+    If only generation_config.json has EOS ids, the default of the transformers class is not one
+    of the model's EOS ids: in another vocabulary it is any token.
+
     Args:
         shape: The shape that the model's config.json describes.
         directory: The model directory; it may lack generation_config.json.
@@ -25,9 +28,19 @@ def with_all_end_tokens(shape: ModelShape, directory: Path) -> ModelShape:
     file = directory / GENERATION_CONFIG
     generated = _read_end_tokens(file) if file.is_file() else ()
     _check(generated, shape.vocab_size, file)
+    if generated and not _has_end_tokens(directory / "config.json"):
+        return dataclasses.replace(shape, eos_token_ids=generated)
     return dataclasses.replace(
         shape, eos_token_ids=tuple(dict.fromkeys((*shape.eos_token_ids, *generated)))
     )
+
+
+def _has_end_tokens(file: Path) -> bool:
+    """Return whether a config.json has the entry; True without a file, which has other readers."""
+    if not file.is_file():
+        return True
+    entries: Any = json.loads(file.read_bytes())
+    return "eos_token_id" in entries
 
 
 def _read_end_tokens(file: Path) -> tuple[int, ...]:

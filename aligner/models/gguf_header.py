@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from aligner.errors import ConfigError
-from aligner.models.hugging_face import read_config
+from aligner.models.hugging_face import read_described_config
 from aligner.models.shape import ModelShape
 
 _MAGIC = b"GGUF"
@@ -96,4 +96,4 @@ def gguf_shape(path: Path) -> ModelShape:
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["eos_token_id"] = fields.get("tokenizer.ggml.eos_token_id")
     config["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id")
-    return read_config(config, str(path))
+    return read_described_config(config, str(path))

@@ -1,11 +1,17 @@
-"""Hugging Face's config.json: the architectures that are supported, and a model's shape from it and
-as one.
+"""Hugging Face's config.json: reads a `ModelShape` from it as transformers does, and writes one.
 
-An architecture is a table of entries, read and written by the same functions. One with rotary
-positions has their entries too.
+Each supported architecture has a table of the entries that its transformers 5 configuration class
+knows, with the class's defaults. `tests/models/test_config_defaults.py` compares the tables with
+the installed classes. Entries are read in one of these ways:
+
+- entries of the shape, and the rotary entries, are read;
+- entries that change the forward pass and are not implemented must have the class's default;
+- entries without an effect on log-probs are accepted;
+- entries that transformers does not know are ignored; `config_notes` lists them.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,141 +20,371 @@ from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape, RopeScaling
 from aligner.models.weight_slices import Head
 
-SIZE, REQUIRED = object(), object()
-"""Instead of a default: the entry must be there, as a whole number above 0 or as anything."""
 
-Entry = tuple[str, Any]
-"""An entry's name, and the value that it has where it is left out."""
+@dataclass(frozen=True)
+class Entry:
+    """An entry of config.json that a `ModelShape` is read from.
+
+    The default's type is the entry's type; an entry whose default is None is a whole number.
+    """
+
+    key: str
+    default: bool | int | float | str | None
+    """Value of the transformers class if config.json lacks the entry."""
+    nullable: bool = False
+    """Whether the entry may be null. Then it has another meaning than a missing entry."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the config.json of an architecture says about a `ModelShape`."""
+    """The entries of an architecture's config.json, as its transformers class reads them."""
 
     name: str
     model_type: str
     family: str
     entries: Mapping[str, Entry]
-    """By the shape's attribute."""
+    """Entries of the shape, by the shape's attribute."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes that all of its models have."""
+    """Attributes that all models of the architecture have."""
     supported: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of which one value is supported, their default."""
+    """Entries of which only the default is implemented, with this default."""
+    without_effect: tuple[str, ...] = ()
+    """Entries of the class that do not change log-probs."""
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    """Dropout probabilities, which are not applied."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of entries, to the entries' names."""
+    eos_token_id: int | None = 2
+    """Default of the class."""
+    window: Literal["none", "always", "switched", "layered"] = "none"
+    """Which layers have a sliding window: none; all, if the window is not null; all, if
+    `use_sliding_window` is true; or then the layers from `max_window_layers` on."""
+    rope_theta: float = 10000.0
+    """Default of the class."""
+    theta_key: str = "rope_theta"
+    """Entry of the rotary base outside `rope_parameters`."""
+    fraction_key: str = "partial_rotary_factor"
+    """Entry of the rotated share outside `rope_parameters`."""
+    rotary_fraction: float | None = None
+    """Default share of a head's dimensions that is rotated; None: the architecture rotates all
+    dimensions, and has no such entry."""
     causal_suffix: str = "ForCausalLM"
-    rotary_fraction: float = 1.0
-    """Share of a head's dimensions that is rotated where the configuration does not say."""
 
     @property
     def causal_name(self) -> str:
-        """The language model, as Hugging Face calls it."""
+        """Name of the class with a language model's head."""
         return self.name + self.causal_suffix
 
     @property
     def scalar_name(self) -> str:
-        """The model with one number a token."""
+        """Name of the class with a head of one number per token."""
         return f"{self.name}ForSequenceClassification"
 
     @property
     def is_rotary(self) -> bool:
-        """Whether positions are rotations, which have entries of their own."""
+        """Whether the model has rotary positions."""
         return self.implied.get("position") != "learned"
 
+    @property
+    def known_entries(self) -> frozenset[str]:
+        """All entries that transformers knows for this architecture."""
+        rotary = (*_ROPE_ENTRIES, self.theta_key, self.fraction_key) if self.is_rotary else ()
+        return frozenset(
+            (
+                *(entry.key for entry in self.entries.values()),
+                *self.supported,
+                *self.without_effect,
+                *self.dropouts,
+                *self.aliases,
+                *rotary,
+                *_WINDOW_ENTRIES[self.window],
+                *_COMMON_SUPPORTED,
+                *_COMMON_WITHOUT_EFFECT,
+                "eos_token_id",
+                "pad_token_id",
+                "layer_types",
+                "quantization_config",
+                "compression_config",
+            )
+        )
 
-_ROTARY: Mapping[str, Entry] = {
-    "num_layers": ("num_hidden_layers", SIZE),
-    "hidden_size": ("hidden_size", SIZE),
-    "num_heads": ("num_attention_heads", SIZE),
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "ffn_hidden_size": ("intermediate_size", SIZE),
-    "vocab_size": ("vocab_size", SIZE),
-    "max_positions": ("max_position_embeddings", 2048),
-    "norm_epsilon": ("rms_norm_eps", 1e-6),
-    "tied_embeddings": ("tie_word_embeddings", False),
+
+_COMMON_SUPPORTED: Mapping[str, Any] = {
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "per_layer_config": None,
+    "transformers_weights": None,
 }
-_WINDOW: Mapping[str, Entry] = {"sliding_window": ("sliding_window", None)}
+"""Entries that transformers reads for every architecture, of which only the default is
+implemented."""
+
+_GENERATION_ENTRIES = (
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "use_cache",
+)
+"""Options of generation, which transformers drops from config.json."""
+
+_COMMON_WITHOUT_EFFECT = (
+    *_GENERATION_ENTRIES,
+    "architectures",
+    "model_type",
+    "transformers_version",
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "dtype",
+    "torch_dtype",
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "gradient_checkpointing",
+    "chunk_size_feed_forward",
+    "initializer_range",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "tie_last_hidden_states",
+    "bos_token_id",
+    "sep_token_id",
+)
+"""Entries that transformers reads for every architecture, and that do not change log-probs."""
+
+_ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+_WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "always": (),  # an entry of the shape
+    "switched": ("use_sliding_window", "sliding_window"),
+    "layered": ("use_sliding_window", "sliding_window", "max_window_layers"),
+}
+
 _BIASED = {"normalization": "layer", "gated": False, "linear_bias": True, "qkv_bias": True}
 _SILU = {"hidden_act": "silu"}
-_NO_WINDOW = {**_SILU, "use_sliding_window": False}
-_QWEN3 = {**_ROTARY, "head_dim": ("head_dim", 128)}
+_MIXTURE_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Entries of a load-balancing loss, which the trainer does not have."""
+
+
+def _decoder(
+    *,
+    vocabulary: int,
+    hidden: int = 4096,
+    feed_forward: Entry,
+    layers: int = 32,
+    heads: int = 32,
+    key_value_heads: Entry,
+    head_dim: Entry,
+    positions: int,
+    epsilon: float = 1e-6,
+) -> dict[str, Entry]:
+    """Return the entries that the architectures like Llama have, with their defaults."""
+    return {
+        "num_layers": Entry("num_hidden_layers", layers),
+        "hidden_size": Entry("hidden_size", hidden),
+        "num_heads": Entry("num_attention_heads", heads),
+        "num_kv_heads": key_value_heads,
+        "head_dim": head_dim,
+        "ffn_hidden_size": feed_forward,
+        "vocab_size": Entry("vocab_size", vocabulary),
+        "max_positions": Entry("max_position_embeddings", positions),
+        "norm_epsilon": Entry("rms_norm_eps", epsilon),
+        "tied_embeddings": Entry("tie_word_embeddings", False),
+    }
+
+
+def _key_value_heads(default: int | None) -> Entry:
+    return Entry("num_key_value_heads", default, nullable=True)
+
+
+_HEAD_DIM = Entry("head_dim", None, nullable=True)
 
 _ARCHITECTURES = (
     Architecture(
         "Llama",
         "llama",
         "llama",
-        _ROTARY,
+        _decoder(
+            vocabulary=32000,
+            feed_forward=Entry("intermediate_size", 11008),
+            key_value_heads=_key_value_heads(None),
+            head_dim=_HEAD_DIM,
+            positions=2048,
+        ),
         supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        # It only splits matmuls, and transformers 5 does not read it any more.
+        without_effect=("pretraining_tp",),
     ),
-    Architecture("Mistral", "mistral", "llama", {**_ROTARY, **_WINDOW}, supported=_SILU),
-    Architecture("Qwen2", "qwen2", "llama", _ROTARY, {"qkv_bias": True}, _NO_WINDOW),
+    Architecture(
+        "Mistral",
+        "mistral",
+        "llama",
+        {
+            **_decoder(
+                vocabulary=32000,
+                feed_forward=Entry("intermediate_size", 14336),
+                key_value_heads=Entry("num_key_value_heads", 8),
+                head_dim=_HEAD_DIM,
+                positions=131072,
+            ),
+            "sliding_window": Entry("sliding_window", 4096, nullable=True),
+        },
+        supported=_SILU,
+        window="always",
+    ),
+    Architecture(
+        "Qwen2",
+        "qwen2",
+        "llama",
+        _decoder(
+            vocabulary=151936,
+            feed_forward=Entry("intermediate_size", 22016),
+            key_value_heads=_key_value_heads(32),
+            head_dim=_HEAD_DIM,
+            positions=32768,
+        ),
+        {"qkv_bias": True},
+        _SILU,
+        eos_token_id=None,
+        window="layered",
+    ),
     Architecture(
         "Qwen3",
         "qwen3",
         "llama",
-        _QWEN3,
+        _decoder(
+            vocabulary=151936,
+            feed_forward=Entry("intermediate_size", 22016),
+            key_value_heads=_key_value_heads(32),
+            head_dim=Entry("head_dim", 128),
+            positions=32768,
+        ),
         {"qk_norm": True},
-        {**_NO_WINDOW, "attention_bias": False},
+        {"attention_bias": False, **_SILU},
+        eos_token_id=None,
+        window="layered",
     ),
     Architecture(
         "Mixtral",
         "mixtral",
         "mixtral",
         {
-            **_ROTARY,
-            **_WINDOW,
-            "num_experts": ("num_local_experts", SIZE),
-            "experts_per_token": ("num_experts_per_tok", 2),
+            **_decoder(
+                vocabulary=32000,
+                feed_forward=Entry("intermediate_size", 14336),
+                key_value_heads=Entry("num_key_value_heads", 8),
+                head_dim=_HEAD_DIM,
+                positions=131072,
+                epsilon=1e-5,
+            ),
+            "sliding_window": Entry("sliding_window", None, nullable=True),
+            "num_experts": Entry("num_local_experts", 8),
+            "experts_per_token": Entry("num_experts_per_tok", 2),
         },
-        supported=_SILU,
+        supported={"router_jitter_noise": 0.0, **_SILU},
+        without_effect=_MIXTURE_LOSS,
+        aliases={"num_experts": "num_local_experts"},
+        window="always",
+        rope_theta=1000000.0,
     ),
     Architecture(
         "Qwen3Moe",
         "qwen3_moe",
         "qwen3_moe",
         {
-            **_QWEN3,
-            "ffn_hidden_size": ("moe_intermediate_size", SIZE),
-            "num_experts": ("num_experts", SIZE),
-            "experts_per_token": ("num_experts_per_tok", SIZE),
-            "normalize_expert_weights": ("norm_topk_prob", False),
+            **_decoder(
+                vocabulary=151936,
+                hidden=2048,
+                feed_forward=Entry("moe_intermediate_size", 768),
+                layers=24,
+                key_value_heads=Entry("num_key_value_heads", 4),
+                head_dim=_HEAD_DIM,
+                positions=32768,
+            ),
+            "num_experts": Entry("num_experts", 128),
+            "experts_per_token": Entry("num_experts_per_tok", 8),
+            "normalize_expert_weights": Entry("norm_topk_prob", False),
         },
         {"qk_norm": True},
-        {**_NO_WINDOW, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], **_SILU},
+        # The size of dense layers, of which there are none.
+        without_effect=("intermediate_size", *_MIXTURE_LOSS),
+        aliases={"num_local_experts": "num_experts"},
+        eos_token_id=None,
+        window="switched",
     ),
     Architecture(
         "GPTNeoX",
         "gpt_neox",
         "gpt_neox",
         {
-            **{
-                attribute: entry
-                for attribute, entry in _ROTARY.items()
-                if attribute != "num_kv_heads"
-            },
-            "norm_epsilon": ("layer_norm_eps", 1e-5),
-            "activation": ("hidden_act", REQUIRED),
-            "parallel_residual": ("use_parallel_residual", True),
+            "num_layers": Entry("num_hidden_layers", 44),
+            "hidden_size": Entry("hidden_size", 6144),
+            "num_heads": Entry("num_attention_heads", 64),
+            "ffn_hidden_size": Entry("intermediate_size", 24576),
+            "vocab_size": Entry("vocab_size", 50432),
+            "max_positions": Entry("max_position_embeddings", 2048),
+            "norm_epsilon": Entry("layer_norm_eps", 1e-5),
+            "activation": Entry("hidden_act", "gelu"),
+            "tied_embeddings": Entry("tie_word_embeddings", False),
+            "parallel_residual": Entry("use_parallel_residual", True),
         },
         _BIASED,
         {"attention_bias": True},
-        rotary_fraction=0.25,  # of releases before transformers 5
+        # The classifier is another one than that of sequence classification.
+        without_effect=("classifier_dropout", "is_decoder"),
+        dropouts=("attention_dropout", "hidden_dropout"),
+        theta_key="rotary_emb_base",
+        fraction_key="rotary_pct",
+        rotary_fraction=0.25,
     ),
     Architecture(
         "GPT2",
         "gpt2",
         "gpt2",
         {
-            "num_layers": ("n_layer", SIZE),
-            "hidden_size": ("n_embd", SIZE),
-            "num_heads": ("n_head", SIZE),
-            "head_dim": ("head_dim", None),
-            "ffn_hidden_size": ("n_inner", None),
-            "vocab_size": ("vocab_size", SIZE),
-            "max_positions": ("n_positions", 1024),
-            "norm_epsilon": ("layer_norm_epsilon", 1e-5),
-            "activation": ("activation_function", REQUIRED),
-            "tied_embeddings": ("tie_word_embeddings", True),
+            "num_layers": Entry("n_layer", 12),
+            "hidden_size": Entry("n_embd", 768),
+            "num_heads": Entry("n_head", 12),
+            "ffn_hidden_size": Entry("n_inner", None, nullable=True),
+            "vocab_size": Entry("vocab_size", 50257),
+            "max_positions": Entry("n_positions", 1024),
+            "norm_epsilon": Entry("layer_norm_epsilon", 1e-5),
+            "activation": Entry("activation_function", "gelu_new"),
+            "tied_embeddings": Entry("tie_word_embeddings", True),
         },
         {**_BIASED, "position": "learned", "rope_theta": 0.0},
         {
@@ -156,6 +392,23 @@ _ARCHITECTURES = (
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
+        # The summary is a head that neither of our two heads has.
+        without_effect=(
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        ),
+        dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        eos_token_id=50256,
         causal_suffix="LMHeadModel",
     ),
 )
@@ -179,34 +432,40 @@ _SCALING = {
     "high_frequency_factor": "high_freq_factor",
     "original_positions": "original_max_position_embeddings",
 }
-"""Rope scaling llama3: our attribute to the entry."""
+"""Entries of RoPE scaling llama3, by the attribute of `RopeScaling`."""
+
+_ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": tuple(_SCALING.values()),
+}
+"""Entries of each supported kind of RoPE scaling."""
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "ffn_hidden_size",
+    "vocab_size",
+    "num_experts",
+)
 
 
 def read_config(config: Any, origin: str) -> ModelShape:
-    """The shape that a Hugging Face configuration describes; `origin` (a path or key) names it in
-    errors.
+    """Return the shape that a Hugging Face configuration describes, as transformers reads it.
 
-    Raises ConfigError for what is no configuration, an architecture that is not known, a missing
-    entry, or a variant that is not supported.
+    Missing entries have the defaults of the transformers class. Entries that contradict each
+    other are refused, unless transformers and this function resolve them alike.
+
+    Args:
+        config: The content of config.json.
+        origin: Path or key, which errors begin with.
+
+    Raises:
+        ConfigError: The content is not a configuration, its architecture or an entry is not
+            supported, or a value has the wrong type.
     """
-    if not isinstance(config, Mapping):
-        raise ConfigError(
-            f"{origin}: config.json must be a JSON object, got {type(config).__name__}"
-        )
-    named = config.get("architectures") or ["<none>"]
-    if not isinstance(named, list) or not isinstance(named[0], str):
-        raise ConfigError(f"{origin}: architectures={named!r}: must be a list of names")
-    architecture = ARCHITECTURES.get(named[0])
-    if architecture is None:
-        raise ConfigError(
-            f"{origin}: architecture {named[0]} is not supported; supported:"
-            f" {', '.join(ARCHITECTURES)}"
-        )
-    # transformers 5 writes num_local_experts, earlier releases num_experts.
-    entries = {
-        "num_experts": config.get("num_local_experts"),
-        **{key: value for key, value in config.items() if value is not None},
-    }
+    architecture, entries = _checked_entries(config, origin)
     try:
         shape = _read_shape(architecture, entries, origin)
     except (TypeError, ValueError, AttributeError) as error:
@@ -223,38 +482,111 @@ def read_config(config: Any, origin: str) -> ModelShape:
             f"{origin}: one expert per token with normalized expert weights is not supported,"
             " because the router would get no gradient"
         )
+    if shape.num_experts and shape.experts_per_token > shape.num_experts:
+        raise ConfigError(
+            f"{origin}: {shape.experts_per_token} experts per token are more than the model's"
+            f" {shape.num_experts} experts"
+        )
     return shape
 
 
-def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: str) -> ModelShape:
-    for key, supported in architecture.supported.items():
-        if (value := config.get(key, supported)) != supported:
-            raise ConfigError(
-                f"{origin}: {key}={value!r} is not supported; supported: {supported!r}"
-            )
-    table = architecture.entries
+def read_described_config(config: Any, origin: str) -> ModelShape:
+    """Return the shape of a model that a configuration key describes and no file contains.
+
+    Its sizes must be given: the defaults of a transformers class are the sizes of one particular
+    model.
+
+    Raises:
+        ConfigError: A size is missing, or `read_config` raises the error.
+    """
+    architecture, entries = _checked_entries(config, origin)
+    sizes = [entry for name, entry in architecture.entries.items() if name in _SIZES]
     missing = [
-        key
-        for key, default in table.values()
-        if default in (SIZE, REQUIRED) and config.get(key) is None
+        entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
     ]
     if missing:
         raise ConfigError(
             f"{origin}: required entries of config.json are missing: {', '.join(missing)}"
         )
-    values = {attribute: config.get(key, default) for attribute, (key, default) in table.items()}
-    for attribute, (key, default) in table.items():
-        value = values[attribute]
-        if default is SIZE or (attribute in ("num_kv_heads", "head_dim") and value is not None):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{origin}: {key}={value!r}: must be an integer > 0")
-        elif isinstance(default, bool):
-            values[attribute] = bool(value)
+    return read_config(config, origin)
+
+
+def config_notes(config: Mapping[str, Any]) -> list[str]:
+    """Return one line about the entries that transformers does not know, and one about dropout,
+    for a configuration that `read_config` accepts."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    unknown = [key for key in config if key not in architecture.known_entries]
+    if architecture.is_rotary:
+        key, rope = _rope_entry(config)
+        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+        known += _ROPE_KINDS[_rope_kind(rope)]
+        unknown += [f"{key}.{name}" for name in rope if name not in known]
+    notes = []
+    if unknown:
+        notes.append(
+            f"config.json: ignored entries that transformers' {architecture.name}Config does not"
+            f" know: {', '.join(unknown)}"
+        )
+    dropouts = [f"{key}={config[key]}" for key in architecture.dropouts if config.get(key)]
+    if dropouts:
+        notes.append(f"config.json: models train without dropout; ignored: {', '.join(dropouts)}")
+    return notes
+
+
+def _checked_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, Any]]:
+    """Return the architecture, and the entries by the names that its table has."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"{origin}: config.json must be a JSON object, got {type(config).__name__}"
+        )
+    named = config.get("architectures") or ["<none>"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ConfigError(f"{origin}: architectures={named!r}: must be a list of names")
+    architecture = ARCHITECTURES.get(named[0])
+    if architecture is None:
+        raise ConfigError(
+            f"{origin}: architecture {named[0]} is not supported; supported:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
+    # transformers chooses the class by this entry, not by `architectures`.
+    model_type = config.get("model_type", architecture.model_type)
+    if model_type != architecture.model_type:
+        raise ConfigError(
+            f"{origin}: model_type={model_type!r} contradicts architectures={named!r}; set"
+            f" model_type={architecture.model_type!r} or the architecture of that type"
+        )
+    return architecture, _without_aliases(architecture, config, origin)
+
+
+def _without_aliases(
+    architecture: Architecture, config: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    entries = dict(config)
+    for alias, key in architecture.aliases.items():
+        if alias not in entries:
+            continue
+        value = entries.pop(alias)
+        if entries.setdefault(key, value) != value:
+            raise ConfigError(
+                f"{origin}: {alias}={value!r} contradicts {key}={entries[key]!r}; remove one of"
+                " them"
+            )
+    return entries
+
+
+def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: str) -> ModelShape:
+    _refuse_quantization(config, origin)
+    _refuse_unsupported(architecture, config, origin)
+
+    table = architecture.entries
+    values: dict[str, Any] = {
+        attribute: _entry_value(entry, config, origin) for attribute, entry in table.items()
+    }
     if "activation" in values:
         values["activation"] = _activation(
-            values["activation"], f"{origin}: {table['activation'][0]}"
+            values["activation"], f"{origin}: {table['activation'].key}"
         )
-    hidden, heads, eos = values["hidden_size"], values["num_heads"], config.get("eos_token_id")
+    hidden, heads = values["hidden_size"], values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
     if not values.get("head_dim"):
@@ -264,17 +596,78 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
                 f" attention heads, {heads}"
             )
         values["head_dim"] = hidden // heads
+    head_dim = config.get("head_dim")
+    if head_dim not in (None, values["head_dim"]):  # of an architecture that does not read it
+        raise ConfigError(
+            f"{origin}: head_dim={head_dim!r} is not supported; supported: the hidden size divided"
+            f" by the number of attention heads, {values['head_dim']}"
+        )
+
+    _check_layer_types(architecture, config, values, origin)
     if architecture.is_rotary:
-        values |= _read_rope(config, architecture.rotary_fraction, origin)
+        values |= _read_rope(architecture, config, values, origin)
     return ModelShape(
         **values,
         **architecture.implied,
         family=architecture.family,
-        eos_token_ids=(
-            tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-        ),
-        pad_token_id=config.get("pad_token_id", 0),
+        eos_token_ids=_eos_token_ids(architecture, config, values["vocab_size"], origin),
+        pad_token_id=_pad_token_id(config, values["vocab_size"], origin),
     )
+
+
+def _refuse_quantization(config: Mapping[str, Any], origin: str) -> None:
+    for key in ("quantization_config", "compression_config"):
+        value = config.get(key)
+        if value is None:
+            continue
+        method = value.get("quant_method") if isinstance(value, Mapping) else value
+        raise ConfigError(
+            f"{origin}: {key} with quant_method={method!r}: quantized weights are not supported;"
+            " set a directory with weights in float32, bfloat16 or float16"
+        )
+
+
+def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:
+    for key, supported in {**_COMMON_SUPPORTED, **architecture.supported}.items():
+        value = config.get(key, supported)
+        if key == "mlp_only_layers" and value is None:
+            continue
+        if value != supported:
+            raise ConfigError(
+                f"{origin}: {key}={value!r} is not supported; supported: {supported!r}"
+            )
+    for key in architecture.dropouts:
+        probability = config.get(key, 0.0)
+        if probability is not None and not _is_number(probability):
+            raise ConfigError(f"{origin}: {key}={probability!r}: must be a number")
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
+def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
+    """Return the entry's value or default; None only if the entry may be null."""
+    value = config.get(entry.key, entry.default)
+    if value is None and entry.nullable:
+        return None
+    if value is None:
+        raise ConfigError(
+            f"{origin}: required entries of config.json are missing: {entry.key} (null)"
+        )
+    if isinstance(entry.default, bool):
+        is_valid, allowed = isinstance(value, bool), "true or false"
+    elif isinstance(entry.default, float):
+        is_valid, allowed = _is_number(value) and value >= 0, "a number >= 0"
+    elif isinstance(entry.default, str):
+        is_valid, allowed = isinstance(value, str), "a name"
+    else:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        is_valid, allowed = is_whole and value > 0, "an integer > 0"
+    if not is_valid:
+        raise ConfigError(f"{origin}: {entry.key}={value!r}: must be {allowed}")
+    return value
 
 
 def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
@@ -285,38 +678,199 @@ def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     return _ACTIVATIONS[name]
 
 
-def _read_rope(config: Mapping[str, Any], fraction: float, origin: str) -> dict[str, Any]:
-    """Theta, rotated fraction and scaling; transformers 5 moved all of them into
-    rope_parameters."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    fraction = 1.0 if config.get("rope_parameters") else fraction
-    kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
-    wanted = {"default": (), "linear": ("factor",), "llama3": tuple(_SCALING.values())}.get(kind)
+def _check_layer_types(
+    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
+) -> None:
+    """Refuse windows of single layers: every layer of a `ModelShape` has the same attention."""
+    layers, window = values["num_layers"], values.get("sliding_window")
+    types = config.get("layer_types")
+    if types is not None:
+        kind = "full_attention" if window is None else "sliding_attention"
+        if types != [kind] * layers:
+            raise ConfigError(
+                f"{origin}: layer_types={types!r} with sliding_window={window!r} is not supported;"
+                f" supported: {layers} times {kind!r}, or no layer_types"
+            )
+    is_switched = architecture.window in ("switched", "layered")
+    if not is_switched or config.get("use_sliding_window", False) is False:
+        return
+    # Layers from max_window_layers on have the window, unless layer_types names them.
+    first = config.get("max_window_layers", 28) if architecture.window == "layered" else 0
+    if config.get("sliding_window", 4096) is None or types is not None or first >= layers:
+        return
+    raise ConfigError(
+        f"{origin}: use_sliding_window={config['use_sliding_window']!r} is not supported;"
+        " supported: False"
+        + (f", or max_window_layers >= {layers}" if architecture.window == "layered" else "")
+    )
+
+
+def _eos_token_ids(
+    architecture: Architecture, config: Mapping[str, Any], vocabulary: int, origin: str
+) -> tuple[int, ...]:
+    default = architecture.eos_token_id
+    if default is not None and default >= vocabulary:  # the default of a larger vocabulary
+        default = None
+    value = config.get("eos_token_id", default)
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for token in ids:
+        _check_token(token, "eos_token_id", value, vocabulary, origin)
+    return ids
+
+
+def _pad_token_id(config: Mapping[str, Any], vocabulary: int, origin: str) -> int:
+    """Return the token of padding, which no computation reads; 0 if the model has none.
+
+    Conversions of the first Llama models have -1, which also means none.
+    """
+    value = config.get("pad_token_id")
+    if value is None or (value == -1 and isinstance(value, int)):
+        return 0
+    _check_token(value, "pad_token_id", value, vocabulary, origin)
+    return int(value)
+
+
+def _check_token(token: Any, key: str, value: Any, vocabulary: int, origin: str) -> None:
+    is_whole = isinstance(token, int) and not isinstance(token, bool)
+    if not is_whole or not 0 <= token < vocabulary:
+        raise ConfigError(
+            f"{origin}: {key}={value!r}: must be at least 0 and less than vocab_size={vocabulary}"
+        )
+
+
+def _rope_entry(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and content of the entry that transformers reads; without either entry, the
+    newer name and nothing."""
+    if config.get("rope_scaling"):
+        return "rope_scaling", config["rope_scaling"]
+    return "rope_parameters", config.get("rope_parameters") or {}
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _read_rope(
+    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    """Return the rotary attributes of a shape: theta, rotated share and scaling.
+
+    transformers 5 moved these entries into `rope_parameters`; both forms are read. transformers
+    lets `rope_scaling` replace all of `rope_parameters`, which other programs do not do. If the
+    two differ, they are refused.
+    """
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    for key, value in (("rope_parameters", newer), ("rope_scaling", older)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{origin}: {key}={value!r}: must be an object or null")
+    key, rope = _rope_entry(config)
+    result = _rope_attributes(architecture, config, key, rope, values, origin)
+    if newer and older:
+        other = _rope_attributes(architecture, config, "rope_parameters", newer, values, origin)
+        if other != result:
+            raise ConfigError(
+                f"{origin}: rope_scaling={dict(older)!r} contradicts"
+                f" rope_parameters={dict(newer)!r}; remove one of them"
+            )
+    return result
+
+
+def _rope_attributes(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    key: str,
+    rope: Mapping[str, Any],
+    values: Mapping[str, Any],
+    origin: str,
+) -> dict[str, Any]:
+    kind = _rope_kind(rope)
+    nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ConfigError(
+            f"{origin}: {key} of single kinds of layers is not supported: {', '.join(nested)}"
+        )
+    wanted = _ROPE_KINDS.get(kind) if isinstance(kind, str) else None
     if wanted is None:
         raise ConfigError(
-            f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+            f"{origin}: rope scaling {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
         )
-    if missing := [name for name in wanted if name not in rope]:
+    # An entry outside of rope_parameters comes first; without either, the model was not stretched.
+    positions_key = _SCALING["original_positions"]
+    given = {positions_key: values["max_positions"], **rope}
+    if positions_key in config:
+        given[positions_key] = config[positions_key]
+    if missing := [name for name in wanted if name not in given]:
         raise ConfigError(
             f"{origin}: rope scaling {kind}: required entries are missing: {', '.join(missing)}"
         )
+    for name in wanted:
+        if not _is_number(given[name]) or given[name] <= 0:
+            raise ConfigError(f"{origin}: {key}: {name}={given[name]!r}: must be a number > 0")
+
+    scaling = None
     if kind == "linear":
-        scaling = RopeScaling("linear", float(rope["factor"]))
+        scaling = RopeScaling("linear", float(given["factor"]))
     elif kind == "llama3":
-        factor, low, high, positions = (rope[name] for name in _SCALING.values())
+        factor, low, high, positions = (given[name] for name in _SCALING.values())
+        if high <= low:
+            raise ConfigError(
+                f"{origin}: {key}: high_freq_factor={high!r}: must be above low_freq_factor={low!r}"
+            )
         scaling = RopeScaling("llama3", float(factor), float(low), float(high), int(positions))
     return {
-        "rope_theta": float(
-            rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+        "rope_theta": _rope_number(
+            rope, "rope_theta", config, architecture.theta_key, architecture.rope_theta, origin
         ),
-        "rotary_fraction": float(
-            rope.get(
-                "partial_rotary_factor",
-                config.get("partial_rotary_factor", config.get("rotary_pct", fraction)),
-            )
-        ),
+        "rotary_fraction": _rotary_fraction(architecture, rope, config, values, origin),
         "rope_scaling": scaling,
     }
+
+
+def _rope_number(
+    rope: Mapping[str, Any],
+    name: str,
+    config: Mapping[str, Any],
+    key: str,
+    default: float,
+    origin: str,
+) -> float:
+    """Return a number above 0 of the rotary entries, where those outside of rope_parameters, if
+    any, must agree."""
+    value = rope.get(name, config.get(key, default))
+    if not _is_number(value) or value <= 0:
+        raise ConfigError(f"{origin}: {name}={value!r}: must be a number > 0")
+    for other in dict.fromkeys((key, name)):
+        if config.get(other) not in (None, value):
+            raise ConfigError(
+                f"{origin}: {other}={config[other]!r} contradicts {name}={value!r}, which"
+                " transformers reads; remove the former"
+            )
+    return float(value)
+
+
+def _rotary_fraction(
+    architecture: Architecture,
+    rope: Mapping[str, Any],
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    origin: str,
+) -> float:
+    name, key = "partial_rotary_factor", architecture.fraction_key
+    if architecture.rotary_fraction is None:
+        for given in (rope.get(name), config.get(key)):
+            if given not in (None, 1.0):
+                raise ConfigError(f"{origin}: {name}={given!r} is not supported; supported: 1.0")
+        fraction = 1.0
+    else:
+        fraction = _rope_number(rope, name, config, key, architecture.rotary_fraction, origin)
+    if fraction > 1 or int(values["head_dim"] * fraction) < 1:
+        raise ConfigError(
+            f"{origin}: {name}={fraction:g} with head_dim={values['head_dim']}: must rotate at"
+            f" least 1 and at most {values['head_dim']} dimensions"
+        )
+    return fraction
 
 
 def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[str, Any]:
@@ -332,19 +886,24 @@ def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[st
 
 def _written(architecture: Architecture, shape: ModelShape, head: Head) -> dict[str, Any]:
     config = {
-        key: getattr(shape, attribute) for attribute, (key, _) in architecture.entries.items()
+        entry.key: getattr(shape, attribute) for attribute, entry in architecture.entries.items()
     }
     if "activation" in architecture.entries:
         names = [
             name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
         ]
-        config[architecture.entries["activation"][0]] = names[0]
+        config[architecture.entries["activation"].key] = names[0]
     if architecture.is_rotary:
         scaling = {} if shape.rope_scaling is None else dataclasses.asdict(shape.rope_scaling)
+        fraction = (
+            {}
+            if architecture.rotary_fraction is None
+            else {"partial_rotary_factor": shape.rotary_fraction}
+        )
         config["rope_parameters"] = {
             "rope_type": scaling.get("kind", "default"),
             "rope_theta": shape.rope_theta,
-            "partial_rotary_factor": shape.rotary_fraction,
+            **fraction,
             **{entry: scaling[attribute] for attribute, entry in _SCALING.items() if scaling},
         }
     return {

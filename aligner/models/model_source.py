@@ -11,7 +11,11 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.end_tokens import with_all_end_tokens
 from aligner.models.gguf_header import gguf_shape
-from aligner.models.hugging_face import hugging_face_config, read_config
+from aligner.models.hugging_face import (
+    hugging_face_config,
+    read_config,
+    read_described_config,
+)
 from aligner.models.packaged_models import package_directory, package_version
 from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
@@ -70,7 +74,9 @@ def random_reward_models(config: Config) -> ExpectedInputs:
     """The reward models that a dry run makes before its roles start."""
     models = config.dry_run.models
     return {
-        str(run_paths(config).random_model(name)): read_config(entries, f"dry_run.models.{name}")
+        str(run_paths(config).random_model(name)): read_described_config(
+            entries, f"dry_run.models.{name}"
+        )
         for name, entries in models.items()
     }
 
@@ -85,7 +91,7 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
                 "model.config={}: model.source=random requires the entries of a Hugging Face"
                 " config.json"
             )
-        return read_config(model.config, "model.config")
+        return read_described_config(model.config, "model.config")
     if model.source == "gguf":
         return gguf_shape(gguf_file(model))
     return directory_shape(_given_directory(model), "model.path", expected)
@@ -267,7 +273,7 @@ def _reward_model(config: Config) -> dict[str, ModelShape]:
 def _absent_model(key: str, path: str | None, entries: Mapping[str, Any]) -> dict[str, ModelShape]:
     if path is None or not entries or Path(path).exists():
         return {}
-    return {str(Path(path)): read_config(entries, f"{key}.config")}
+    return {str(Path(path)): read_described_config(entries, f"{key}.config")}
 
 
 def _absent_data(config: Config) -> dict[str, None]:

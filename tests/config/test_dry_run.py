@@ -436,8 +436,13 @@ SHAPES = {
         ),
         rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
         sliding_window=32,
-        rotary_fraction=0.5,
         eos_token_ids=(3, 4),
+    ),
+    "half": dataclasses.replace(
+        read_config(
+            {"architectures": ["GPTNeoXForCausalLM"], **CONFIGS["GPTNeoXForCausalLM"]}, "test"
+        ),
+        rotary_fraction=0.5,
     ),
 }
 

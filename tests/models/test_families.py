@@ -50,6 +50,7 @@ CONFIGS = {
         "n_head": 4,
         "vocab_size": 32,
         "n_positions": 64,
+        "eos_token_id": 1,
     },
 }
 

@@ -175,7 +175,7 @@ def test_experts_are_cut_by_their_own_layout() -> None:
     }
     entries = {
         "architectures": ["MixtralForCausalLM"],
-        "hidden_act": "silu",
+        "num_key_value_heads": 4,
         "num_local_experts": 8,
         **sizes,
     }

@@ -1,0 +1,424 @@
+"""config.json as the transformers classes read it: defaults, both forms of rotary entries, and
+refusals of entries that are not implemented."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.models.hugging_face import (
+    _ARCHITECTURES,
+    _COMMON_SUPPORTED,
+    _COMMON_WITHOUT_EFFECT,
+    _GENERATION_ENTRIES,
+    Architecture,
+    config_notes,
+    hugging_face_config,
+    read_config,
+    read_described_config,
+)
+from aligner.models.model_source import directory_shape
+from aligner.models.shape import ModelShape
+from tests.models.test_families import CONFIGS, LLAMA3, SIZES
+
+GPT2 = "GPT2LMHeadModel"
+NAMES = [architecture.causal_name for architecture in _ARCHITECTURES]
+BY_NAME = {architecture.causal_name: architecture for architecture in _ARCHITECTURES}
+ROTARY = [name for name in NAMES if BY_NAME[name].is_rotary]
+ENTRIES = [(name, entry.key) for name in NAMES for entry in BY_NAME[name].entries.values()] + [
+    (name, key) for name in NAMES for key in ("eos_token_id", "pad_token_id")
+]
+
+
+def full(name: str) -> dict[str, Any]:
+    """Return a configuration in which no entry of the shape has the class's default."""
+    architecture = BY_NAME[name]
+    config = dict(CONFIGS[name])
+    for entry in architecture.entries.values():
+        if isinstance(entry.default, bool):
+            config[entry.key] = not entry.default
+        elif isinstance(entry.default, float):
+            config[entry.key] = 3e-4
+        elif isinstance(entry.default, str):
+            config[entry.key] = "gelu_fast"
+    config |= {"hidden_size": 64, "head_dim": 16, "sliding_window": 48}
+    config |= {"num_experts": 16, "num_local_experts": 16}
+    config |= {"n_embd": 64, "n_inner": 40, "vocab_size": 60000} if name == GPT2 else {}
+    unread = {"hidden_size", "head_dim", "sliding_window", "num_key_value_heads"}
+    unread |= {"num_experts", "num_local_experts"}
+    read = {entry.key for entry in architecture.entries.values()}
+    config = {key: value for key, value in config.items() if key in read or key not in unread}
+    return {**config, "architectures": [name], "eos_token_id": [3, 4], "pad_token_id": 5}
+
+
+def transformers_config(config: dict[str, Any]) -> Any:
+    import transformers
+
+    model_class = getattr(transformers, config["architectures"][0])
+    return model_class.config_class.from_dict(config)
+
+
+def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a shape as the transformers class has them, where it has them."""
+    architecture, read = BY_NAME[config["architectures"][0]], transformers_config(config)
+    values = {
+        attribute: getattr(read, entry.key, None)
+        for attribute, entry in architecture.entries.items()
+    }
+    values["activation"] = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(
+        values.get("activation"), values.get("activation", "silu")
+    )
+    heads, hidden = values["num_heads"], values["hidden_size"]
+    values["head_dim"] = values.get("head_dim") or hidden // heads
+    values["num_kv_heads"] = values.get("num_kv_heads") or heads
+    values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
+    eos = read.eos_token_id
+    values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    values["pad_token_id"] = read.pad_token_id or 0
+    if architecture.is_rotary:
+        rope = read.rope_parameters
+        values["rope_theta"] = rope["rope_theta"]
+        values["rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
+    return values
+
+
+def shape_values(shape: ModelShape, names: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(shape)
+    return {name: values[name] for name in names}
+
+
+def assert_read_alike(config: dict[str, Any]) -> None:
+    expected = transformers_shape(config)
+    assert shape_values(read_config(config, "test"), expected) == expected
+
+
+@functools.cache
+def class_fields(name: str) -> dict[str, Any]:
+    import transformers
+
+    config_class = getattr(transformers, name).config_class
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(config_class)
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_have_the_defaults_of_the_transformers_class(name):
+    architecture, fields = BY_NAME[name], class_fields(name)
+    entries = {entry.key: entry.default for entry in architecture.entries.values()}
+    expected = {**architecture.supported, **entries, "eos_token_id": architecture.eos_token_id}
+    expected.pop("mlp_only_layers", None)  # null in the class, and then an empty list
+    assert {key: fields[key] for key in expected if key in fields} == {
+        key: value for key, value in expected.items() if key in fields
+    }
+    # Attributes that the models read although their configuration classes do not declare them.
+    undeclared = {key for key in expected if key not in fields}
+    assert undeclared == ({"head_dim"} if name.startswith(("Qwen2", "Qwen3Moe")) else set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_the_transformers_class_is_known(name):
+    import transformers
+
+    architecture = BY_NAME[name]
+    config_class = getattr(transformers, name).config_class
+    assert set(class_fields(name)) - architecture.known_entries == set()
+    assert dict(architecture.aliases) == {
+        alias: key
+        for alias, key in {
+            **config_class.attribute_map,
+            **({"num_local_experts": "num_experts"} if name.startswith("Qwen3Moe") else {}),
+        }.items()
+        if (alias, name) != ("num_experts", "Qwen3MoeForCausalLM")
+    }
+    if architecture.is_rotary:
+        assert config_class.default_theta == architecture.rope_theta
+
+
+def test_generation_entries_are_those_of_transformers():
+    from transformers import GenerationConfig
+
+    assert set(_GENERATION_ENTRIES) == set(GenerationConfig._get_default_generation_params())
+
+
+@pytest.mark.parametrize(("name", "key"), ENTRIES)
+def test_missing_entry_has_the_transformers_default(name, key):
+    config = full(name)
+    assert_read_alike(config)
+    config.pop(key, None)
+    if key == "num_attention_heads" and name == "GPTNeoXForCausalLM":
+        config["hidden_size"] = 512  # divisible by the class's 64 heads
+    if key == "n_head":
+        config["n_embd"] = 96  # divisible by the class's 12 heads
+    if key in ("num_key_value_heads", "head_dim"):
+        config |= {"num_attention_heads": 32, "hidden_size": 256}
+    assert_read_alike(config)
+
+
+@pytest.mark.parametrize(("name", "key"), ENTRIES)
+def test_null_entry_is_read_or_refused_as_transformers_does(name, key):
+    config = full(name) | {key: None}
+    entry = next((entry for entry in BY_NAME[name].entries.values() if entry.key == key), None)
+    if entry is None or entry.nullable:
+        assert_read_alike(config)
+        return
+    with pytest.raises(ConfigError, match=f"missing: {key}"):
+        read_config(config, "test")
+    with pytest.raises(Exception, match=key):
+        transformers_config(config)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}},
+        {"theta": 777.0},
+        {"theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"theta": 777.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
+    config = full(name) | entries
+    if "theta" in config:
+        config[BY_NAME[name].theta_key] = config.pop("theta")
+    assert_read_alike(config)
+    is_linear = read_config(config, "test").rope_scaling is not None
+    kind = transformers_config(config).rope_parameters["rope_type"]
+    assert is_linear == (kind == "linear")
+
+
+@pytest.mark.parametrize(
+    "entries", [{"rotary_pct": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, {}]
+)
+def test_gpt_neox_rotates_the_share_that_transformers_rotates(entries):
+    config = full("GPTNeoXForCausalLM") | entries
+    assert_read_alike(config)
+    assert read_config(config, "test").rotary_fraction == (0.5 if entries else 0.25)
+
+
+def test_gpt_neox_rope_parameters_without_a_share_rotate_a_quarter():
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = full("GPTNeoXForCausalLM") | {"rope_parameters": rope}
+    assert read_config(config, "test").rotary_fraction == 0.25
+
+
+@pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 8}])
+@pytest.mark.parametrize("inside", [True, False])
+def test_llama3_original_positions_are_those_of_transformers(outside, inside):
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from aligner.models.shape import inverse_frequencies
+
+    rope = {key: value for key, value in LLAMA3.items() if inside or not key.startswith("orig")}
+    config = full("LlamaForCausalLM") | {"rope_parameters": rope, **outside}
+    torch.testing.assert_close(
+        torch.tensor(inverse_frequencies(read_config(config, "test"))),
+        LlamaRotaryEmbedding(transformers_config(config)).inv_freq,
+    )
+
+
+def test_mixtral_without_rms_norm_eps_and_rope_theta_has_class_defaults():
+    shape = read_config(SIZES | {"architectures": ["MixtralForCausalLM"]}, "test")
+    assert (shape.norm_epsilon, shape.rope_theta) == (1e-5, 1e6)
+
+
+def test_mistral_without_sliding_window_has_a_window_of_4096():
+    config = SIZES | {"architectures": ["MistralForCausalLM"]}
+    assert read_config(config, "test").sliding_window == 4096
+    assert read_config(config | {"sliding_window": None}, "test").sliding_window is None
+
+
+LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "Llama",
+            {"rope_parameters": DEFAULT, "rope_scaling": LINEAR},
+            ["rope_scaling={", "rope_parameters={"],
+        ),
+        (
+            "Llama",
+            {"rope_parameters": DEFAULT, "rope_theta": 5e5},
+            ["rope_theta=500000.0", "10000.0"],
+        ),
+        ("GPTNeoX", {"rope_theta": 5e5}, ["rope_theta=500000.0 contradicts"]),
+        ("GPTNeoX", {"partial_rotary_factor": 1.0}, ["partial_rotary_factor=1.0 contradicts"]),
+        ("Llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+        ("Llama", {"rope_parameters": {"full_attention": DEFAULT}}, ["full_attention"]),
+        ("Llama", {"rope_scaling": "linear"}, ["rope_scaling='linear'"]),
+        ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, ["factor=None"]),
+        *(
+            ("Llama", {form: {"rope_type": kind, "factor": 4.0}}, [f"rope scaling '{kind}'"])
+            for kind in ("yarn", "dynamic", "longrope", "su", "mrope", "proportional")
+            for form in ("rope_parameters", "rope_scaling")
+        ),
+        (
+            "Mistral",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            ["layer_types="],
+        ),
+        ("Mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, ["layer_types="]),
+        ("Llama", {"layer_types": ["sliding_attention"] * 2}, ["layer_types="]),
+        ("Llama", {"layer_types": ["full_attention"]}, ["layer_types="]),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            ["use_sliding_window=True"],
+        ),
+        ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types="]),
+        ("Qwen3Moe", {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        *(
+            (name, {"is_causal": False}, ["is_causal=False"])
+            for name in ("Llama", "Qwen2", "GPT2LMHead", "GPTNeoX")
+        ),
+        ("Llama", {"is_causal": None}, ["is_causal=None"]),
+        ("Llama", {"mlp_bias": True}, ["mlp_bias=True"]),
+        ("Qwen3", {"attention_bias": True}, ["attention_bias=True"]),
+        ("Mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise=0.1"]),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, ["mlp_only_layers=[0]"]),
+        (
+            "GPT2LMHead",
+            {"scale_attn_by_inverse_layer_idx": True},
+            ["scale_attn_by_inverse_layer_idx"],
+        ),
+        ("GPT2LMHead", {"head_dim": 8}, ["head_dim=8"]),
+        ("GPT2LMHead", {"hidden_size": 32}, ["hidden_size=32 contradicts n_embd=16"]),
+        ("Mixtral", {"num_experts": 8}, ["num_experts=8 contradicts num_local_experts=4"]),
+        ("Llama", {"per_layer_config": {"0": {"hidden_act": "gelu"}}}, ["per_layer_config"]),
+        ("Llama", {"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
+        ("Llama", {"model_type": "qwen2"}, ["model_type='qwen2' contradicts"]),
+        (
+            "Llama",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            ["quantization_config", "'gptq'"],
+        ),
+        (
+            "Llama",
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            ["compressed-tensors"],
+        ),
+        (
+            "Llama",
+            {"eos_token_id": [2, 32007]},
+            ["eos_token_id=[2, 32007]", "less than vocab_size=32"],
+        ),
+        ("Llama", {"eos_token_id": -1}, ["eos_token_id=-1"]),
+        ("Llama", {"eos_token_id": "</s>"}, ["eos_token_id='</s>'"]),
+        ("Llama", {"pad_token_id": 32}, ["pad_token_id=32"]),
+        ("Llama", {"pad_token_id": -2}, ["pad_token_id=-2"]),
+        ("Llama", {"attention_dropout": "0.1"}, ["attention_dropout='0.1'"]),
+        ("Llama", {"tie_word_embeddings": "false"}, ["tie_word_embeddings='false'"]),
+    ],
+    ids=str,
+)
+def test_contradictory_or_unsupported_entry_is_refused_by_name(name, change, words):
+    architecture = "GPT2LMHeadModel" if name.startswith("GPT2") else f"{name}ForCausalLM"
+    config = CONFIGS[architecture] | {"architectures": [architecture]}
+    if name == "Mixtral":
+        config = {key: value for key, value in config.items() if key != "num_experts"}
+    read_config(config, "FILE")
+    with pytest.raises(ConfigError, match=r"^FILE: ") as caught:
+        read_config(config | change, "FILE")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Llama", {"rope_parameters": DEFAULT, "rope_theta": 10000.0}),
+        ("Llama", {"rope_parameters": DEFAULT, "rope_scaling": DEFAULT}),
+        ("Llama", {"rope_parameters": DEFAULT, "rope_scaling": None}),
+        ("Llama", {"layer_types": ["full_attention"] * 2}),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": None}),
+        ("Qwen2", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}),
+        ("Llama", {"pad_token_id": -1}),
+        ("Llama", {"pad_token_id": None}),
+        ("Llama", {"pretraining_tp": 2, "use_cache": False, "torch_dtype": "float16"}),
+        ("Llama", {"quantization_config": None}),
+    ],
+    ids=str,
+)
+def test_entry_without_an_effect_does_not_change_the_shape(name, change):
+    config = CONFIGS[f"{name}ForCausalLM"] | {"architectures": [f"{name}ForCausalLM"]}
+    assert read_config(config | change, "test") == read_config(config, "test")
+    assert config_notes(config | change) == []
+
+
+def test_padding_token_of_llama_1_conversions_means_none():
+    assert read_config(LLAMA | {"pad_token_id": -1}, "test").pad_token_id == 0
+
+
+def test_entries_unknown_to_transformers_are_listed_in_one_line():
+    config = LLAMA | {"logit_scale": 2.0, "n_ctx": 8, "rope_scaling": LINEAR | {"beta_fast": 2}}
+    read_config(config, "test")
+    assert config_notes(config) == [
+        "config.json: ignored entries that transformers' LlamaConfig does not know: logit_scale,"
+        " n_ctx, rope_scaling.beta_fast"
+    ]
+
+
+def test_dropout_is_noted_because_models_train_without_it():
+    config = LLAMA | {"attention_dropout": 0.1}
+    assert config_notes(config) == [
+        "config.json: models train without dropout; ignored: attention_dropout=0.1"
+    ]
+
+
+def test_described_model_without_a_size_is_refused():
+    with pytest.raises(ConfigError, match=r"entries of config\.json are missing: hidden_size"):
+        read_described_config(
+            {key: value for key, value in LLAMA.items() if key != "hidden_size"}, "model.config"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_configuration_is_read_alike_by_transformers(name, caplog):
+    written = hugging_face_config(read_config(full(name), "test"))
+    assert_read_alike(written)
+    assert config_notes(written) == []
+    assert not [record for record in caplog.records if "rope" in record.message.lower()]
+
+
+def test_common_entries_are_not_both_supported_and_without_effect():
+    assert not set(_COMMON_SUPPORTED) & set(_COMMON_WITHOUT_EFFECT)
+    assert all(isinstance(architecture, Architecture) for architecture in _ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("own", "generated", "expected"),
+    [
+        ({}, None, (2,)),
+        ({}, {"eos_token_id": [5]}, (5,)),
+        ({}, {}, (2,)),
+        ({"eos_token_id": 3}, {"eos_token_id": [5]}, (3, 5)),
+        ({"eos_token_id": None}, {"eos_token_id": 5}, (5,)),
+    ],
+)
+def test_default_eos_id_counts_only_without_a_given_one(own, generated, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | own))
+    if generated is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generated))
+    assert directory_shape(tmp_path, "model.path").eos_token_ids == expected
