@@ -31,6 +31,7 @@ from aligner.models.model_source import (
     read_shape,
 )
 from aligner.models.shape import ModelShape
+from aligner.models.stored_models import weight_file_problems
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import suite_problems
@@ -78,6 +79,7 @@ def check(
         shape = read_shape(config, expected)
     except ConfigError as error:
         problems.append(str(error))
+    problems += weight_file_problems(config, expected)
     for section in SECTIONS:
         problems += section(config, shape, expected)
     _raise_all([*problems, *also])

@@ -25,6 +25,7 @@ from aligner.models.model_source import (
     model_directory,
 )
 from aligner.models.shape import ModelShape
+from aligner.models.stored_models import stored_model_notes
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.placement_table import layer_notes, placement_table
 from aligner.placement.roles import describe_model
@@ -86,6 +87,8 @@ def validate(parsed: argparse.Namespace) -> None:
     for line in _end_token_lines(plan.config, shape):
         print(line)
     for line in layer_notes(plan.config):
+        print(line)
+    for line in stored_model_notes(plan.config, expected):
         print(line)
 
 

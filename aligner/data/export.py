@@ -30,9 +30,6 @@ from aligner.data.weight_files import (
     DTYPES,
     TensorEntry,
     assemble,
-    file_name,
-    tensor_files,
-    weight_problems,
     write_safetensors,
 )
 from aligner.errors import AlignerError, ConfigError
@@ -40,6 +37,12 @@ from aligner.files import asked_for, new_directory
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NORMALIZATION, directory_config
 from aligner.models.trained_weights import adapter_map
+from aligner.models.weight_headers import (
+    file_name,
+    tensor_files,
+    tied_head_problems,
+    weight_problems,
+)
 from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
 from aligner.paths import RunPaths, complete_steps
 from aligner.schema import LoraConfig
@@ -209,7 +212,10 @@ def _directory_source(directory: Path, given_as: str) -> Source:
         if config["architectures"][0].endswith("ForSequenceClassification")
         else "vocabulary"
     )
-    if problems := weight_problems(directory, weight_table(shape, head)):
+    problems = weight_problems(directory, weight_table(shape, head))
+    if head == "vocabulary":
+        problems += tied_head_problems(directory, shape)
+    if problems:
         raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
 

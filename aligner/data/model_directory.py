@@ -15,13 +15,19 @@ from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
 from aligner.data.tokenizer_classes import REGISTERED
 from aligner.data.tokenizer_files import tokenizer_problem
-from aligner.data.weight_files import TensorEntry, assemble, weight_problems, write_safetensors
+from aligner.data.weight_files import TensorEntry, assemble, write_safetensors
 from aligner.errors import ConfigError
 from aligner.extras import lacking
 from aligner.files import new_directory
-from aligner.models.hugging_face import ARCHITECTURES, read_described_config
-from aligner.models.model_source import directory_shape, gguf_file, model_directory
+from aligner.models.hugging_face import ARCHITECTURES, config_notes, read_described_config
+from aligner.models.model_source import (
+    directory_config,
+    directory_shape,
+    gguf_file,
+    model_directory,
+)
 from aligner.models.shape import ModelShape
+from aligner.models.weight_headers import tied_head_problems, weight_problems
 from aligner.models.weight_slices import Head, TensorSpec, weight_table
 from aligner.paths import run_paths
 from aligner.schema import Config
@@ -49,6 +55,8 @@ def prepare_model(config: Config) -> Path:
         _log.info("converting %s to safetensors in %s (once, about 30 s)", file.name, directory)
         _create(directory, _write_converted, file)
     check_model_directory(directory)
+    for note in config_notes(directory_config(directory, "model.path")):
+        _log.info("%s: %s", directory, note)
     for name, entries in config.dry_run.models.items():
         _create(run_paths(config).random_model(name), _write_random, config, entries, "scalar")
     return directory
@@ -64,8 +72,8 @@ def check_model_directory(directory: Path) -> ModelShape:
     """Check that a directory has a supported configuration, a tokenizer that fits it, and every
     weight in its shape.
 
-    Only file headers are read. Returns the model's shape; raises ConfigError that names all that is
-    missing.
+    Only file headers are read, and a head that may differ from tied embeddings. Returns the
+    model's shape; raises ConfigError that names all that is missing.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory")
@@ -80,6 +88,7 @@ def check_model_directory(directory: Path) -> ModelShape:
         )
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
+    problems += tied_head_problems(directory, shape)
     tokenizer = read_tokenizer(directory)
     tokens = tokenizer.get_vocab_size()
     if tokens > shape.vocab_size:

@@ -8,7 +8,7 @@ tensors' bytes.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from aligner.data.checksums import FileRecord
 from aligner.errors import ConfigError
 from aligner.files import naming, new_file
-from aligner.models.families import COMPUTED_BUFFERS
+from aligner.models.weight_headers import file_name, tensor_files, weight_problems
 from aligner.models.weight_slices import Slice, TensorSpec, stored_tensors
 
 _DTYPE_NAMES = {
@@ -39,27 +39,6 @@ _DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 """torch's dtypes by their names in the format."""
 
-# What files may hold and a model not use: another head, and buffers that are computed.
-_UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)
-
-
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor, one file or sharded. Raises ConfigError where there is
-    neither."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.is_file():
-        return {
-            name: directory / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    if not single.is_file():
-        raise ConfigError(
-            f"{directory}: found neither model.safetensors nor model.safetensors.index.json;"
-            " expected a Hugging Face model directory with safetensors weights"
-        )
-    with _opened(single) as tensors:
-        return dict.fromkeys(tensors.keys(), single)
-
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
@@ -69,62 +48,6 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     with handle as tensors:
         yield tensors
-
-
-def _stored_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in safetensors files, from the files' headers alone."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in dict.fromkeys(files.values()):
-        with _opened(file) as tensors:
-            shapes |= {
-                name: tuple(tensors.get_slice(name).get_shape())
-                for name in files
-                if files[name] == file
-            }
-    return shapes
-
-
-def file_name(name: str, files: Container[str]) -> str:
-    """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in
-    front."""
-    bare = name.partition(".")[2]
-    return bare if name not in files and bare in files else name
-
-
-def weight_problems(
-    directory: Path,
-    table: Sequence[TensorSpec],
-    *,
-    optional: Collection[str] = (),
-    partial: bool = False,
-) -> list[str]:
-    """What keeps a directory's files from being the table's weights: missing, misshapen and unknown
-    tensors, by name.
-
-    Only headers are read. `optional` tensors may be absent; `partial` lets the files hold more than
-    the table. A head that the model does not use, and the buffers that older releases saved, may
-    always be there.
-    """
-    files = tensor_files(directory)
-    shapes = _stored_shapes(files)
-    wanted = {spec.stored.name: spec.stored.shape for spec in table}
-    named = {file_name(name, files): shape for name, shape in wanted.items()}
-    missing = [
-        f"tensor {name} {wanted[name]} is missing"
-        for name in wanted
-        if file_name(name, files) not in files and name not in optional
-    ]
-    misshapen = [
-        f"tensor {name} has shape {shapes[name]}, expected {shape}"
-        for name, shape in named.items()
-        if shapes.get(name, shape) != shape
-    ]
-    unknown = [
-        f"tensor {name} {shapes[name]} is not part of the model"
-        for name in files
-        if name not in named and not name.endswith(_UNUSED)
-    ]
-    return missing + misshapen + ([] if partial else unknown)
 
 
 def read_slices(

@@ -1,0 +1,182 @@
+"""Damaged weight files and indexes, and heads that differ from tied embeddings, are refused by
+name, from the files' headers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aligner.checks.check import check
+from aligner.config.compose import compose_config
+from aligner.data.model_directory import prepare_model
+from aligner.errors import ConfigError
+from aligner.models.weight_headers import read_header, tensor_files
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose weights are in two files."""
+    run = tmp_path_factory.mktemp("run")
+    directory = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={run}"]))
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    index = {name: f"model-{part % 2}.safetensors" for part, name in enumerate(sorted(weights))}
+    for file in sorted(set(index.values())):
+        part = {name: tensor for name, tensor in weights.items() if index[name] == file}
+        save_file(part, directory / file)
+    (directory / INDEX).write_text(json.dumps({"weight_map": index}))
+    return directory
+
+
+@pytest.fixture
+def copy(sharded: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sharded, tmp_path / "model")
+
+
+def validate(directory: Path) -> None:
+    prompts = directory.parent / "prompts.jsonl"
+    prompts.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    check(
+        compose_config(
+            [
+                "experiment=tiny_ppo",
+                "model.source=directory",
+                f"model.path={directory}",
+                f"data.path={prompts}",
+                f"run.dir={directory.parent / 'run'}",
+            ]
+        )
+    )
+
+
+def rewrite_index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
+    content = json.loads((directory / INDEX).read_text())
+    change(content["weight_map"])
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+def test_sharded_weights_pass_validate(copy):
+    validate(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "weight_map: must be an object"),
+        ("{}", "weight_map: must be an object"),
+        ('{"weight_map": {}}', "weight_map: must be an object"),
+        ('{"weight_map": {"lm_head.weight": 3}}', "weight_map['lm_head.weight']=3: must be"),
+        ('{"weight_map": {"a": "../model-0.safetensors"}}', "must be the name of a file"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "do not exist: absent.safetensors"),
+    ],
+)
+def test_broken_index_is_refused_by_validate(copy, content, message):
+    (copy / INDEX).write_text(content)
+    with pytest.raises(ConfigError, match=r"index\.json") as caught:
+        validate(copy)
+    assert message in str(caught.value)
+
+
+def test_tensor_that_the_index_lacks_is_refused_by_validate(copy):
+    rewrite_index(copy, lambda files: files.pop("model.norm.weight"))
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight \(64,\) is missing"):
+        validate(copy)
+
+
+def test_tensor_in_another_file_than_the_index_says_is_refused(copy):
+    files = {"model-0.safetensors": "model-1.safetensors"}
+    rewrite_index(
+        copy,
+        lambda names: names.update(
+            {"model.norm.weight": files.get(names["model.norm.weight"], "model-0.safetensors")}
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight is not in model-"):
+        validate(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_weight_file_is_refused_by_validate(copy, keep):
+    file = copy / "model-0.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"model-0\.safetensors cannot be read"):
+        validate(copy)
+
+
+def test_git_lfs_pointer_is_refused_as_a_weight_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 4)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        read_header(file)
+
+
+def test_single_file_wins_over_an_index_as_in_transformers(copy):
+    weights = {
+        name: tensor
+        for part in (0, 1)
+        for name, tensor in load_file(copy / f"model-{part}.safetensors").items()
+    }
+    save_file(weights, copy / "model.safetensors")
+    assert set(tensor_files(copy).values()) == {copy / "model.safetensors"}
+
+
+def test_quantized_tensor_without_a_description_is_refused(copy):
+    file = copy / "model-0.safetensors"
+    weights = load_file(file)
+    name = min(weights)
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(ConfigError, match=f"tensor {name} has type F8_E4M3; supported: F64"):
+        validate(copy)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_head_beside_tied_embeddings_must_equal_them(copy, is_equal):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if is_equal:
+        files = tensor_files(copy)
+        embedding = load_file(files["model.embed_tokens.weight"])["model.embed_tokens.weight"]
+        file = files["lm_head.weight"]
+        save_file(load_file(file) | {"lm_head.weight": embedding.clone()}, file)
+        validate(copy)
+        return
+    message = r"tie_word_embeddings=true, but tensor lm_head\.weight differs"
+    for checked in (validate, _prepare):
+        with pytest.raises(ConfigError, match=message):
+            checked(copy)
+
+
+def _prepare(directory: Path) -> None:
+    prepare_model(
+        compose_config(["experiment=tiny_ppo", "model.source=directory", f"model.path={directory}"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method='gptq'"),
+        ({"eos_token_id": [2, 32007]}, r"eos_token_id=\[2, 32007\]: must be"),
+        ({"is_causal": False}, "is_causal=False"),
+    ],
+)
+def test_unsupported_entry_is_refused_by_validate_with_the_directory(copy, change, message):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=f"model.path={copy}: .*{message}"):
+        validate(copy)
+
+
+def test_padding_token_of_llama_1_conversions_passes_validate(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
+    validate(copy)
