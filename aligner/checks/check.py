@@ -24,6 +24,7 @@ from aligner.checks import (
     teacher,
 )
 from aligner.errors import ConfigError
+from aligner.models.directory_checks import weight_file_problems
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
@@ -31,7 +32,6 @@ from aligner.models.model_source import (
     read_shape,
 )
 from aligner.models.shape import ModelShape
-from aligner.models.stored_models import weight_file_problems
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import suite_problems

@@ -18,6 +18,7 @@ from aligner.launcher.local import launch as launch_here
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
+from aligner.models.directory_checks import stored_model_notes
 from aligner.models.model_source import (
     ExpectedInputs,
     absent_inputs,
@@ -25,7 +26,6 @@ from aligner.models.model_source import (
     model_directory,
 )
 from aligner.models.shape import ModelShape
-from aligner.models.stored_models import stored_model_notes
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.placement_table import layer_notes, placement_table
 from aligner.placement.roles import describe_model
