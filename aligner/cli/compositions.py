@@ -4,6 +4,7 @@ chosen and told."""
 import argparse
 import itertools
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,6 +46,10 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     situation = Situation(read_shape(config, absent), data, machine_of(config), given, absent)
     config, choices = choose(config, situation)
     _tell(choices)
+    if data is not None and data.example and any(c.key == "data.fields" for c in choices):
+        print(f"  first record:\n{textwrap.indent(data.example, '      ')}", file=sys.stderr)
+    for notice in data.notices if data is not None else ():
+        print(f"aligner: note: {notice}", file=sys.stderr)
     if data is not None and data.bypasses_template:
         print(
             "aligner: note: the model has a chat template, but the template is not applied to the"

@@ -31,6 +31,10 @@ class DataStatistics:
     """Of responses, or of prompts' `answer`; 0 where there are none."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Our names of fields that records lack to those that stand for them."""
+    example: str = ""
+    """The first record's fields under our names, one per line; empty without chosen `fields`."""
+    notices: tuple[str, ...] = ()
+    """Record fields that look like a part of the prompt and are not used, one line each."""
     bypasses_template: bool = False
     """Whether prompts are plain texts though the model has a chat template."""
 

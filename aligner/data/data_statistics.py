@@ -17,38 +17,37 @@ from aligner.data.examples import (
     Preference,
     open_run_data,
 )
+from aligner.data.field_names import FieldChoice, FieldsNotChosen, choose_fields
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
 from aligner.schema.data_sources import data_sources
+from aligner.schema.reward_sources import FunctionSource, reward_sources
 
 _LONGEST, _SPREAD = 64, 448
 """Records that are looked at: those with the most characters, and others."""
 _ENDLESS = 2**30
-_NAMES = {
-    "prompt": ("question", "query", "instruction", "problem", "input", "text"),
-    "response": ("answer", "output", "completion", "solution"),
-}
-"""What published data call our fields; the first that a record has is taken."""
+_COMPARING = ("exact_match", "gsm8k", "math")
+"""Reward functions that compare a response with the record's `answer`."""
+_SHOWN = 200
+"""Characters of a field that are shown as an example."""
 
 
 def measure_data(config: Config, directory: Path) -> DataStatistics | None:
-    """What the records of a run look like to the tokenizer of a model's directory; None where they
-    cannot be read so.
+    """Measure the records of a run with the tokenizer of a model's directory.
 
-    Records that are not as they must be are not counted as looked at. Those who learn from them
-    tell what is wrong.
+    Invalid records are not counted; `prepare` reports them. Returns None if no record can be read.
+
+    Raises:
+        FieldsNotChosen: a field that looks like a part of the prompt cannot be joined to it.
     """
     try:
         lines = _lines(config.data)
-        fields = (
-            {}
-            if any(source.fields for source in data_sources(config.data))
-            else _names(lines, config)
-        )
         looked_at = _some(lines)
+        choice = _choice(looked_at, config)
+        fields = choice.fields
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "records.jsonl"
             records = convert(
@@ -60,6 +59,8 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
             )
             tokenizer = Tokenizer(directory, config.run.date)
             pairs = list(_lengths(config, file, tokenizer))
+    except FieldsNotChosen:
+        raise
     except (AlignerError, OSError):
         return None
     prompts = sorted(prompt for prompt, _ in pairs)
@@ -76,6 +77,8 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         most_prompts=prompts[(len(prompts) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in pairs),
         fields=fields,
+        example=_example(records[0]) if fields else "",
+        notices=choice.notices,
         bypasses_template=_has_template(tokenizer)
         and all(isinstance(record.get("prompt"), str) for record in records),
     )
@@ -108,22 +111,36 @@ def _lines(data: DataConfig) -> list[Line]:
     return found
 
 
-def _names(lines: Sequence[Line], config: Config) -> dict[str, str]:
-    """Names of fields that the first record lacks, where it has one that is known to stand for
-    it."""
-    first: Mapping[str, Any] = convert(lines[:1], lambda record: dict(record.values), "data")[0][0]
-    answered = config.algorithm.trainer in ("sft", "teacher_scores")
-    wanted = (
-        ["prompt"] if config.algorithm.generates else ["prompt", "response"] if answered else []
+def _choice(lines: Sequence[Line], config: Config) -> FieldChoice:
+    """Return the fields that stand for ours; none if the configuration names some."""
+    if any(source.fields for source in data_sources(config.data)):
+        return FieldChoice()
+    records = convert(lines, lambda record: dict(record.values), "data", skip=True)[0]
+    algorithm = config.algorithm
+    return choose_fields(
+        records,
+        algorithm.trainer,
+        generates=algorithm.generates,
+        reads_answer=any(
+            isinstance(source, FunctionSource) and source.function in _COMPARING
+            for source in reward_sources(config.reward)
+        ),
     )
-    if "messages" in first:
-        return {}
-    found = (
-        (ours, next((name for name in _NAMES[ours] if name in first), None))
-        for ours in wanted
-        if ours not in first
-    )
-    return {ours: name for ours, name in found if name is not None}
+
+
+def _example(record: Mapping[str, Any]) -> str:
+    """Return the first record's fields as they are used, shortened, one per line."""
+    shown = {
+        name: record[name]
+        for name in ("prompt", "messages", "response", "answer")
+        if name in record
+    }
+    lines = []
+    for name, value in shown.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+        lines.append(f"{name}: {text!r}")
+    return "\n".join(lines)
 
 
 def _some(lines: Sequence[Line]) -> list[Line]:

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
+from aligner.data.field_names import field_value
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
 from aligner.schema.options import is_finite_number
-from aligner.schema.templates import filled, template_fields
+from aligner.schema.templates import (
+    filled,
+    optional_fields,
+    template_fields,
+    without_empty,
+)
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")
@@ -288,20 +294,39 @@ def _record(line: Line, names: Mapping[str, str]) -> Record:
     theirs = _fields(line)
     values = {name: value for name, value in theirs.items() if name not in names.values()}
     for ours, name in names.items():
-        placed = template_fields(name)
-        for field in placed or (name,):
-            if field not in theirs:
-                raise missing(line.origin, field, f", which `fields` maps to `{ours}`", theirs)
-        values[ours] = (
-            filled(name, {field: _text(theirs[field]) for field in placed})
-            if placed
-            else theirs[name]
-        )
+        values[ours] = _mapped(line.origin, theirs, ours, name)
         # the tokens that the record has are those of the field in whose place it comes
         if name != ours and ours in theirs:
             for drawn in (f"{ours}_tokens", *(("tokens", "drawn") if ours == "response" else ())):
                 values.pop(drawn, None)
     return Record(values, line.origin)
+
+
+def _mapped(origin: str, theirs: Mapping[str, Any], ours: str, name: str) -> Any:
+    """Return what `fields` maps to one of our fields: the value of a field, of an entry of a field
+    (`reward_model.ground_truth`), or a filled template.
+
+    Raises BadRecord for a field that the record lacks, unless the template has it as `{name?}`.
+    """
+    optional = {
+        field: _text(theirs[field])
+        for field in optional_fields(name)
+        if theirs.get(field) is not None
+    }
+    template = without_empty(name, optional)
+    placed = template_fields(template)
+    if not placed:
+        value = field_value(theirs, name)
+        if value is None and name not in theirs:
+            raise missing(origin, name, f", which `fields` maps to `{ours}`", theirs)
+        # RLVR data store the one right answer as a list.
+        is_single = ours == "answer" and isinstance(value, list) and len(value) == 1
+        return value[0] if is_single else value
+
+    for field in placed:
+        if field not in theirs:
+            raise missing(origin, field, f", which `fields` maps to `{ours}`", theirs)
+    return filled(template, {field: _text(theirs[field]) for field in placed})
 
 
 def _text(value: Any) -> str:

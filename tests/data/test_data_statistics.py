@@ -13,6 +13,7 @@ import pytest
 from aligner.config.compose import compose_config
 from aligner.config.situation import DataStatistics
 from aligner.data.data_statistics import measure_data
+from aligner.data.field_names import FieldsNotChosen
 from aligner.data.model_directory import prepare_model
 
 
@@ -48,6 +49,11 @@ def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path)
         ({"prompt": "a", "question": "b"}, [], {}),
         (
             {"instruction": "a", "output": "b"},
+            ["algorithm=sft"],
+            {"prompt": "instruction", "response": "output"},
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
             ["algorithm=sft"],
             {"prompt": "instruction", "response": "output"},
         ),
@@ -104,3 +110,17 @@ def test_texts_for_a_model_that_expects_chats_are_noticed(
     Path(config.data.path or "").write_text(json.dumps(record) + "\n")
     found = measure_data(config, directory)
     assert found is not None and found.bypasses_template == is_told
+
+
+def test_chosen_fields_come_with_a_short_rendered_example(tmp_path: Path) -> None:
+    record = {"instruction": "b" + "a" * 500, "input": "", "output": "c"}
+    found = measured(tmp_path, [record], "algorithm=sft")
+    assert found is not None and found.fields["prompt"] == "instruction"
+    prompt, response = found.example.split("\n")
+    assert prompt.startswith("prompt: 'baaa") and len(prompt) < 250
+    assert response == "response: 'c'"
+
+
+def test_field_that_would_be_lost_is_refused_when_fields_are_chosen(tmp_path: Path) -> None:
+    with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
+        measured(tmp_path, [{"question": "a", "choices": ["b", "c"], "answer": 1}])
