@@ -45,7 +45,11 @@ def weight_file_problems(config: Config, expected: ExpectedInputs) -> Iterator[s
 
 
 def stored_model_notes(config: Config, expected: ExpectedInputs) -> Iterator[str]:
-    """Yield the notes of `config_notes` about each model directory that the run reads."""
+    """Yield the notes of `config_notes` about each model directory that the run reads, and about
+    the description of a random model."""
+    if config.model.source == "random":
+        for note in config_notes(config.model.config):
+            yield f"model.config: {note}"
     for model in _stored_models(config, expected):
         for note in config_notes(directory_config(model.directory, model.key)):
             yield f"{model.key}={model.directory}: {note}"

@@ -518,8 +518,8 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
     unknown = [key for key in config if key not in architecture.known_entries]
     if architecture.is_rotary:
         key, rope = _rope_entry(config)
-        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-        known += _ROPE_KINDS[_rope_kind(rope)]
+        wanted = _ROPE_KINDS[_rope_kind(rope)]
+        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *wanted)
         unknown += [f"{key}.{name}" for name in rope if name not in known]
     notes = []
     if unknown:

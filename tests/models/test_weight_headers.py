@@ -16,6 +16,7 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
+from aligner.models.directory_checks import stored_model_notes
 from aligner.models.weight_headers import read_header, tensor_files
 
 INDEX = "model.safetensors.index.json"
@@ -180,3 +181,21 @@ def test_padding_token_of_llama_1_conversions_passes_validate(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
     validate(copy)
+
+
+def test_validate_lists_entries_unknown_to_transformers(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"logit_scale": 2, "n_ctx": 8}))
+    composed = compose_config(
+        ["experiment=tiny_ppo", "model.source=directory", f"model.path={copy}"]
+    )
+    assert list(stored_model_notes(composed, {})) == [
+        f"model.path={copy}: config.json: ignored entries that transformers' LlamaConfig does not"
+        " know: logit_scale, n_ctx"
+    ]
+
+
+def test_validate_lists_unknown_entries_of_a_random_model():
+    composed = compose_config(["experiment=tiny_ppo", "+model.config.hiden_size=8"])
+    (note,) = stored_model_notes(composed, {})
+    assert note.startswith("model.config: ") and note.endswith("know: hiden_size")
