@@ -3,6 +3,7 @@ chosen and told."""
 
 import argparse
 import itertools
+import json
 import sys
 import textwrap
 from dataclasses import replace
@@ -98,5 +99,10 @@ def _tell(choices: tuple[Choice, ...]) -> None:
 def _shown(value: Any) -> str:
     """As the command line takes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
+        # A template for a field contains braces and line breaks.
+        entries = {
+            key: json.dumps(entry, ensure_ascii=False) if "{" in str(entry) else entry
+            for key, entry in value.items()
+        }
+        return "{" + ", ".join(f"{key}: {entry}" for key, entry in entries.items()) + "}"
     return value_text(value)

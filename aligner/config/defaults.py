@@ -88,7 +88,8 @@ def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
     data = situation.data
     if data is not None and data.fields:
         named = ", ".join(
-            f"the field `{theirs}` is the {ours}" for ours, theirs in data.fields.items()
+            f"the {'template' if '{' in theirs else 'field'} {theirs!r} is the {ours}"
+            for ours, theirs in data.fields.items()
         )
         yield Choice("data.fields", dict(data.fields), f"in the records {named}")
 

@@ -77,7 +77,7 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         most_prompts=prompts[(len(prompts) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in pairs),
         fields=fields,
-        example=_example(records[0]) if fields else "",
+        example=_example(records[0], fields) if fields else "",
         notices=choice.notices,
         bypasses_template=_has_template(tokenizer)
         and all(isinstance(record.get("prompt"), str) for record in records),
@@ -128,13 +128,10 @@ def _choice(lines: Sequence[Line], config: Config) -> FieldChoice:
     )
 
 
-def _example(record: Mapping[str, Any]) -> str:
+def _example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str:
     """Return the first record's fields as they are used, shortened, one per line."""
-    shown = {
-        name: record[name]
-        for name in ("prompt", "messages", "response", "answer")
-        if name in record
-    }
+    shown = {name: record[name] for name in ("prompt", "messages") if name in record}
+    shown |= {name: record[name] for name in fields if name in record}
     lines = []
     for name, value in shown.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
