@@ -14,11 +14,13 @@ from aligner.cli.command_table import COMMANDS, parse_arguments
 from aligner.errors import AlignerError, Interrupted, Stopped
 from aligner.exit_codes import exit_code
 from aligner.files import full_disk
+from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.observability.logs import REPORTED, log_failure
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
+    start_heartbeat()
     parsed, ended_by = parse_arguments(arguments), None
     # A user's modules are looked for in the working directory too, as the ranks' `python -m` does
     # by itself.

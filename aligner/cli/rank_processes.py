@@ -12,7 +12,7 @@ from aligner.config.compose import load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError, Stopped
 from aligner.exit_codes import STOP_SIGNAL
-from aligner.launcher.heartbeats import show_life
+from aligner.launcher.heartbeats import require_triton
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
 from aligner.observability.stages import tell_stage
@@ -42,7 +42,6 @@ def train(parsed: argparse.Namespace) -> None:
     """Train to the run's end. Raises Stopped where it was told to stop before that."""
     config = _start(parsed)
     configure_logs(config.logging.format, "trainer")
-    show_life(config, "trainer")
     tell_stage(config, "trainer", "importing libraries")
     is_finished = _run("trainer", config)
     # the launcher may tell it again, and Python's own end would let it die of that
@@ -62,7 +61,7 @@ def serve(parsed: argparse.Namespace) -> None:
             f" {', '.join(server_ranks(config))}"
         )
     configure_logs(config.logging.format, groups[0])
-    show_life(config, groups[0])
+    require_triton(config, groups[0])
     tell_stage(config, groups[0], "importing libraries and loading the model")
     role = groups[0].partition(".")[0]
     replica = groups if role in ("reward", "teacher") else ()

@@ -57,7 +57,8 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
     before = f"srun reported:\n{messages}\n" if messages else ""
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     told = (
-        f"{message}; {before}last lines of its log:\n{lines}\nlog: {rank.log}{_full_disk(rank.log)}"
+        f"{message}; {before}last lines of its log:\n{lines}\nlog:"
+        f" {rank.log}{stacks_note(rank)}{_full_disk(rank.log)}"
     )
     return AlignerError(told, summary=summary)
 
@@ -116,6 +117,14 @@ def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
         else ""
     )
     return f"{rank.role} rank {rank.rank} {how}{late}"
+
+
+def stacks_note(rank: Rank) -> str:
+    """Return where the Python stacks of a silent rank and the other ranks are; empty for a rank
+    that ended otherwise."""
+    if not rank.has_stacks:
+        return ""
+    return f" Python stacks of all ranks that responded: {rank.log.parent}/*.log"
 
 
 def root_failure(failed: Sequence[Rank]) -> Rank:

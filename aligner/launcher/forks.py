@@ -7,13 +7,20 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 _PROGRAM = (sys.executable, "-m", "aligner")
 """What a command begins with that can be forked."""
 _ANSWER_S = 300.0
 """It imports before it answers, which takes minutes where the machine is busy enough."""
+_SUSPENDED_S = 5.0
+"""A fork server that is suspended for longer is not used any more: ranks then start by
+themselves."""
+_LOOK_S = 0.5
 
 
 class AdoptedProcess:
@@ -74,11 +81,24 @@ class ForkServer:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        answers = self._process.stdout
-        if select.select([answers], [], [], _ANSWER_S)[0] and (answer := answers.readline()):
+        if self._answers() and (answer := self._process.stdout.readline()):
             return AdoptedProcess(int(answer))
         self.close()
         return None
+
+    def _answers(self) -> bool:
+        """Wait for an answer; False if there is none in time, or if the server is suspended."""
+        answers = self._process.stdout
+        assert answers is not None
+        deadline = time.monotonic() + _ANSWER_S
+        suspended_s = 0.0
+        server = psutil.Process(self._process.pid)
+        while time.monotonic() < deadline and suspended_s < _SUSPENDED_S:
+            if select.select([answers], [], [], _LOOK_S)[0]:
+                return True
+            is_suspended = server.status() == psutil.STATUS_STOPPED
+            suspended_s = suspended_s + _LOOK_S if is_suspended else 0.0
+        return False
 
     def close(self) -> None:
         """End the server; its ranks are not its children."""

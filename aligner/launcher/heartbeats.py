@@ -1,112 +1,173 @@
-"""Signs of life: each rank touches a file every few seconds, and the supervisor counts for how long
-it has not.
+"""Heartbeats: each rank updates a file every few seconds, and the supervisor kills a rank that has
+not done so for too long.
 
-A process that has ended is noticed by its end; one that is stopped, or whose interpreter is stuck,
-by this alone.
+The supervisor notices the exit of a process by itself. A missing heartbeat is the only sign of a
+process that is stopped, or whose interpreter hangs.
 """
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aligner.launcher.processes import LAUNCHER_PID
-from aligner.launcher.rank_environment import IS_TASK
+from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL, require_for_heartbeat
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.server_ports import is_healthy
+from aligner.observability.logs import launcher_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 
+_TELL_S = 30.0
+"""Longest silence of a rank that the console does not mention."""
 
-def _patience(config: Config, role: str) -> tuple[str, float, float]:
-    """For how long ranks of a role or server group may show no life: key and seconds. And those
-    between two signs or looks."""
-    key, seconds = "server.health_timeout_s", config.server.health_timeout_s
-    if role == "trainer":
-        key, seconds = "cluster.heartbeat_timeout_s", config.cluster.heartbeat_timeout_s
+
+def _timeout(config: Config, role: str) -> tuple[str, float, float]:
+    """Return the key and the seconds of a role's heartbeat timeout, and the seconds between two
+    heartbeats."""
+    key, seconds = "cluster.heartbeat_timeout_s", config.cluster.heartbeat_timeout_s
+    if role in server_ranks(config):
+        key, seconds = "server.health_timeout_s", config.server.health_timeout_s
     return key, seconds, min(5.0, seconds / 6)
 
 
-def show_life(config: Config, role: str) -> None:
-    """Have this rank's file touched while its interpreter runs, and its Triton answers where it has
-    one.
+def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, str]:
+    """Return the environment variable that makes the ranks of a role send heartbeats.
 
-    Whatever else the rank does is no matter. Nothing without a launcher.
+    Creates their files: on a full disk the ranks could not.
     """
-    if LAUNCHER_PID not in os.environ and IS_TASK not in os.environ:
+    files = [run_paths(config).heartbeat(role, rank) for rank in range(ranks)]
+    with contextlib.suppress(OSError):
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            file.touch()
+    _, _, pause_s = _timeout(config, role)
+    prefix = str(files[0]).removesuffix("0")
+    return {HEARTBEAT: f"{pause_s:g}:{prefix}"}
+
+
+def require_triton(config: Config, role: str) -> None:
+    """On rank 0 of a server: from the time that the server is healthy, send heartbeats only while
+    its Triton answers. Nothing on other ranks."""
+    file = run_paths(config).endpoints
+    if role not in server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
         return
-    rank, paths, (_, _, pause_s) = (
-        int(os.environ["RANK"]),
-        run_paths(config),
-        _patience(config, role),
-    )
-    file = paths.heartbeat(role, rank)
-    endpoint = (
-        load_endpoints(paths.endpoints)[role]
-        if role in server_ranks(config) and rank == 0
-        else None
-    )
+    endpoint = load_endpoints(file)[role]
+    _, _, pause_s = _timeout(config, role)
+    was_healthy = False
 
-    def beat() -> None:
-        while True:
-            if endpoint is None or is_healthy(config, role, endpoint, timeout_s=2 * pause_s):
-                # a full disk; without a file the rank is not judged by it
-                with contextlib.suppress(OSError):
-                    file.parent.mkdir(exist_ok=True)
-                    file.touch()
-            time.sleep(pause_s)
+    def answers() -> bool:
+        nonlocal was_healthy
+        healthy = is_healthy(config, role, endpoint, timeout_s=2 * pause_s)
+        was_healthy = was_healthy or healthy
+        return healthy or not was_healthy
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    require_for_heartbeat(answers)
 
 
 class LifeWatch:
-    """How long each rank of a role or server group has shown no life. One that has shown none yet
-    is still starting.
+    """The silence of each rank of a role or server group: seconds since its start or its last
+    heartbeat.
 
-    Seconds count only while this process runs: where a whole run was suspended, as some schedulers
-    do, nobody was silent. Clocks of different machines are not compared.
+    Seconds count only while this process runs: if a whole run was suspended, as some schedulers do,
+    no rank was silent. Clocks of different machines are not compared.
     """
 
-    def __init__(self, config: Config, role: str, ranks: Sequence[Rank]) -> None:
-        """The ranks were started just now: what earlier ones have left is no sign of theirs."""
-        self._key, self._limit_s, self._pause_s = _patience(config, role)
+    def __init__(
+        self, config: Config, role: str, ranks: Sequence[Rank], first_heartbeat_s: float = 0.0
+    ) -> None:
+        """Watch ranks that were started just now.
+
+        Args:
+            first_heartbeat_s: Time for the first heartbeat, if it is longer than the timeout: ranks
+                that Slurm starts may wait for their image.
+        """
+        self._key, self._limit_s, self._pause_s = _timeout(config, role)
+        self._format, self._logs = config.logging.format, run_paths(config).logs
         self._files = {rank: run_paths(config).heartbeat(role, rank.rank) for rank in ranks}
         self._last = {rank: _touched(file) for rank, file in self._files.items()}
-        self._silent_s: dict[Rank, float] = {}
+        self._silent_s = dict.fromkeys(ranks, 0.0)
+        self._limits_s = dict.fromkeys(ranks, max(self._limit_s, first_heartbeat_s))
+        self._reported: set[Rank] = set()
+        """Ranks that the console was told to be silent."""
         self._looked_at = time.monotonic()
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a rank that runs has shown no life for half of the time that it may."""
+        """Whether a running rank has been silent for half of the timeout."""
         return any(
-            silent_s > self._limit_s / 2
+            silent_s > self._limits_s[rank] / 2
             for rank, silent_s in self._silent_s.items()
             if rank.exit_code is None
         )
 
-    def kill_silent(self, ranks: Ranks) -> None:
-        """Kill who has shown no life for too long: that is its end, as any other. To be called
-        often."""
+    def kill_silent(self, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        """Kill the ranks whose timeout is over, which is handled like a crash. To be called often.
+
+        One look before that, all ranks of the run are made to print their Python stacks.
+
+        Args:
+            ranks: All ranks of the run.
+            tell: Prints a line on the console.
+        """
         elapsed = time.monotonic() - self._looked_at
         if elapsed < self._pause_s:
             return
         self._looked_at += elapsed
         for rank, file in self._files.items():
             if (touched := _touched(file)) != self._last[rank]:
-                self._last[rank], self._silent_s[rank] = touched, 0.0
-            elif rank in self._silent_s and rank.exit_code is None:
+                self._last[rank] = touched
+                self._note_heartbeat(rank, tell)
+            elif rank.exit_code is None:
                 self._silent_s[rank] += min(elapsed, 2 * self._pause_s)
-                if self._silent_s[rank] > self._limit_s:
-                    ranks.kill_for(f"sent no heartbeat for {self._limit_s:g} s ({self._key})", rank)
+                self._handle_silence(rank, ranks, tell)
+
+    def _note_heartbeat(self, rank: Rank, tell: Callable[[str], None]) -> None:
+        self._silent_s[rank] = 0.0
+        self._limits_s[rank] = self._limit_s
+        rank.has_stacks = False
+        if rank in self._reported:
+            self._reported.remove(rank)
+            tell(f"{rank.role} rank {rank.rank} sends heartbeats again")
+
+    def _handle_silence(self, rank: Rank, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        silent_s, limit_s = self._silent_s[rank], self._limits_s[rank]
+        if silent_s > min(limit_s / 2, _TELL_S) and rank not in self._reported:
+            self._reported.add(rank)
+            tell(
+                f"waiting for {rank.role} rank {rank.rank}: no heartbeat for {silent_s:.0f} s"
+                f" (limit {limit_s:g} s, {self._key}). Log: {rank.log}"
+            )
+        if silent_s <= limit_s - self._pause_s:
+            return
+        # Killed at a later look: a rank whose interpreter runs gets time to print its stacks.
+        if not rank.has_stacks:
+            self._print_stacks(rank, ranks)
+        elif silent_s > limit_s:
+            ranks.kill_for(f"sent no heartbeat for {limit_s:g} s ({self._key})", rank)
+
+    def _print_stacks(self, silent: Rank, ranks: Ranks) -> None:
+        """Make all ranks of the run print their stacks into their logs. A stopped process cannot;
+        the stacks of the others may show what it was waited for."""
+        running = ranks.running
+        why = (
+            f"{silent.role} rank {silent.rank} has sent no heartbeat for"
+            f" {self._silent_s[silent]:.0f} s; the Python stacks of this rank follow if it responds"
+        )
+        for rank in running:
+            with contextlib.suppress(OSError), rank.log.open("a") as lines:
+                lines.write(launcher_line(self._format, rank.role, rank.rank, why))
+        ranks.send(STACKS_SIGNAL, running)
+        silent.has_stacks = True
 
 
 def _touched(file: Path) -> int | None:
-    """When, by its own machine's clock. Opened: what a shared file system tells of an unopened file
-    may be a minute old."""
+    """Return the file's modification time by its own machine's clock, None without a file.
+
+    Opens the file: a shared file system may report an unopened file's attributes of a minute ago.
+    """
     try:
         with file.open() as opened:
             return os.fstat(opened.fileno()).st_mtime_ns

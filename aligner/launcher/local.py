@@ -16,6 +16,7 @@ from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import new_directory
 from aligner.launcher.failure import failure_error
+from aligner.launcher.heartbeats import LifeWatch, heartbeat_environment
 from aligner.launcher.interrupts import Interrupts
 from aligner.launcher.lock import LockedError, locked, refuse_locked
 from aligner.launcher.processes import Processes, RankProcess
@@ -110,13 +111,32 @@ def _complete(
                     f" directory: {root}",
                 )
                 try:
-                    _make(first, run, interrupts)
+                    _make(first, run, interrupts, console)
                 except AlignerError as error:
                     raise type(error)(f"prerequisite experiment {first.name}: {error}") from error
     print_line(console, f"prerequisite experiment {first.name}: result in {first.result}")
 
 
-def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts) -> None:
+class _Converter(Processes, Ranks):
+    """The process that converts the last checkpoint of a prerequisite experiment."""
+
+    def __init__(self, command: tuple[str, ...], config: Config) -> None:
+        super().__init__(config.cluster.stop_timeout_s)
+        self._command, self._config = command, config
+
+    def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
+        """See `Ranks`."""
+        environment = heartbeat_environment(self._config, role, 1)
+        log = log_of(self._config, role, 0, restarts)
+        return [self.spawn(role, 0, self._command, environment, log, restarts)]
+
+
+def _make(
+    first: Prerequisite,
+    run: Callable[[Config], None],
+    interrupts: Interrupts,
+    console: Console,
+) -> None:
     """Run the experiment, and keep what it leaves as the result, which appears only when it is
     complete."""
     config, paths = first.config, run_paths(first.config)
@@ -131,11 +151,14 @@ def _make(first: Prerequisite, run: Callable[[Config], None], interrupts: Interr
     else:
         # The last checkpoint's model is converted in a process of its own: this one has no torch.
         command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
-        with closing(Processes(config.cluster.stop_timeout_s)) as processes:
-            rank = processes.spawn("convert", 0, command, {}, paths.log("convert", 0))
-            while rank.poll():
+        with closing(_Converter(command, config)) as converter:
+            (rank,) = converter.start("convert")
+            life = LifeWatch(config, "convert", [rank])
+            while rank.exit_code is None:
                 interrupts.check_before_training()
                 time.sleep(_POLL_S)
+                converter.poll()
+                life.kill_silent(converter, partial(print_line, console))
         if rank.exit_code:
             raise failure_error([rank])
         # with optimizer states, several times the result; nothing goes on from here
@@ -160,9 +183,12 @@ class LocalRanks(Processes, Ranks):
         """See `Ranks`."""
         ranks, started = role_ranks(self._config).get(role, 1), []
         command = self._command(role, run_paths(self._config).config)
-        world = world_environment(
-            ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config)
-        )
+        world = {
+            **world_environment(
+                ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config)
+            ),
+            **heartbeat_environment(self._config, role, ranks),
+        }
         for rank in range(ranks):
             environment = {
                 "RANK": str(rank),

@@ -108,6 +108,11 @@ class Processes:
         self._ranks.append(started)
         return started
 
+    @property
+    def running(self) -> list[RankProcess]:
+        """See `Ranks`."""
+        return [rank for rank in self._ranks if rank.exit_code is None]
+
     def poll(self) -> None:
         """See `Ranks`."""
         for rank in self._ranks:

@@ -10,12 +10,11 @@ from pathlib import Path
 from aligner.environment_variables import OPENMP_WAITS
 from aligner.errors import AlignerError
 from aligner.launcher.processes import end_with_launcher
+from aligner.launcher.rank_heartbeat import IS_TASK
 from aligner.placement.addresses import WORLD_SECRET
 
 Command = Callable[[str, Path], tuple[str, ...]]
 """From a role, or a server group, and the run's config file to the command of its ranks."""
-IS_TASK = "ALIGNER_SLURM_TASK"
-"""Environment variable of ranks that are tasks of a Slurm job's step."""
 DEVICES = "ALIGNER_DEVICES"
 """Which of the devices that Slurm gives a step are its role's, by their places; all of them where
 it is not set."""

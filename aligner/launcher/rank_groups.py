@@ -9,7 +9,13 @@ from collections.abc import Callable
 
 from aligner.config.compose import save_config
 from aligner.exit_codes import FINISHED, RESUMABLE
-from aligner.launcher.failure import describe_end, missed_others, rank_error, root_failure
+from aligner.launcher.failure import (
+    describe_end,
+    missed_others,
+    rank_error,
+    root_failure,
+    stacks_note,
+)
 from aligner.launcher.heartbeats import LifeWatch
 from aligner.launcher.ranks import Rank, Ranks, max_restarts
 from aligner.launcher.server_ports import is_healthy
@@ -68,9 +74,9 @@ class RankGroup(ABC):
         return bool(self.ended) and (self._budget.is_spent or not self._may_pass())
 
     @property
-    @abstractmethod
     def is_silent(self) -> bool:
-        """Whether one that should show life has not done so for a while."""
+        """Whether a rank has sent no heartbeat for half of its timeout."""
+        return not self.is_replaced and self.life.is_in_doubt
 
     def poll(self) -> None:
         """Do what is due, without waiting. Raises AlignerError where ranks that were started again
@@ -92,22 +98,27 @@ class RankGroup(ABC):
     def _may_pass(self) -> bool:
         """Whether what has ended ranks may not end them again."""
 
-    @abstractmethod
     def _watch(self) -> None:
         """Look after ranks that all run."""
+        self.life.kill_silent(self._all, self._tell)
 
     def _start(self) -> None:
         self.ranks = self._all.start(self.name, self.restarts)
         self.is_replaced = False
         """Whether a rank has ended and all will be started again, which is told."""
-        self.life = LifeWatch(self._config, self.name, self.ranks)
+        self.started = time.monotonic()
+        """When the ranks were last started."""
+        self.life = LifeWatch(self._config, self.name, self.ranks, self._all.start_delay_s)
 
     def _begin_to_replace(self) -> None:
         first = root_failure(self.ended)
         cause = describe_end(first, self.missing)
         self.is_replaced, self.restarts = True, self.restarts + 1
         self._budget.record()
-        self._tell(f"{cause}; restarting {self.name} ({self._budget.describe()}). Log: {first.log}")
+        self._tell(
+            f"{cause}; restarting {self.name} ({self._budget.describe()}). Log:"
+            f" {first.log}{stacks_note(first)}"
+        )
         self._all.send(signal.SIGTERM, self.ranks)
         self._kill_at = time.monotonic() + self._config.cluster.stop_timeout_s
 
@@ -120,6 +131,26 @@ class RankGroup(ABC):
         gone = self._all.kill(self.ranks)
         if gone and now >= self._ended_at + _FIRST_BACKOFF_S * 2 ** max(0, self._budget.used - 1):
             self._start()
+
+
+class PrepareGroup(RankGroup):
+    """The rank that prepares the model's directory and checks the data."""
+
+    def __init__(self, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        """Starts the rank."""
+        super().__init__("prepare", config, ranks, tell)
+
+    @property
+    def has_done(self) -> bool:
+        """Whether it has ended without an error."""
+        return all(self._has_done(rank) for rank in self.ranks)
+
+    def _has_done(self, rank: Rank) -> bool:
+        return rank.exit_code == FINISHED
+
+    def _may_pass(self) -> bool:
+        """Only a rank that was killed because it sent no heartbeats is started again."""
+        return any(rank.killed_for is not None for rank in self.ended)
 
 
 class ServerGroup(RankGroup):
@@ -144,11 +175,6 @@ class ServerGroup(RankGroup):
         """Whether it is, or was when it was last asked."""
         return self._healthy and not self.is_replaced
 
-    @property
-    def is_silent(self) -> bool:
-        """See `RankGroup`."""
-        return self.is_healthy and self.life.is_in_doubt
-
     def begin_anew(self, why: str) -> None:
         """Have all ranks replaced."""
         for rank in self.ranks:
@@ -159,19 +185,20 @@ class ServerGroup(RankGroup):
         return False
 
     def _may_pass(self) -> bool:
-        """A first start that fails would fail again."""
-        return self.was_healthy or any(rank.exit_code == RESUMABLE for rank in self.ended)
+        """A first start that fails would fail again, but not one that was suspended."""
+        return self.was_healthy or any(
+            rank.exit_code == RESUMABLE or rank.killed_for is not None for rank in self.ended
+        )
 
     def _start(self) -> None:
         super()._start()
         self._healthy = False
-        self._started = self._next_check = time.monotonic()
+        self._next_check = self.started
 
     def _watch(self) -> None:
         """Raises AlignerError when it is not healthy in time."""
-        if self._healthy:
-            self.life.kill_silent(self._all)
-        else:
+        super()._watch()
+        if not self._healthy:
             self._check_health()
 
     def _check_health(self) -> None:
@@ -183,7 +210,7 @@ class ServerGroup(RankGroup):
             if self.was_healthy:
                 self._tell(f"{self.name} is healthy again")
             self._healthy = self.was_healthy = True
-        elif now - self._started > timeout:
+        elif now - self.started > timeout:
             which = f" after restart {self.restarts}" if self.restarts else ""
             raise rank_error(
                 f"{self.name} did not become healthy within server.start_timeout_s={timeout:g}"
@@ -213,11 +240,6 @@ class TrainerGroup(RankGroup):
         """Whether all have ended as they should."""
         return all(self._has_done(rank) for rank in self.ranks)
 
-    @property
-    def is_silent(self) -> bool:
-        """See `RankGroup`."""
-        return not self.is_replaced and self.life.is_in_doubt
-
     def _has_done(self, rank: Rank) -> bool:
         """At the run's end, or when it was told to."""
         return rank.exit_code in (FINISHED, RESUMABLE)
@@ -227,9 +249,6 @@ class TrainerGroup(RankGroup):
         again, at the same step."""
         code = root_failure(self.ended).exit_code or 0
         return (code < 0 and code != -signal.SIGTERM) or bool(self.missing)
-
-    def _watch(self) -> None:
-        self.life.kill_silent(self._all)
 
     def _start(self) -> None:
         if self.restarts:

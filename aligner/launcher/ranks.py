@@ -31,6 +31,9 @@ class Rank:
     """`time.monotonic()` at which its end was noticed."""
     killed_for: str | None = field(default=None, kw_only=True)
     """Why the launcher killed it, where that was no part of ending or replacing its group."""
+    has_stacks: bool = field(default=False, kw_only=True)
+    """Whether all ranks of the run were made to print their Python stacks because this rank sends
+    no heartbeats."""
 
     def shorten_log(self, limit: int) -> None:
         """Drop the older half of its log where that has more than `limit` bytes."""
@@ -56,6 +59,17 @@ class Ranks(ABC):
     def start(self, role: str, restarts: int = 0) -> Sequence[Rank]:
         """Start all ranks of a role or server group, their output appended to their logs; `prepare`
         is a role of one rank."""
+
+    @property
+    @abstractmethod
+    def running(self) -> Sequence[Rank]:
+        """All ranks of the run that have not ended."""
+
+    @property
+    def start_delay_s(self) -> float:
+        """Longest time between `start` and the first line of a rank's process, in seconds, if
+        something else than this machine starts it."""
+        return 0.0
 
     @abstractmethod
     def poll(self) -> None:
@@ -87,7 +101,8 @@ class Ranks(ABC):
 
 def max_restarts(config: Config, role: str) -> int:
     """Return how often per hour the trainer or a server group may be restarted."""
-    return config.run.max_restarts if role == "trainer" else config.server.max_restarts
+    is_server = role not in ("prepare", "trainer")
+    return config.server.max_restarts if is_server else config.run.max_restarts
 
 
 def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:

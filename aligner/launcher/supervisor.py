@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
 from aligner.launcher.failure import describe_end, failure_error, rank_error, reported_error
 from aligner.launcher.interrupts import Interrupts
 from aligner.launcher.launcher_state import StateRecorder
-from aligner.launcher.rank_groups import GRACE_S, ServerGroup, TrainerGroup
+from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, TrainerGroup
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import run_directory
 from aligner.launcher.server_ports import FreePorts, free_ports, pick_endpoints
@@ -95,12 +96,13 @@ class Supervisor:
         """Make the model's directory where it does not exist yet, and check it and the prompts
         against each other."""
         directory, timeout = model_directory(self.config), self.config.server.start_timeout_s
-        (rank,) = self._ranks.start("prepare")
+        group = PrepareGroup(self.config, self._ranks, partial(print_line, self.console))
         what = "checking" if directory.exists() else "creating"
         print_line(self.console, f"{what} the model directory: {directory}")
         began = told = time.monotonic()
-        while rank.exit_code is None:
+        while not group.has_done and not group.lost:
             self._tick()
+            group.poll()
             self.interrupts.check_before_training()
             if (now := time.monotonic()) - told > _STILL_S:
                 told = now
@@ -108,10 +110,12 @@ class Supervisor:
                     self.console,
                     f"still {what} the model directory and reading the data: {now - began:.0f} s",
                 )
-            if now - began > timeout:
+            if now - group.started > timeout:
                 raise rank_error(
-                    f"prepare did not finish within server.start_timeout_s={timeout:g} s", rank
+                    f"prepare did not finish within server.start_timeout_s={timeout:g} s",
+                    group.ranks[0],
                 )
+        (rank,) = group.ranks
         if rank.exit_code == REFUSED:
             raise ConfigError(reported_error(rank))
         if rank.exit_code != FINISHED:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from aligner.exit_codes import RESUMABLE
 from aligner.launcher.processes import LAUNCHER_PID, end_with_launcher
+from aligner.launcher.rank_heartbeat import start_heartbeat
 
 RANK = int(os.environ["RANK"])
 
@@ -42,11 +43,11 @@ def serve(role: str, run: Path) -> None:
 
 
 def live(role: str, run: Path) -> None:
-    """Touch the rank's file, as real ranks do."""
+    """Send heartbeats only while the rank's Triton answers, as real servers do."""
     from aligner.config.compose import load_config
-    from aligner.launcher.heartbeats import show_life
+    from aligner.launcher.heartbeats import require_triton
 
-    show_life(load_config(run / "config.yaml"), role)
+    require_triton(load_config(run / "config.yaml"), role)
 
 
 def serve_from_helper(role: str, config: Path) -> None:
@@ -121,12 +122,23 @@ def wait_for(file: Path) -> None:
 
 
 def main(role: str, config: Path, behavior: str) -> None:
+    if behavior == "never_beats":
+        wait()
+    start_heartbeat()
     end_with_launcher()
     run = config.parent
     print(f"{role} rank {RANK} of {os.environ['WORLD_SIZE']}: {behavior}", flush=True)
     match behavior:
         case "prepare":
             (run / "initial_model").mkdir(exist_ok=True)
+        case "stop_at_first":
+            if not (run / "died").exists():
+                (run / "died").touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            (run / "initial_model").mkdir(exist_ok=True)
+        case "stop_at_once":
+            time.sleep(1)  # the servers have started
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "serve":
             serve(role, run)
         case "never_healthy" | "hang":

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from aligner.config.compose import compose_config
 from aligner.launcher.heartbeats import LifeWatch
 from aligner.launcher.launcher_state import read_state
+from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.status import read_status
 from tests.launcher.test_launch import finish, processes_of, read_until, start, wait_for
@@ -59,7 +62,9 @@ def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(
     stopped.suspend()
     wait_for(lambda: read_status(run).roles["critic"].health == "not answering", "word of it")
     told = f"critic rank {rank} sent no heartbeat for 8 s (server.health_timeout_s) and was killed"
-    read_until(launcher, f"{told}; restarting critic (1 of 3 in the last hour)", "critic is healthy again")
+    read_until(
+        launcher, f"{told}; restarting critic (1 of 3 in the last hour)", "critic is healthy again"
+    )
     assert not stopped.is_running()
     assert (state := read_state(run / "status.json")) is not None and not state.roles[
         "reward"
@@ -158,11 +163,15 @@ class Killed(Ranks):
     def start(self, role: str, restarts: int = 0) -> list[Rank]:
         raise NotImplementedError
 
+    @property
+    def running(self) -> list[Rank]:
+        return []
+
     def poll(self) -> None:
         raise NotImplementedError
 
     def send(self, number: signal.Signals, ranks: object) -> None:
-        assert number == signal.SIGKILL
+        assert number in (signal.SIGKILL, STACKS_SIGNAL)
 
     def kill(self, ranks: object) -> bool:
         raise NotImplementedError
@@ -171,7 +180,7 @@ class Killed(Ranks):
         raise NotImplementedError
 
 
-def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(
+def test_silence_counts_from_the_start_and_not_after_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now, names = 0.0, ("new", "ended", "lives", "silent")
@@ -184,7 +193,8 @@ def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(
     }
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats" / "trainer-0").touch()  # an earlier start's
-    watch, doubts = LifeWatch(config, "trainer", list(ranks.values())), []
+    watch = LifeWatch(config, "trainer", list(ranks.values()))
+    doubts, lines = list[bool](), list[str]()
     for second in range(0, 80, 5):
         now = float(second)
         for rank in {5: (1, 2, 3)}.get(second, (2,)):
@@ -192,13 +202,94 @@ def test_who_has_shown_no_life_yet_or_has_ended_is_not_missed(
             os.utime(tmp_path / "heartbeats" / f"trainer-{rank}", (now, now))
         if second == 10:
             ranks["ended"].note_end(0, now)
-        watch.kill_silent(Killed())
+        watch.kill_silent(Killed(), lines.append)
         doubts.append(watch.is_in_doubt)
     assert {name: rank.exit_code for name, rank in ranks.items()} == {
-        "new": None,
+        "new": -9,
         "ended": 0,
         "lives": None,
         "silent": -9,
     }
+    assert ranks["new"].ended_at == 65.0
     assert ranks["silent"].ended_at == 70.0
-    assert doubts == [35 < second < 70 for second in range(0, 80, 5)]
+    assert doubts == [30 < second < 70 for second in range(0, 80, 5)]
+    log = tmp_path / "log"
+    assert lines == [
+        f"waiting for trainer rank {rank}: no heartbeat for 35 s (limit 60 s,"
+        f" cluster.heartbeat_timeout_s). Log: {log}"
+        for rank in (0, 3)
+    ]
+
+
+def test_a_first_heartbeat_may_take_as_long_as_slurm_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("aligner.launcher.heartbeats.time.monotonic", lambda: now)
+    config = compose_config(
+        ["experiment=tiny_ppo", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=60"]
+    )
+    rank = Rank("trainer", 0, tmp_path / "log", 0, 0)
+    watch = LifeWatch(config, "trainer", [rank], first_heartbeat_s=180)
+    heartbeat = tmp_path / "heartbeats" / "trainer-0"
+    heartbeat.parent.mkdir()
+    for second in range(0, 400, 5):
+        now = float(second)
+        if second == 150:
+            heartbeat.touch()
+        watch.kill_silent(Killed(), lambda _: None)
+    assert rank.ended_at == 215.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prepare", "critic", "trainer"])
+def test_a_rank_stopped_before_its_first_heartbeat_ends_by_name(run: Path, role: str) -> None:
+    launcher = start(
+        run,
+        {"trainer": "train_until_done", role: "never_beats"},
+        "server.health_timeout_s=1.5",
+        "cluster.heartbeat_timeout_s=1.5",
+        "server.max_restarts=0",
+        "run.max_restarts=0",
+    )
+    code, out, error = finish(launcher, run)
+    key = "server.health_timeout_s" if role == "critic" else "cluster.heartbeat_timeout_s"
+    assert code == 1
+    assert error.startswith(f"{role} rank 0 sent no heartbeat for 1.5 s ({key}) and was killed")
+    assert f"Python stacks of all ranks that responded: {run / 'logs'}/*.log" in error
+    assert f"waiting for {role} rank 0: no heartbeat for 1 s (limit 1.5 s, {key}). Log:" in out
+
+
+@pytest.mark.slow
+def test_a_prepare_rank_that_is_stopped_is_started_again(run: Path) -> None:
+    launcher = start(run, {"prepare": "stop_at_first"}, "cluster.heartbeat_timeout_s=2")
+    code, out, error = finish(launcher, run)
+    assert code == 0, error
+    assert (
+        "prepare rank 0 sent no heartbeat for 2 s (cluster.heartbeat_timeout_s) and was killed;"
+        " restarting prepare (1 of 3 in the last hour)" in out
+    )
+
+
+@pytest.mark.slow
+def test_all_ranks_print_their_stacks_before_a_silent_rank_is_killed(run: Path) -> None:
+    launcher = start(
+        run, {"trainer": "stop_at_once"}, "cluster.heartbeat_timeout_s=2", "run.max_restarts=0"
+    )
+    code, _, error = finish(launcher, run)
+    assert code == 1, error
+    assert "Current thread" not in (run / "logs" / "trainer-0.log").read_text()
+    for server in ("critic", "reward"):
+        log = (run / "logs" / f"{server}-0.log").read_text()
+        assert "trainer rank 0 has sent no heartbeat for 2 s; the Python stacks of this" in log
+        assert "serve_forever" in log and "fake_role.py" in log
+
+
+def test_only_the_rank_itself_sends_its_heartbeats(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from aligner.launcher.rank_heartbeat import *; start_heartbeat();"
+        "assert HEARTBEAT not in os.environ; time.sleep(0.3)"
+    )
+    environment = {**os.environ, HEARTBEAT: f"0.1:{tmp_path}/a: b/critic-", "RANK": "3"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert [file.name for file in (tmp_path / "a: b").iterdir()] == ["critic-3"]

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launcher.rank_environment import DEVICES, IS_TASK, role_command, world_environment
+from aligner.launcher.heartbeats import heartbeat_environment
+from aligner.launcher.rank_environment import DEVICES, role_command, world_environment
+from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks, log_of
 from aligner.launcher.server_ports import FreePorts
 from aligner.launcher.slurm.slurm_commands import host_names, node_addresses, slurm_command
@@ -214,6 +216,7 @@ class SlurmSteps(Ranks):
                 ranks, place.ranks_per_node, nodes.address, next(self._ports), threads
             ),
             **configured_environment(self._config, role, place),
+            **heartbeat_environment(self._config, role, ranks),
         }
         logs = [log_of(self._config, role, rank, restarts) for rank in range(ranks)]
         for log in logs:
@@ -237,6 +240,16 @@ class SlurmSteps(Ranks):
             )
         self._steps.append(Step(name, process, messages, started))
         return started
+
+    @property
+    def running(self) -> list[Rank]:
+        """See `Ranks`."""
+        return [rank for step in self._steps for rank in step.ranks if rank.exit_code is None]
+
+    @property
+    def start_delay_s(self) -> float:
+        """See `Ranks`: a step may wait for its nodes, and download its image."""
+        return self._config.server.start_timeout_s
 
     def poll(self) -> None:
         """See `Ranks`."""
@@ -293,7 +306,7 @@ class SlurmSteps(Ranks):
                 for line in listed.splitlines()
                 if line.split(maxsplit=1)[1] in running
             ]:
-                slurm_command("scancel", f"--signal={number.name.removeprefix('SIG')}", *chosen)
+                slurm_command("scancel", f"--signal={_signal_text(number)}", *chosen)
 
     def _of(self, ranks: Sequence[Rank]) -> list[Step]:
         return [step for step in self._steps if any(rank in ranks for rank in step.ranks)]
@@ -368,6 +381,11 @@ def configured_environment(config: Config, role: str, place: Place) -> Mapping[s
     chosen = {} if place.devices is None else {DEVICES: ",".join(map(str, place.devices))}
     given = {**config.cluster.slurm.environment, **settings.environment}
     return chosen | {name: str(value) for name, value in given.items()}
+
+
+def _signal_text(number: signal.Signals) -> str:
+    """Return a signal as `scancel` reads it: Slurm has no name for `STACKS_SIGNAL`."""
+    return str(number.value) if number == STACKS_SIGNAL else number.name.removeprefix("SIG")
 
 
 def _task_code(how: str) -> int:
