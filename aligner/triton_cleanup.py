@@ -99,8 +99,7 @@ def remove_claimed_paths(pid: int) -> None:
                 with contextlib.suppress(OSError):
                     claimed.rmdir()
             else:
-                for path in (*_model_copies(claimed), claimed):
-                    shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(claimed, ignore_errors=True)
     for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
         _unlink(file)
 
@@ -179,19 +178,6 @@ def _claimed_paths(claim: Path) -> list[Path]:
         return [*map(Path, (claim / _PATHS).read_text().splitlines())]
     except FileNotFoundError:
         return []
-
-
-def _model_copies(workspace: Path) -> Iterator[Path]:
-    """Triton's temporary copies of the models that PyTriton has bound in this workspace, whether or
-    not Triton still runs.
-
-    Their configurations name it.
-    """
-    named = f'"{workspace}"'.encode()
-    for folder in Path("/tmp").glob("folder*"):  # Triton's own choice, too
-        with contextlib.suppress(OSError):  # not a model's, another user's, or just removed
-            if _is_own(folder, stat.S_ISDIR) and named in (folder / "config.pbtxt").read_bytes():
-                yield folder
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:

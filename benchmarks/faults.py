@@ -19,6 +19,9 @@ the trainer has two ranks and training is asynchronous (`rollout.max_staleness=1
       run is launched again
 - flips: a run is stopped, and one bit of one file of its newest checkpoint or its journal is
   flipped before it is launched again; once for the beginning, the middle and the end of every file
+- pauses: the whole run is suspended 25 times for 5 s, the helper processes of its Tritons 10 times
+  for 1.5 s, and its clock is set by 2 s 10 times, forward and back in turn (`benchmarks.pauses`).
+  Any restart of a role is a failure. Ignores `--role`, `--seeds`, `--steps` and `--episodes`
 
 `--role` selects the groups: `servers` is the critic and both reward replicas; `all` is one rank of
 each role; `environment` is a process of the generator that runs environments (requires
@@ -62,6 +65,7 @@ from rich.table import Table
 
 from aligner.exit_codes import RESUMABLE
 from aligner.paths import RunPaths, complete_steps
+from benchmarks import pauses
 from benchmarks.fault_draws import GROUPS, RANKS, Fault, mixed_faults, random_faults
 from benchmarks.leftovers import Leftovers
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
@@ -444,6 +448,29 @@ def measured(
     }
 
 
+def _measure_pauses(directory: Path, seed: int) -> bool:
+    """Whether the campaign of `benchmarks.pauses` has passed; prints its progress to standard error
+    and its figures as JSON."""
+    steps = sum(pauses.COUNTS.values()) + 5
+    return pauses.measure_pauses(
+        directory,
+        pause_overrides(steps),
+        steps,
+        lambda figures: print(json.dumps({"benchmark": "faults", "campaign": "pauses", **figures})),
+        lambda text: print(text, file=sys.stderr, flush=True),
+        seed=seed,
+    )
+
+
+def pause_overrides(steps: int) -> list[str]:
+    """Return the overrides of a run with all roles, for pauses."""
+    return [
+        *("run.name=run", f"run.steps={steps}", f"checkpoint.every={steps}"),
+        *BESIDE,
+        "logging.tensorboard=false",
+    ]
+
+
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A run's figures as a table shows them."""
     if "file" in figures:
@@ -470,7 +497,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--campaign",
-        choices=("kill", "stop", "mixed", "flips"),
+        choices=("kill", "stop", "mixed", "flips", "pauses"),
         default="kill",
         help="faults to inject (kill)",
     )
@@ -518,11 +545,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as temporary:
+            if args.campaign == "pauses":
+                directory = args.directory or Path(temporary)
+                sys.exit(0 if _measure_pauses(directory, args.first_seed) else 1)
             seeds = range(args.first_seed, args.first_seed + args.seeds)
             campaign = Campaign(args.campaign, args.role, args.steps, args.episodes)
             well = measure(campaign, seeds, args.directory or Path(temporary), show)
     finally:
-        if not args.json:
+        if not args.json and args.campaign != "pauses":
             Console(width=None if sys.stdout.isatty() else 120).print(table)
     sys.exit(0 if well else 1)
 

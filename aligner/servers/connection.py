@@ -54,6 +54,8 @@ _LOST = {
     # a helper process of Triton has ended, or did not run for a second
     "Stub process": "StubLost",
     "health mutex": "StubLost",
+    "Failed to retrieve the response": "StubLost",
+    "Failed to process the request": "StubLost",
     # PyTriton's words when a request did not get to our functions: as when their process was
     # killed.
     "Model execute error": "NotHandedOver",

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -35,6 +34,7 @@ from aligner.servers.gateway_settings import (
 )
 from aligner.servers.private_child import private_children
 from aligner.servers.restart_budget import RestartBudget
+from aligner.servers.triton_workspace import create_workspace
 from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
 from aligner.triton_cleanup import (
     claim_paths,
@@ -182,11 +182,13 @@ class TritonHost:
     def _start_triton_once(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
-        from pytriton.utils.workspace import Workspace
-
-        workspace = Workspace()
+        workspace = create_workspace()
         claim_paths([workspace.path])
         self._triton = self._bound_triton(workspace, self._sockets, self._endpoints)
+        # PyTriton would send the models to Triton, which reports an error for each that is not in
+        # a directory.
+        for model in self._triton._model_manager.models:
+            _write_model(model, workspace.model_store_path)
         before = triton_environments()
         gateway = self._gateway
         assert gateway is not None
@@ -365,13 +367,8 @@ class TritonHost:
                         break
                 time.sleep(_POLL_S)
             for model in triton._model_manager.models:
-                files = _numbered(model.get_proxy_model_files())
-                client.load_model(
-                    model.model_name,
-                    config=json.dumps(model.get_model_config()),
-                    files=files,
-                    client_timeout=self._start_timeout_s,
-                )
+                # A stub that was suspended in its start can make Triton wait for ever.
+                client.load_model(model.model_name, client_timeout=self._start_timeout_s / _STARTS)
                 model.setup()
 
     @contextlib.contextmanager
@@ -461,22 +458,26 @@ def _triton_arguments(server_config: Any) -> list[str]:
 
     PyTriton's model configurations are complete: having Triton complete them takes a helper
     process, 1.6 s a model. PyTriton has no option for that flag, which has no value.
+
+    Pinned memory serves models on GPUs, and these run on the CPU. On a machine without CUDA, Triton
+    would warn that it cannot allocate any. Models are loaded one by one (`_load_models`), not at
+    Triton's start.
     """
-    arguments = ["--disable-auto-complete-config"]
+    arguments = ["--disable-auto-complete-config", "--pinned-memory-pool-byte-size=0"]
     for name, value in server_config.server_args().items():
+        if name == "load-model":
+            continue
         values = value if isinstance(value, (tuple, list)) else [value]
         arguments += [f"--{name}={each}" for each in values if each is not None]
     return arguments
 
 
-def _numbered(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """PyTriton's files of a model, with `_NUMBERED_MODEL` in place of PyTriton's class."""
-    renamed = {
-        name.replace(f"/{_MODEL_FILE}", f"/{_PYTRITON_FILE}"): content
-        for name, content in files.items()
-    }
-    (model_file,) = (name for name in files if name.endswith(f"/{_MODEL_FILE}"))
-    return {**renamed, model_file: _NUMBERED_MODEL.encode()}
+def _write_model(model: Any, repository: Path) -> None:
+    """Write PyTriton's files of a model for Triton, with `_NUMBERED_MODEL` for its class."""
+    model.generate_model(repository)
+    files = repository / model.model_name / str(model.model_version)
+    (files / _MODEL_FILE).rename(files / _PYTRITON_FILE)
+    (files / _MODEL_FILE).write_text(_NUMBERED_MODEL)
 
 
 def _clean_model(model: Any) -> None:

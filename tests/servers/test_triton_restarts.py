@@ -14,11 +14,25 @@ from aligner.schema import PortsConfig
 from aligner.servers.critic_client import CriticClient
 from aligner.servers.critic_updates import RunId, UpdateJournal
 from aligner.servers.restart_budget import RestartBudget
-from aligner.servers.triton_host import TritonHost, _numbered, _triton_arguments
+from aligner.servers.triton_host import TritonHost, _triton_arguments, _write_model
 from tests.servers.roles import RunningRole
 from tests.servers.test_recovery import Expected, check_updates
 
 _STUB = "triton_python_backend_stub"
+
+
+class PyTritonModel:
+    """A model of PyTriton's whose files have this content."""
+
+    model_name, model_version = "critic_infer", 1
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def generate_model(self, repository: Path) -> None:
+        files = repository / self.model_name / str(self.model_version)
+        files.mkdir(parents=True)
+        (files / "model.py").write_text(self._source)
 
 
 def test_restart_budget_counts_the_last_hour_only():
@@ -33,15 +47,16 @@ def test_restart_budget_counts_the_last_hour_only():
     assert RestartBudget(0).is_spent
 
 
-def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch):
+def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch, tmp_path):
     """PyTriton numbers the requests of each stub from 1 on: a late answer would be handed to the
     first request of the next stub."""
     pytriton = (
-        b"class TritonPythonModel:\n    def initialize(self, args):\n        self._id_counter = 0"
+        "class TritonPythonModel:\n    def initialize(self, args):\n        self._id_counter = 0"
     )
-    files = _numbered({"file:1/model.py": pytriton, "file:1/data.py": b""})
-    assert files["file:1/pytriton_model.py"] == pytriton and "file:1/data.py" in files
-    source = files["file:1/model.py"].decode()
+    _write_model(PyTritonModel(pytriton), tmp_path)
+    files = tmp_path / "critic_infer" / "1"
+    assert (files / "pytriton_model.py").read_text() == pytriton
+    source = (files / "model.py").read_text()
     local = source.replace("from .pytriton_model import", "from pytriton_model import")
     stub: dict[str, object] = {}
     exec(pytriton, stub)
@@ -59,10 +74,11 @@ def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch):
 def test_triton_arguments_keep_spaces_and_need_no_old_flag():
     class ServerConfig:
         def server_args(self) -> dict[str, object]:
-            return {"log-file": "/a run/x.log", "backend-config": ["a,b=c", "d"], "id": None}
+            return {"log-file": "/a run/x.log", "backend-config": ["a,b=c", "d"], "load-model": "*"}
 
     assert _triton_arguments(ServerConfig()) == [
         "--disable-auto-complete-config",
+        "--pinned-memory-pool-byte-size=0",
         "--log-file=/a run/x.log",
         "--backend-config=a,b=c",
         "--backend-config=d",
