@@ -8,6 +8,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
+from aligner.paths import cache_directory
 from aligner.placement.local_devices import local_devices
 from aligner.placement.roles import has_generator
 from aligner.placement.slurm_layout import Layout, container_mounts, slurm_layout, slurm_role
@@ -49,8 +50,26 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     for key, image in images.items():
         if image is not None:
             yield from _image_problems(key, image)
+    yield from _path_problems(config, has_image=any(images.values()))
     if any(images.values()):
         yield from _mount_problems(config)
+
+
+def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
+    """Characters of paths that Slurm or a container does not accept."""
+    if config.run.dir is not None and "\\" in config.run.dir:
+        yield (
+            f"run.dir={config.run.dir}: must not contain a backslash with cluster=slurm, because"
+            " Slurm would not replace the job and task numbers in the names of log files; choose"
+            " another directory"
+        )
+    mounted = {"run.dir": config.run.dir or "", "ALIGNER_CACHE": str(cache_directory())}
+    for key, path in mounted.items():
+        if has_image and re.search("[:,]", path):
+            yield (
+                f"{key}={path}: must not contain a colon or a comma with cluster.slurm.image,"
+                " because they separate the parts of --container-mounts; choose another directory"
+            )
 
 
 def _time_problems(time: str, grace_s: int) -> Iterator[str]:

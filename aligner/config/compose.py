@@ -407,12 +407,24 @@ def _with_names(config: Config, experiment: str) -> Config:
             f"run.name={run.name}: the run to resume is named {started}; remove run.name and set"
             " run.dir"
         )
-    name = run.name or started or (Path(run.dir).name if run.dir else default_name(experiment))
+    name = run.name or started or _directory_name(run.dir) or default_name(experiment)
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: must consist of letters, digits and . _ - + =")
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
+    if unusable := next((c for c in directory if c in "\0\n\r" or "\ud800" <= c <= "\udfff"), None):
+        raise ConfigError(
+            f"run.dir={directory!r}: must not contain the character {unusable!r}; choose another"
+            " directory"
+        )
     named = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
     return dataclasses.replace(config, run=named)
+
+
+def _directory_name(directory: str | None) -> str:
+    """Return a run's name from its directory's, with `_` in place of characters that a name cannot
+    have; empty if there is no such name."""
+    name = re.sub(r"[^\w.+=-]+", "_", Path(directory or "").name)
+    return "" if name in (".", "..") else name
 
 
 def _started_name(directory: Path) -> str | None:

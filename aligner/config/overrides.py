@@ -2,6 +2,7 @@
 that are given."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
             f"{text}: keys cannot be deleted; set another value, or null where the key allows it"
         )
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(quote_text(text))
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -49,6 +50,32 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
             f"{key}={override.value()}: no such {key}; {hint}allowed: {', '.join(options[key])}"
         )
     return override
+
+
+def quote_text(override: str) -> str:
+    """Return an override whose value Hydra reads as one text, with quotes where they are missing.
+
+    Hydra requires quotes around paths with characters such as `#` or `,`. They are added only if
+    the key takes a text, the value is a path, and Hydra cannot read it as it is.
+
+    Example: `run.dir=/data/it's` becomes `run.dir="/data/it's"`.
+    """
+    name, _, value = override.partition("=")
+    key = known_key(name.lstrip("+"))
+    takes_text = key is not None and schema_keys()[key].type_name.removesuffix(" | None") == "str"
+    is_path = name.endswith((".dir", ".path")) or "/" in value
+    if not (takes_text and is_path) or value[:1] in ("'", '"'):
+        return override
+    try:
+        if not OverridesParser.create().parse_override(override).is_sweep_override():
+            return override
+    except HydraException:
+        pass
+    # A backslash is doubled only before a quotation mark, which the end of the value is, too.
+    escaped = re.sub(
+        r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value
+    )
+    return f'{name}="{escaped}"'
 
 
 def check_key(key: str, groups: Iterable[str] = ()) -> None:

@@ -20,7 +20,9 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
         start(run, {"trainer": "killed_after_checkpoint"}, "actor.parallel.pipeline=2"), run
     )
     assert code == 0, error
-    assert "trainer rank 0 was killed by SIGKILL; restarting trainer (1 of 3 in the last hour)" in out
+    assert (
+        "trainer rank 0 was killed by SIGKILL; restarting trainer (1 of 3 in the last hour)" in out
+    )
     assert load_config(run / "config.yaml").run.resume == "true"
     assert (state := read_state(run / "status.json")) is not None
     assert {name: role.restarts for name, role in state.roles.items()} == {

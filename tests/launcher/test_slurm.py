@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from aligner.checks.cluster import problems
 from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.failure import rank_error
-from aligner.launcher.rank_environment import DEVICES, IS_TASK, adopt_environment
+from aligner.launcher.rank_environment import DEVICES, adopt_environment
+from aligner.launcher.rank_heartbeat import IS_TASK
 from aligner.launcher.slurm import submit as submitting
 from aligner.launcher.slurm.job_steps import (
     Nodes,
@@ -25,6 +27,7 @@ from aligner.launcher.slurm.job_steps import (
 )
 from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launcher.slurm.submit import render_script, submit
+from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 from tests.launcher.stand_ins import stand_in
@@ -535,3 +538,24 @@ def test_what_supervises_a_job_runs_nowhere_else(
         timeout=60,
     )
     assert ended.returncode == code and told in ended.stderr
+
+
+def test_slurm_replaces_symbols_only_in_names_of_logs(tmp_path: Path) -> None:
+    script = render_script(config(tmp_path / "50%j off", "run.name=name"))
+    assert f"#SBATCH --output='{tmp_path}/50%%j off/run/logs/job-%j.log'" in script
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "problem"),
+    [
+        ("a\\b", (), "must not contain a backslash with cluster=slurm"),
+        ("a:b", ("cluster.slurm.image=IMAGE",), "must not contain a colon or a comma"),
+        ("a,b", ("cluster.slurm.image=IMAGE",), "must not contain a colon or a comma"),
+    ],
+)
+def test_characters_that_slurm_cannot_use_are_refused(
+    tmp_path: Path, name: str, image: tuple[str, ...], problem: str
+) -> None:
+    given = config(tmp_path / name, "run.name=name", *image)
+    (found,) = [text for text in problems(given, None, NOTHING_EXPECTED) if "run.dir" in text]
+    assert problem in found

@@ -18,7 +18,12 @@ from aligner.launcher.rank_environment import DEVICES, role_command, world_envir
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks, log_of
 from aligner.launcher.server_ports import FreePorts
-from aligner.launcher.slurm.slurm_commands import host_names, node_addresses, slurm_command
+from aligner.launcher.slurm.slurm_commands import (
+    host_names,
+    node_addresses,
+    output_pattern,
+    slurm_command,
+)
 from aligner.paths import run_paths
 from aligner.placement.device_lists import numbers
 from aligner.placement.roles import configured_threads, role_ranks
@@ -352,7 +357,7 @@ def srun_command(
         "--kill-on-bad-exit=0",
         f"--wait={config.cluster.collective_timeout_s:.0f}",
         "--unbuffered",
-        f"--output={paths.logs / f'{role}-%t.log'}",
+        f"--output={output_pattern(paths.logs, f'{role}-%t.log')}",
         "--open-mode=append",
     ]
     if (image := container_image(config, role)) is not None:

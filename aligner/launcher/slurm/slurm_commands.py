@@ -20,6 +20,12 @@ class NoAnswerError(AlignerError):
     """The controller has not answered a command: whether it did what it was asked is not known."""
 
 
+def output_pattern(directory: Path, name: str) -> str:
+    """Return a path for `--output` of sbatch and srun, in which Slurm replaces symbols such as `%j`
+    only in `name`."""
+    return f"{str(directory).replace('%', '%%')}/{name}"
+
+
 def slurm_command(
     name: str,
     *arguments: str,

@@ -17,7 +17,13 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.exit_codes import STOP_SIGNAL
 from aligner.files import write_file
 from aligner.launcher.lock import locked, refuse_locked
-from aligner.launcher.slurm.slurm_commands import TIMEOUT_S, NoAnswerError, job_of, slurm_command
+from aligner.launcher.slurm.slurm_commands import (
+    TIMEOUT_S,
+    NoAnswerError,
+    job_of,
+    output_pattern,
+    slurm_command,
+)
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.paths import PRIVATE, RunPaths, cache_directory, run_paths
 from aligner.placement.addresses import create_access_key
@@ -174,7 +180,8 @@ def _job_flags(config: Config) -> Iterator[str]:
     slurm, paths = config.cluster.slurm, run_paths(config)
     yield f"--job-name={config.run.name}"
     yield f"--chdir={Path.cwd()}"  # paths of the configuration may be relative
-    yield f"--output={paths.job_log('%j')}"
+    log = paths.job_log("%j")
+    yield f"--output={output_pattern(log.parent, log.name)}"
     yield "--open-mode=append"  # a job that is queued again goes on with its log
     yield f"--signal=B:{STOP_SIGNAL.name.removeprefix('SIG')}@{slurm.grace_s}"
     yield "--requeue" if slurm.requeue else "--no-requeue"

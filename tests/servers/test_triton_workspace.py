@@ -1,0 +1,27 @@
+"""Where PyTriton sets up a Triton server if HOME has unusual characters."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from aligner.servers.triton_workspace import create_workspace
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "ü", "it's", "a,b", "#", "x" * 80])
+def test_triton_gets_a_path_that_it_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    home = tmp_path / name
+    monkeypatch.setattr("pytriton.constants.PYTRITON_HOME", home)
+    monkeypatch.setattr("aligner.servers.triton_workspace._LONGEST", len(str(tmp_path)) + 20)
+    workspace = create_workspace()
+    try:
+        assert workspace.path.is_relative_to(home if name == "plain" else Path("/tmp"))
+        assert workspace.path.is_relative_to(home) == (name == "plain")
+        assert stat.S_IMODE(workspace.path.stat().st_mode) == stat.S_IRWXU
+    finally:
+        shutil.rmtree(workspace.path)
