@@ -2,6 +2,7 @@
 tritonclient."""
 
 import json
+import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -14,7 +15,15 @@ from tritonclient.utils import InferenceServerException
 
 from aligner.errors import AlignerError, UnansweredError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
-from aligner.servers.wire_protocol import CONTROL, EndpointSpec, array_text, text_array, told_error
+from aligner.servers.wire_protocol import (
+    CONTROL,
+    REQUEST_NUMBER,
+    EndpointSpec,
+    array_text,
+    text_array,
+    told_error,
+    with_request_number,
+)
 
 _DATATYPES = {
     np.uint8: "UINT8",
@@ -123,13 +132,15 @@ class Connection:
         With `look_s` a server that takes longer is asked for its health, which it tells also while
         it is at work, and is left with a TransportError where it does not within as long again.
         """
+        number = secrets.randbits(62)
+        rows = len(next(iter(arrays.values()))) if endpoint.batching else 1
+        numbers = np.full((rows, 1) if endpoint.batching else (1,), number, dtype=np.int64)
+        sent = {**arrays, REQUEST_NUMBER: numbers}
         inputs = []
-        for spec in endpoint.inputs:
-            if spec.name in arrays:
-                tensor = triton.InferInput(
-                    spec.name, arrays[spec.name].shape, _DATATYPES[spec.dtype]
-                )
-                tensor.set_data_from_numpy(arrays[spec.name])
+        for spec in with_request_number(endpoint).inputs:
+            if spec.name in sent:
+                tensor = triton.InferInput(spec.name, sent[spec.name].shape, _DATATYPES[spec.dtype])
+                tensor.set_data_from_numpy(sent[spec.name])
                 inputs.append(tensor)
         try:
             if look_s is None:
@@ -142,6 +153,12 @@ class Connection:
             raise self._told(endpoint, error, timeout_s) from None
         except ValueError as error:  # gRPC's for a call on a channel that was closed before it
             raise self._hung_up() if self._is_closed else error from None
+        returned = response.as_numpy(REQUEST_NUMBER)
+        if returned is None or not np.array_equal(returned, numbers):
+            # Triton has lost the answer, or has delivered that of another request.
+            raise TransportError(
+                self.role, self.address, "Misdelivered", f"the answer of {endpoint.name} was lost"
+            )
         answer = {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
         return {name: array for name, array in answer.items() if array is not None}
 

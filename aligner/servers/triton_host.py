@@ -35,7 +35,13 @@ from aligner.servers.gateway_settings import (
 from aligner.servers.private_child import private_children
 from aligner.servers.restart_budget import RestartBudget
 from aligner.servers.triton_workspace import create_workspace
-from aligner.servers.wire_protocol import EndpointError, EndpointSpec, TensorSpec
+from aligner.servers.wire_protocol import (
+    REQUEST_NUMBER,
+    EndpointError,
+    EndpointSpec,
+    TensorSpec,
+    with_request_number,
+)
 from aligner.triton_cleanup import (
     claim_paths,
     claim_triton_files,
@@ -332,7 +338,8 @@ class TritonHost:
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
         atexit.unregister(triton.stop)  # which asks Triton over a network
-        for spec, serve in endpoints.items():
+        for endpoint, serve in endpoints.items():
+            spec = with_request_number(endpoint)
             triton.bind(
                 model_name=spec.name,
                 # PyTriton tells a model's instances apart by their functions.
@@ -419,7 +426,7 @@ class TritonHost:
     def _answering(self, serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
         def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
             try:
-                return [serve(dict(request.items())) for request in requests]
+                return [_answer(serve, request) for request in requests]
             except AlignerError as error:
                 raise EndpointError(error) from None
             finally:
@@ -478,6 +485,14 @@ def _write_model(model: Any, repository: Path) -> None:
     files = repository / model.model_name / str(model.model_version)
     (files / _MODEL_FILE).rename(files / _PYTRITON_FILE)
     (files / _MODEL_FILE).write_text(_NUMBERED_MODEL)
+
+
+def _answer(serve: Serve, request: Any) -> dict[str, NDArray]:
+    """Return the answer to a request, with the request's number where it has one."""
+    arrays = dict(request.items())
+    number = arrays.pop(REQUEST_NUMBER, None)
+    answer = serve(arrays)
+    return answer if number is None else {**answer, REQUEST_NUMBER: number.copy()}
 
 
 def _clean_model(model: Any) -> None:

@@ -71,6 +71,16 @@ def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpe
     return TensorSpec(name, dtype, ("B", 1) if batching else (1,), optional=True)
 
 
+REQUEST_NUMBER = "request_number"
+"""A tensor that a server returns as it was sent, by which a client recognises its own answer."""
+
+
+def with_request_number(spec: EndpointSpec) -> EndpointSpec:
+    """Return the endpoint with an optional request number among its inputs and outputs."""
+    number = _of_request(REQUEST_NUMBER, np.int64, spec.batching)
+    return replace(spec, inputs=(*spec.inputs, number), outputs=(*spec.outputs, number))
+
+
 def _order(batching: bool) -> tuple[TensorSpec, ...]:
     """What our clients add: the update a request follows or is, the start of the server it is for,
     and its trace."""
