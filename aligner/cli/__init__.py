@@ -14,6 +14,7 @@ from aligner.cli.command_table import COMMANDS, parse_arguments
 from aligner.errors import AlignerError, Interrupted, Stopped
 from aligner.exit_codes import exit_code
 from aligner.files import full_disk
+from aligner.launcher.exhausted_resources import exhausted_resources
 from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.observability.logs import REPORTED, log_failure
 
@@ -71,13 +72,26 @@ def _report(error: BaseException, parsed: argparse.Namespace) -> None:
         output = getattr(parsed, "output", None)
         _print_error("interrupted" if output is None else f"interrupted; {output} was not written")
         return
-    message = str(error) if isinstance(error, AlignerError) else full_disk(error)
+    message = str(error) if isinstance(error, AlignerError) else _exhausted(error)
     if log_failure(error, message):
         return
     if message is None:
         traceback.print_exception(error)
     else:
         _print_error(message)
+
+
+def _exhausted(error: BaseException) -> str | None:
+    """Return the message of an error that says that a resource of the machine is exhausted, None
+    for any other error."""
+    if (message := full_disk(error)) is not None:
+        return message
+    # In a rank the traceback is worth more, and the launcher names the resource.
+    if "RANK" in os.environ or not isinstance(error, OSError | MemoryError):
+        return None
+    what = "a Python object" if isinstance(error, MemoryError) else str(error)
+    sentences = exhausted_resources([f"{type(error).__name__}: {error}"])
+    return "; ".join([what, *sentences]) if sentences else None
 
 
 def _print_error(message: str) -> None:

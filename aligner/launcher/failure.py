@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aligner.errors import AlignerError
+from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
 from aligner.observability.logs import REPORTED, text_lines
 
@@ -48,11 +49,12 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
     """The error of a rank: the message with the last lines of its log and its path; in short, with
     the error in that log."""
     error = _error_line(rank)
-    summary = (
-        f"{message}: {textwrap.shorten(error, _LONGEST_ERROR, placeholder=' …')}"
-        if error
-        else message
-    )
+    exhausted = exhausted_by(rank)
+    short = [
+        *([textwrap.shorten(error, _LONGEST_ERROR, placeholder=" …")] if error else []),
+        *exhausted,
+    ]
+    summary = ": ".join([message, *(["; ".join(short)] if short else [])])
     messages = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
     before = f"srun reported:\n{messages}\n" if messages else ""
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
@@ -60,6 +62,7 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
         f"{message}; {before}last lines of its log:\n{lines}\nlog:"
         f" {rank.log}{stacks_note(rank)}{_full_disk(rank.log)}"
     )
+    told += "".join(f"\n{sentence}" for sentence in exhausted)
     return AlignerError(told, summary=summary)
 
 
@@ -117,6 +120,19 @@ def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
         else ""
     )
     return f"{rank.role} rank {rank.rank} {how}{late}"
+
+
+def exhausted_by(rank: Rank) -> list[str]:
+    """Return a sentence for each resource of the machine that a failed rank has exhausted, as far
+    as its log, the log of its Triton and the kernel report."""
+    lines = log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+    lines += rank.starter_messages.splitlines()
+    triton = rank.log.with_name(f"{rank.role}-triton.log")
+    if rank.rank == 0 and triton.is_file():
+        lines += log_tail(triton)
+    # The launcher's own SIGKILL says nothing about memory.
+    kills = 0 if rank.killed_for else count_oom_kills() - rank.oom_kills_before
+    return exhausted_resources(lines, rank.exit_code, kills)
 
 
 def stacks_note(rank: Rank) -> str:

@@ -11,6 +11,7 @@ from aligner.config.compose import save_config
 from aligner.exit_codes import FINISHED, RESUMABLE
 from aligner.launcher.failure import (
     describe_end,
+    exhausted_by,
     missed_others,
     rank_error,
     root_failure,
@@ -119,6 +120,8 @@ class RankGroup(ABC):
             f"{cause}; restarting {self.name} ({self._budget.describe()}). Log:"
             f" {first.log}{stacks_note(first)}"
         )
+        for sentence in exhausted_by(first):
+            self._tell(sentence)
         self._all.send(signal.SIGTERM, self.ranks)
         self._kill_at = time.monotonic() + self._config.cluster.stop_timeout_s
 

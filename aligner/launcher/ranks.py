@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aligner.files import drop_older_half
+from aligner.launcher.exhausted_resources import count_oom_kills
 from aligner.observability.logs import launcher_line
 from aligner.paths import run_paths
 from aligner.schema import Config
@@ -31,6 +32,8 @@ class Rank:
     """`time.monotonic()` at which its end was noticed."""
     killed_for: str | None = field(default=None, kw_only=True)
     """Why the launcher killed it, where that was no part of ending or replacing its group."""
+    oom_kills_before: int = field(default_factory=count_oom_kills, kw_only=True)
+    """Processes that the kernel had killed for lack of memory when it was started."""
     has_stacks: bool = field(default=False, kw_only=True)
     """Whether all ranks of the run were made to print their Python stacks because this rank sends
     no heartbeats."""

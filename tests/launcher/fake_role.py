@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -131,6 +132,20 @@ def main(role: str, config: Path, behavior: str) -> None:
     match behavior:
         case "prepare":
             (run / "initial_model").mkdir(exist_ok=True)
+        case "open_files":
+            kept = []
+            while True:
+                kept.append(Path(__file__).open())  # noqa: SIM115
+        case "fill_shared_memory":
+            with open("/dev/shm/aligner-test-fill", "wb+") as file:  # noqa: PTH123
+                file.truncate(1 << 30)
+                mapped = mmap.mmap(file.fileno(), 1 << 30)
+                for place in range(0, 1 << 30, 4096):
+                    mapped[place] = 1
+        case "fill_memory":
+            filled = []
+            while True:
+                filled.append(bytearray(os.urandom(1 << 20)))
         case "stop_at_first":
             if not (run / "died").exists():
                 (run / "died").touch()

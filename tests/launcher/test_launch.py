@@ -51,9 +51,14 @@ def given(run: Path, *overrides: str) -> list[str]:
 
 
 def start(
-    run: Path, behaviors: dict[str, str] | None = None, *overrides: str
+    run: Path,
+    behaviors: dict[str, str] | None = None,
+    *overrides: str,
+    before: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
+    """A launch with fake roles; `before` is a command that runs it."""
     command = [
+        *before,
         sys.executable,
         str(LAUNCHER),
         json.dumps(given(run, *overrides)),

@@ -1,0 +1,165 @@
+"""A run that fails for lack of shared memory, memory or file descriptors names the resource."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aligner.launcher import exhausted_resources as module
+from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
+from aligner.launcher.failure import rank_error
+from aligner.launcher.ranks import Rank
+from tests.launcher.test_launch import finish, start
+
+SHARED = "--shm-size=8g"
+MEMORY = "memory is exhausted"
+FILES = "file descriptors are exhausted: a process may have"
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (
+            "Internal: Unable to initialize shared memory key 'pytrtion1-0' to requested size",
+            SHARED,
+        ),
+        ("RuntimeError: unable to write to file </torch_12_345>: No space left on device", SHARED),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1a2b'", SHARED),
+        ("Error while creating shared memory segment /dev/shm/nccl-abc (size 33030528)", SHARED),
+        ("DataLoader worker is killed by signal: Bus error. out of shared memory (shm)", SHARED),
+        ("MemoryError", MEMORY),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", MEMORY),
+        ("OSError: [Errno 12] Cannot allocate memory", MEMORY),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes", MEMORY),
+        ("srun: error: node1: task 0: Out Of Memory", MEMORY),
+        ("OSError: [Errno 24] Too many open files: '/data/a.jsonl'", FILES),
+        ("unable to open shared memory object </torch_1> : Too many open files (24)", FILES),
+        ("OSError: [Errno 23] Too many open files in system", "fs.file-max"),
+    ],
+)
+def test_errors_of_libraries_name_the_resource(line: str, remedy: str) -> None:
+    assert any(remedy in sentence for sentence in exhausted_resources(["before", line], 1))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "OSError: [Errno 28] No space left on device: '/data/run/metrics.jsonl'",
+        "ValueError: the reward is nan",
+        "shared memory of 64 MiB is used",
+    ],
+)
+def test_other_errors_name_no_resource(line: str) -> None:
+    assert exhausted_resources([line], 1) == []
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    monkeypatch.setattr(module, "_memory_groups", lambda: iter([group]))
+    events = group / "memory.events"
+    events.write_text("low 0\nmax 7\noom 1\noom_kill 4\n")
+    (group / "memory.max").write_text("4294967296\n")
+    (log := tmp_path / "trainer-0.log").write_text("step 3\n")
+    rank = Rank("trainer", 0, log, 0, 0)
+    rank.note_end(-signal.SIGKILL, 1.0)
+    assert MEMORY not in str(rank_error("trainer rank 0 was killed by SIGKILL", rank))
+    events.write_text("low 0\nmax 9\noom 2\noom_kill 5\n")
+    error = rank_error("trainer rank 0 was killed by SIGKILL", rank)
+    said = (
+        "memory is exhausted: the kernel killed 1 process for lack of memory; the limit of the"
+        " control group (container or job) is 4.0 GiB"
+    )
+    assert said in str(error)
+    assert said in error.summary
+
+
+def test_oom_kills_are_counted_in_old_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    monkeypatch.setattr(module, "_memory_groups", lambda: iter([tmp_path]))
+    assert count_oom_kills() == 3
+    assert module._memory_limit() is None
+
+
+@pytest.mark.slow
+def test_a_run_without_file_descriptors_names_their_limit(run: Path) -> None:
+    limited = ("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
+    code, _, error = finish(start(run, {"trainer": "open_files"}, before=limited), run)
+    assert code == 1
+    assert "file descriptors are exhausted: a process may have 128 open files" in error
+    assert "ulimit -n" in error
+
+
+@pytest.mark.slow
+def test_a_run_with_a_small_dev_shm_names_it(run: Path) -> None:
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    small = 'mount -t tmpfs -o size=8m tmpfs /dev/shm; exec "$@"'
+    launcher = start(
+        run,
+        {"trainer": "fill_shared_memory"},
+        "run.max_restarts=0",
+        before=("unshare", "-m", "sh", "-c", small, "sh"),
+    )
+    code, _, error = finish(launcher, run)
+    assert code == 1
+    assert "trainer rank 0 was killed by SIGBUS" in error
+    assert "exhausted: /dev/shm has 8.0 MiB" in error and "--shm-size" in error
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 300 MiB; the test is skipped where none can be made."""
+    (parent,) = [*module._memory_groups()][:1] or [Path("/nowhere")]
+    group = parent / f"aligner-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        is_new = (group / "memory.max").exists()
+        (group / ("memory.max" if is_new else "memory.limit_in_bytes")).write_text(f"{300 << 20}")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_run_without_memory_names_the_limit(run: Path, small_group: Path) -> None:
+    join = f'echo $$ > {small_group}/cgroup.procs; exec "$@"'
+    launcher = start(
+        run,
+        {"trainer": "fill_memory"},
+        "run.max_restarts=0",
+        before=("sh", "-c", join, "sh"),
+    )
+    code, _, error = finish(launcher, run)
+    assert code == 1, error
+    assert "trainer rank 0 was killed by SIGKILL" in error
+    assert "the limit of the control group (container or job) is 300.0 MiB" in error
+
+
+def test_a_launcher_without_file_descriptors_names_their_limit(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40));"
+        "from aligner.cli import _report;"
+        "import argparse\n"
+        "try:\n"
+        "    files = [open('/dev/null') for _ in range(40)]\n"
+        "except OSError as error:\n"
+        "    files = []\n"
+        "    _report(error, argparse.Namespace())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Too many open files: '/dev/null'; file descriptors are exhausted" in done.stderr
+    assert "Traceback" not in done.stderr
