@@ -272,6 +272,11 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
         )
     if engine.update != "in_place":
         yield (f"engine.update={engine.update}: must be in_place with engine.kind=tensorrt_llm")
+    if shape.vocab_size % engine.parallel.tensor:
+        yield (
+            f"engine.parallel.tensor={engine.parallel.tensor}: must divide the model's"
+            f" {shape.vocab_size} vocabulary entries with engine.kind=tensorrt_llm; {_ELSE}"
+        )
 
 
 def engine_machine_problems(engine: EngineConfig, architecture: str | None = None) -> Iterator[str]:

@@ -31,7 +31,7 @@ from aligner.megatron.grouped_experts import GroupedExperts
 from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
-from aligner.models.weight_slices import Head
+from aligner.models.weight_slices import Head, vocabulary_rows
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -238,12 +238,14 @@ def _build_chunk(
     chunks = world.layout.virtual_pipeline
     holds_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
+    tensor_ranks = world.layout.tensor
+    padded_vocabulary = vocabulary_rows(shape.vocab_size, tensor_ranks) * tensor_ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
             transformer_layer_spec=layers(stage),
-            vocab_size=shape.vocab_size,
+            vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
             position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[
                 shape.position
@@ -261,15 +263,32 @@ def _build_chunk(
         model.rotary_pos_emb.inv_freq = torch.tensor(
             inverse_frequencies(shape), dtype=torch.float32
         )
+    _clear_padding(model, padded_vocabulary - shape.vocab_size, world)
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if holds_head:
-        install_head(model, head)
+        install_head(model, head, shape.vocab_size)
     # Layers are made in the config's type, but norms and heads of our own are not.
     model = model.to(device=world.device, dtype=config.params_dtype)
     for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
         experts.lay_together()
     return model
+
+
+def _clear_padding(model: GPTModel, padding: int, world: World) -> None:
+    """Set the rows of the embedding and the head that pad the vocabulary to zero: files have no
+    values for them, and memory that nothing has written may contain NaNs."""
+    if not padding or world.place.tensor != world.layout.tensor - 1:
+        return
+    embedding = getattr(model, "embedding", None)
+    candidates = (
+        None if embedding is None else embedding.word_embeddings.weight,
+        getattr(getattr(model, "output_layer", None), "weight", None),
+    )
+    with torch.no_grad():
+        for weight in candidates:
+            if weight is not None:
+                weight[-padding:] = 0.0
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

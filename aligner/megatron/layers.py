@@ -245,8 +245,13 @@ class VocabularyHead(ColumnParallelLinear):
     """
 
     def __init__(
-        self, replaced: ColumnParallelLinear, tied_weight: nn.Parameter | None = None
+        self,
+        replaced: ColumnParallelLinear,
+        tied_weight: nn.Parameter | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size` is the number of tokens; the weights of all ranks together may have more
+        rows, which are padding. None: all rows are tokens."""
         super().__init__(
             replaced.input_size,
             replaced.output_size,
@@ -257,6 +262,7 @@ class VocabularyHead(ColumnParallelLinear):
             tp_group=replaced.tp_group,
         )
         self.weight = replaced.weight
+        self._vocab_size = vocab_size
         # In a tuple, which keeps a tied embedding from being counted as this module's too.
         self._projection = (replaced.weight if tied_weight is None else tied_weight,)
 
@@ -303,6 +309,7 @@ class VocabularyHead(ColumnParallelLinear):
             with_entropy=with_entropy,
             kept=kept,
             candidates=candidates,
+            vocab_size=self._vocab_size,
         )
 
     def top(
@@ -355,13 +362,15 @@ class ScalarHead(nn.Module):
         return values, None
 
 
-def install_head(model: GPTModel, head: Head) -> None:
-    """Put our head in the place of a last stage's output layer; call before the model is wrapped
-    for training."""
+def install_head(model: GPTModel, head: Head, vocab_size: int | None = None) -> None:
+    """Replace the output layer of a last stage by our head; call before the model is wrapped for
+    training. `vocab_size` is the number of tokens, without padding; None: all rows are tokens."""
     if head == "vocabulary":
         tied = model.output_layer.weight is None
         model.output_layer = VocabularyHead(
-            model.output_layer, model.embedding.word_embeddings.weight if tied else None
+            model.output_layer,
+            model.embedding.word_embeddings.weight if tied else None,
+            vocab_size,
         )
     else:
         model.output_layer = ScalarHead(

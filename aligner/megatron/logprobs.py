@@ -52,8 +52,10 @@ class _VocabParallelLogprobs(Function):
         with_entropy: bool,
         kept: KeptTokens | None,
         candidates: Tensor | None,
+        vocab_size: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `vocab_parallel_logprobs`."""
+        own_tokens = _own_tokens(vocab_size, len(weight), group)
         wanted = (
             targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)
         )
@@ -73,6 +75,7 @@ class _VocabParallelLogprobs(Function):
         )
         for tokens in _chunks(len(targets), chunk_tokens):
             scores = _scores(hidden[tokens], weight, temperature, buffer)
+            scores[:, own_tokens:] = _LEFT_OUT
             _leave_out(scores, kept, tokens, group)
             if fused:
                 found = score_passes.compiled(score_passes.sums)(scores, local[tokens, 0])
@@ -114,6 +117,7 @@ class _VocabParallelLogprobs(Function):
             kept,
             group,
         )
+        context.own_tokens = own_tokens
         context.weight, context.has_candidates = weight, candidates is not None
         context.set_materialize_grads(False)
         return logprobs if candidates is not None else logprobs[:, 0], (
@@ -153,6 +157,7 @@ class _VocabParallelLogprobs(Function):
                 gradient = buffer[: tokens.stop - tokens.start]
             else:
                 gradient = _scores(hidden[tokens], weight, temperature, buffer)
+                gradient[:, context.own_tokens :] = _LEFT_OUT
                 _leave_out(gradient, context.kept, tokens, context.group)
             if fused:
                 columns = (
@@ -182,11 +187,11 @@ class _VocabParallelLogprobs(Function):
             if context.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
         if total is not None or not context.needs_input_grad[1]:
-            return grad_hidden, told_of_gradient(context.weight), *[None] * 7
+            return grad_hidden, told_of_gradient(context.weight), *[None] * 8
         grad_weight = (
             torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         )
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -251,6 +256,15 @@ def _local_targets(
     return torch.where(here, local, 0), here
 
 
+def _own_tokens(vocab_size: int | None, rows: int, group: dist.ProcessGroup | None) -> int:
+    """Return how many of this rank's rows of the vocabulary projection are tokens; the others, at
+    the end, are padding."""
+    if vocab_size is None:
+        return rows
+    rank = 0 if group is None else group.rank()
+    return max(0, min(rows, vocab_size - rank * rows))
+
+
 def _places_of_candidates(local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
     """Rows, and columns in this rank's part, of what `_local_targets` found behind each target [m,
     1 + k]."""
@@ -279,6 +293,7 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     kept: KeptTokens | None = None,
     candidates: Tensor | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, if asked for, entropy of each distribution, at a sampling
     temperature.
@@ -290,10 +305,21 @@ def vocab_parallel_logprobs(
     alone. With `candidates` int64 [M, k], different ids for each target, log-probabilities are [M,
     2 + k]: the target's, those of its candidates, and that of all other tokens together. A rank's
     gradient of `hidden` is its part of a sum over the group, which is left to the caller. Never
-    more than `chunk_tokens` rows of float32 logits [., V/TP] exist, or sixteen.
+    more than `chunk_tokens` rows of float32 logits [., V/TP] exist, or sixteen. Rows of the weights
+    at and behind `vocab_size`, of all ranks together, are padding and not tokens; None: there are
+    none.
     """
     return _VocabParallelLogprobs.apply(
-        hidden, weight, targets, temperature, chunk_tokens, group, with_entropy, kept, candidates
+        hidden,
+        weight,
+        targets,
+        temperature,
+        chunk_tokens,
+        group,
+        with_entropy,
+        kept,
+        candidates,
+        vocab_size,
     )
 
 

@@ -109,13 +109,24 @@ class NamedWeights:
 
         A copy only where megatron-core's fused layout interleaves it.
         """
-        view, local = _part(tensor, self.specs[name].part, self._shape), self.local_shape(name)
+        local = self.local_shape(name)
+        view = self._unpadded(name, _part(tensor, self.specs[name].part, self._shape))
         return view.reshape(local[::-1]).T if self.specs[name].transposed else view.reshape(local)
 
     def scatter(self, name: str, tensor: Tensor, piece: Tensor) -> None:
         """Write this rank's slice of a named weight into a tensor shaped as its parameter."""
-        view = _part(tensor, self.specs[name].part, self._shape)
+        view = self._unpadded(name, _part(tensor, self.specs[name].part, self._shape))
         view.copy_((piece.T if self.specs[name].transposed else piece).reshape(view.shape))
+
+    def _unpadded(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rows of an embedding or head that are tokens, and any other tensor as it is.
+
+        A vocabulary that tensor parallelism does not divide evenly is padded on the last rank.
+        """
+        spec = self.specs[name]
+        if spec.layer is not None or spec.axis != 0 or spec.transposed:
+            return tensor
+        return tensor[: self.local_shape(name)[0]]
 
     def read(self, name: str) -> Tensor:
         """This rank's slice of a weight."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import vocabulary_rows
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 
@@ -33,16 +34,25 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
 
 
 def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
-    """Tensor-parallel sizes up to `limit` that cut every weight of the model evenly."""
+    """Tensor-parallel sizes up to `limit` that cut the model: every weight evenly, but for the
+    vocabulary, which is padded."""
     sizes = _cut_dimensions(shape).values()
-    return [size for size in range(1, limit + 1) if all(total % size == 0 for total in sizes)]
+    return [
+        size
+        for size in range(1, limit + 1)
+        if all(total % size == 0 for total in sizes) and not _leaves_rank_empty(shape, size)
+    ]
+
+
+def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
+    """Return whether a rank would hold padding of the vocabulary only."""
+    return (size - 1) * vocabulary_rows(shape.vocab_size, size) >= shape.vocab_size
 
 
 def _cut_dimensions(shape: ModelShape) -> dict[str, int]:
     dimensions = {
         "attention heads": shape.num_heads,
         "key-value heads": shape.num_kv_heads,
-        "vocabulary entries": shape.vocab_size,
     }
     # Experts have a tensor-parallel size of their own.
     return (
@@ -55,8 +65,13 @@ def _cut_dimensions(shape: ModelShape) -> dict[str, int]:
 def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
     """What does not divide by a tensor-parallel size."""
     uneven = [f"{total} {what}" for what, total in _cut_dimensions(shape).items() if total % size]
+    fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
+    if _leaves_rank_empty(shape, size):
+        yield (
+            f"{key}.tensor={size}: too large for a vocabulary of {shape.vocab_size}; valid sizes:"
+            f" {fitting}"
+        )
     if uneven:
-        fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
         yield (
             f"{key}.tensor={size}: must divide the model's {', '.join(uneven)}; valid sizes:"
             f" {fitting}"

@@ -216,13 +216,23 @@ def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
     )
 
 
+def vocabulary_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
+    """Return the rows of an embedding or head on each of `size` tensor-parallel ranks.
+
+    All ranks have equally many: the vocabulary is padded to a multiple of `multiple`, and then of
+    `size`. The last ranks hold the padding, which is not a token.
+    """
+    padded = -(-vocab_size // multiple) * multiple
+    return -(-padded // size)
+
+
 def tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
     """What a tensor-parallel rank, of so many, holds of a tensor that is cut as if it had the next
-    `multiple` of entries."""
+    `multiple` of entries, and of `size`."""
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
     entries = spec.shape[spec.axis]
-    step = -(-entries // multiple) * multiple // size
+    step = vocabulary_rows(entries, size, multiple)
     start, stop = (min(at * step, entries) for at in (rank, rank + 1))
     # Padding alone has no slice.
     return (

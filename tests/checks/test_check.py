@@ -143,8 +143,8 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             "must divide the model's 2 key-value heads; valid sizes: 1, 2",
         ),
         (
-            ["model.config.vocab_size=63", "critic.parallel.tensor=2"],
-            "63 vocabulary entries",
+            ["model.config.vocab_size=63", "critic.parallel.tensor=4"],
+            "critic.parallel.tensor=4: must divide the model's 2 key-value heads",
         ),
         (
             ["actor.parallel.pipeline=3"],

@@ -16,7 +16,7 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.placement import roles
 from aligner.placement.roles import device_of, uses_gpus
-from aligner.schema import EngineConfig
+from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines.vllm.shared_clients import INSTALLED
 from tests.models.test_layouts import DENSE, EXPERTS
 
@@ -90,6 +90,13 @@ def test_tensorrt_llm_runs_what_it_can() -> None:
         (
             {"update": "atomic"},
             "engine.update=atomic: must be in_place with engine.kind=tensorrt_llm",
+        ),
+        (
+            {
+                "shape": dataclasses.replace(DENSE, vocab_size=DENSE.vocab_size + 1),
+                "parallel": EngineParallelConfig(tensor=2),
+            },
+            "engine.parallel.tensor=2: must divide the model's",
         ),
         (
             {"shape": dataclasses.replace(DENSE, family="gpt2")},

@@ -35,6 +35,13 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def odd_directory(request, tmp_path_factory) -> Path:
+    """A vocabulary that two tensor-parallel ranks do not divide."""
+    settings = {"tie_word_embeddings": request.param, "vocab_size": 201}
+    return save_model(tmp_path_factory.mktemp("odd"), "llama", **settings)
+
+
 @pytest.fixture(scope="module", params=["tied", "untied", *FAMILIES])
 def any_directory(request, tmp_path_factory) -> Path:
     """Models of every family that the engine runs."""
@@ -192,6 +199,19 @@ def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greed
     ):
         assert tokens == response(alone)
         torch.testing.assert_close(torch.tensor(logprobs), alone.engine_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_padded_vocabulary_generates_the_samples_of_one_rank(pool, odd_directory, greedy):
+    options = SamplingOptions(12, greedy=greedy)
+    first, second = pool.run(generate_on_rank, 2, odd_directory, 2, options)
+    assert first == second
+    alone = generate(make_engine(odd_directory), make_requests(2), options)
+    for (tokens, logprobs), sample in zip(first, alone, strict=True):
+        assert tokens == response(sample)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), sample.engine_logprobs, atol=1e-4, rtol=0
+        )
 
 
 def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_directory):

@@ -17,6 +17,13 @@ def untied_llama(tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), tied=False)
 
 
+@pytest.fixture(scope="session", params=["tied", "untied"])
+def odd_llama(request, tmp_path_factory) -> Path:
+    """A vocabulary that two tensor-parallel ranks do not divide."""
+    tied = request.param == "tied"
+    return save_llama(tmp_path_factory.mktemp("odd"), tied=tied, vocab_size=71)
+
+
 @pytest.fixture(scope="session")
 def reward_llama(tmp_path_factory) -> Path:
     return save_reward_llama(tmp_path_factory.mktemp("reward"))

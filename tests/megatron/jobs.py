@@ -227,7 +227,8 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
     if world.is_last_stage and world.place.context == 0:
         for batch, part in zip(batches, parts, strict=True):
             if not batch.is_filler:
-                mine[batch.batch_rows, : batch.width] = part.cpu()
+                # Without the padding of the vocabulary.
+                mine[batch.batch_rows, : batch.width] = part.cpu()[..., : mine.shape[-1]]
     return world.sum_(whole)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 
 
-def llama_config(tied: bool, **more: Any) -> Any:
+def llama_config(tied: bool, vocab_size: int = 72, **more: Any) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -20,7 +20,7 @@ def llama_config(tied: bool, **more: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=96,
-        vocab_size=72,
+        vocab_size=vocab_size,
         max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
         initializer_range=0.15,
@@ -31,11 +31,11 @@ def llama_config(tied: bool, **more: Any) -> Any:
     )
 
 
-def save_llama(directory: Path, *, tied: bool, seed: int = 11) -> Path:
+def save_llama(directory: Path, *, tied: bool, seed: int = 11, vocab_size: int = 72) -> Path:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(tied))
+    model = LlamaForCausalLM(llama_config(tied, vocab_size))
     for name, parameter in model.named_parameters():
         if "norm" in name:  # so that a norm that is not read shows
             parameter.data += 0.1 * torch.randn_like(parameter)

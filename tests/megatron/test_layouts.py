@@ -135,6 +135,11 @@ def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(
     assert_steps_agree(pool, tied_llama, layout, settings)
 
 
+@layouts("tp2", "tp2-pp2", "tp2-sp")
+def test_padded_vocabulary_trains_as_transformers(pool, odd_llama, layout, settings):
+    assert_steps_agree(pool, odd_llama, layout, settings)
+
+
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
 def test_a_reference_that_stays_on_the_device_is_the_same_to_the_bit(pool, untied_llama, layout):
     steps = [

@@ -159,11 +159,12 @@ class Decoder:
         """Whole logits [B, V] on the replica's first rank, None on the others."""
         if self._tensor == 1:
             return share
+        # The last ranks' logits of the padding of the vocabulary are dropped.
         shares = (
             [torch.empty_like(share) for _ in range(self._tensor)] if self._place == 0 else None
         )
         dist.gather(share, shares, group=self._group, group_dst=0)
-        return torch.cat(shares, -1) if shares else None
+        return torch.cat(shares, -1)[:, : self._shape.vocab_size] if shares else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first rank's tensor on all ranks of the replica."""

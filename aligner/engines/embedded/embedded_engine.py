@@ -77,7 +77,7 @@ class EmbeddedEngine(GenerationEngine):
         super().__init__(shape, settings, weight_format(settings, device))
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype
-        self._layout = parameters(shape, tensor)
+        self._layout = parameters(shape, tensor, rank % tensor)
         sliced = can_slice(shape, self._device, self._dtype) and not settings.exact
         ways = {"exact": settings.exact, "packed": settings.packed_weights, "sliced": sliced}
         decoder = Decoder(shape, tensor, rank % tensor, group, self._device, **ways)

@@ -52,6 +52,12 @@ class Parameter:
         return -(-self.numel // _ALIGNMENT) * _ALIGNMENT
 
     @property
+    def has_padding(self) -> bool:
+        """Whether it has rows that belong to no part: padding of the vocabulary."""
+        last = self.parts[-1]
+        return last.spec.expert is None and last.start + last.shape[0] < self.shape[0]
+
+    @property
     def as_trained(self) -> bool:
         """Whether megatron-core holds the same parameter the same way: it interleaves query, key
         and value."""
@@ -70,19 +76,27 @@ def stacked_name(spec: TensorSpec) -> str:
     )
 
 
-def parameters(shape: ModelShape, tensor: int) -> tuple[Parameter, ...]:
-    """What one of `tensor` tensor-parallel ranks stores, in the table's order."""
+def parameters(shape: ModelShape, tensor: int, rank: int = 0) -> tuple[Parameter, ...]:
+    """What a rank of `tensor` tensor-parallel ranks stores, in the table's order.
+
+    The parameters of all ranks are of one shape. If `tensor` does not divide the vocabulary, the
+    last rank's embedding and head have more rows than tokens.
+    """
     table = weight_table(shape)
-    # the slices of all ranks are of one shape
-    slices = engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
+    layout = EngineParallelConfig(tensor=tensor)
+    slices = engine_slices(table, layout, rank)
+    largest = engine_slices(table, layout, 0)
     parts: dict[str, list[Part]] = {}
     filled: dict[tuple[str, int | None], int] = {}
     for spec in table:
         cut, name = slices[spec.name], stacked_name(spec)
         local = cut_shape(spec.shape, cut.axis, cut.start, cut.stop)
         local = local[::-1] if spec.transposed else local
+        full = largest[spec.name]
+        stored = cut_shape(spec.shape, full.axis, full.start, full.stop)
+        stored = stored[::-1] if spec.transposed else stored
         start = filled.get((name, spec.expert), 0)
-        filled[name, spec.expert] = start + local[0]
+        filled[name, spec.expert] = start + stored[0]
         parts.setdefault(name, []).append(Part(spec, local, start))
     found: list[Parameter] = []
     for name, held in parts.items():
@@ -122,6 +136,8 @@ class EngineWeights:
             if whole is None:
                 whole = self.storage.narrow(0, begin, parameter.numel).view(parameter.shape)
                 begin += parameter.aligned
+                if parameter.has_padding:
+                    whole.zero_()
             self.tensors[parameter.name] = whole
             for part in parameter.parts:
                 one = whole if part.spec.expert is None else whole[part.spec.expert]
