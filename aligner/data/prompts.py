@@ -9,6 +9,7 @@ that is tokenized alone, or merge the end of a prompt with the start of a respon
 
 import functools
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -171,12 +172,14 @@ def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bo
 
 def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
     """By a prompt's text the share of its samples that pass, of `data.pass_rate_samples`; None
-    without them."""
+    without them. NaN for a prompt none of whose samples has a score."""
     if data.pass_rate_samples is None:
         return None
 
     def sample(record: Record) -> tuple[str, float]:
-        return record.text("prompt"), record.number("score")
+        # `aligner evaluate` writes null where the reward function abstained.
+        abstained = "score" in record.values and record.values["score"] is None
+        return record.text("prompt"), math.nan if abstained else record.number("score")
 
     key, scores = "data.pass_rate_samples=", dict[str, list[float]]()
     for text, score in convert(
@@ -184,7 +187,9 @@ def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
     )[0]:
         scores.setdefault(text, []).append(score)
     limit = data.pass_threshold
-    return {text: float(passes(torch.tensor(each), limit).mean()) for text, each in scores.items()}
+    return {
+        text: float(passes(torch.tensor(each), limit).nanmean()) for text, each in scores.items()
+    }
 
 
 def _with_pass_rate(
@@ -198,6 +203,11 @@ def _with_pass_rate(
             raise BadRecord(
                 f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
                 " this record's prompt"
+            )
+        if math.isnan(told[text]):
+            raise LeftOut(
+                f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
+                " this record's prompt with a score"
             )
         record = replace(record, values={**record.values, "pass_rate": told[text]})
     if data.sort_by is not None:

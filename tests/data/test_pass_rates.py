@@ -246,6 +246,18 @@ def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer,
     ]
 
 
+def test_pass_rates_of_stored_samples_do_not_count_abstentions(tokenizer, tmp_path):
+    path = written(tmp_path / "plain.jsonl", [{"prompt": text} for text in "abc"])
+    scored = [("a", 1), ("a", None), ("b", 0), ("b", None), ("c", None)]
+    samples = written(
+        tmp_path / "samples.jsonl", [{"prompt": text, "score": score} for text, score in scored]
+    )
+    data = DataConfig(path=path, pass_rate_samples=samples, pass_rate=[0.0, 1.0])
+    chosen, notices = texts(data, tokenizer)
+    assert sorted(chosen) == ["a", "b"]
+    assert "has no sample of this record's prompt with a score" in str(notices)
+
+
 def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(tokenizer, tmp_path):
     path = written(tmp_path / "plain.jsonl", [{"prompt": text, "answer": "1"} for text in "abc"])
     scored = [("a", 1), ("a", 0), ("b", 1), ("b", 1), ("c", 0.5), ("c", 0)]
