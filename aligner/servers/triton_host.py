@@ -262,10 +262,10 @@ class TritonHost:
         triton = [process for process in self._processes if process.pid != gateway.pid]
         if gateway.poll() is not None:
             gateway.communicate()
-            self._gateway = self._start_gateway(self._sockets)
-        if all(map(is_alive, triton)):
-            _await_gateway(self._gateway)
-            self._processes = [psutil.Process(self._gateway.pid), *triton]
+            gateway = self._gateway = self._start_gateway(self._sockets)
+        if self._triton.is_alive() and all(map(is_alive, triton)):
+            _await_gateway(gateway)
+            self._processes = [psutil.Process(gateway.pid), *triton]
         else:
             self._discard_triton()
             self._start_triton(self._killed_when_late)

@@ -47,7 +47,7 @@ def test_clock_is_stepped_for_one_process_only(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_pauses_cost_no_restart_and_change_no_result(tmp_path: Path) -> None:
     counts = {pauses.RUN: 4, pauses.STUBS: 1, pauses.CLOCK: 2}
-    steps = sum(counts.values()) + 2
+    steps = 3 * sum(counts.values())
     figures: list[dict[str, object]] = []
     reports: list[str] = []
     is_good = pauses.measure_pauses(
