@@ -52,34 +52,42 @@ def _is_fork() -> bool:
     """Fork a rank for the next request; true in it, false here."""
     if not (line := sys.stdin.readline()):
         os._exit(0)
-    if not _fork():
+    if (pid := _fork()) is not None:
+        # Told by this process: the rank may be suspended from its first moment on.
+        os.write(1, f"{pid}\n".encode())
         return False
     _become(json.loads(line))
     return True
 
 
-def _fork() -> bool:
-    """Fork a process that the launcher adopts, as whose child it ends; true in it, once that is
-    so."""
+def _fork() -> int | None:
+    """Fork a process that the launcher adopts.
+
+    Returns:
+        The process id here, once the process is the launcher's child; None in the process itself.
+    """
+    reading, writing = os.pipe()
     between = os.fork()
     if between:
+        os.close(writing)
         os.waitpid(between, 0)
-        return False
+        with os.fdopen(reading) as pipe:
+            return int(pipe.read())
     own = os.getpid()
-    if os.fork():
+    if pid := os.fork():
+        os.write(writing, str(pid).encode())
         os._exit(0)
+    os.close(reading)
+    os.close(writing)
     while os.getppid() == own:
         time.sleep(0.001)
-    return True
+    return None
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Tell the rank's process id, and give this process all else that a start of its own would have
-    given it."""
+    """Give this process what a start of its own would have given it."""
     gc.enable()
     os.setsid()
-    os.write(1, f"{os.getpid()}\n".encode())
-    signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     os.environ.clear()
     os.environ.update(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -92,6 +100,8 @@ def _become(request: dict[str, Any]) -> None:
 
 def run() -> NoReturn:
     """Serve; in a rank, its command."""
+    # Ranks inherit it: they must not die of the signal before they can handle it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     # a title has the command line's place alone: by their environment processes are found
     os.environ["SPT_NOENV"] = "1"
     # finds that place: not once the environment differs
