@@ -3,6 +3,7 @@ all."""
 
 import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,13 @@ from aligner.data.examples import (
     Preference,
     open_run_data,
 )
-from aligner.data.field_names import FieldChoice, FieldsNotChosen, choose_fields
+from aligner.data.field_names import (
+    FieldChoice,
+    FieldsNotChosen,
+    choose_fields,
+    has_content,
+    is_prompt_part,
+)
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer
@@ -31,6 +38,8 @@ _LONGEST, _SPREAD = 64, 448
 _ENDLESS = 2**30
 _COMPARING = ("exact_match", "gsm8k", "math")
 """Reward functions that compare a response with the record's `answer`."""
+_KEY = re.compile(rb'"(\w+)"\s*:\s*(?!""|null|\[\]|\{\})')
+"""An entry of a JSON object that is not empty."""
 _SHOWN = 200
 """Characters of a field that are shown as an example."""
 
@@ -46,7 +55,7 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
     try:
         lines = _lines(config.data)
         looked_at = _some(lines)
-        choice = _choice(looked_at, config)
+        choice = _choice(looked_at, lines, config)
         fields = choice.fields
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "records.jsonl"
@@ -111,11 +120,12 @@ def _lines(data: DataConfig) -> list[Line]:
     return found
 
 
-def _choice(lines: Sequence[Line], config: Config) -> FieldChoice:
+def _choice(looked_at: Sequence[Line], lines: Sequence[Line], config: Config) -> FieldChoice:
     """Return the fields that stand for ours; none if the configuration names some."""
     if any(source.fields for source in data_sources(config.data)):
         return FieldChoice()
-    records = convert(lines, lambda record: dict(record.values), "data", skip=True)[0]
+    records = _records(looked_at)
+    records += _records_with_rare_parts(records, lines)
     algorithm = config.algorithm
     return choose_fields(
         records,
@@ -126,6 +136,33 @@ def _choice(lines: Sequence[Line], config: Config) -> FieldChoice:
             for source in reward_sources(config.reward)
         ),
     )
+
+
+def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return convert(lines, lambda record: dict(record.values), "data", skip=True)[0]
+
+
+def _records_with_rare_parts(
+    records: Sequence[Mapping[str, Any]], lines: Sequence[Line]
+) -> list[dict[str, Any]]:
+    """Return the first record for each part of the prompt that only records outside of the sample
+    have, such as a rare `input`."""
+    known = {name for record in records for name, value in record.items() if has_content(value)}
+    found = []
+    for line in lines:
+        named = set(_KEY.findall(line.content)) if isinstance(line.content, bytes) else None
+        if named is not None and not any(_is_new_part(name.decode(), known) for name in named):
+            continue
+        for record in _records([line]):
+            parts = {name for name, value in record.items() if has_content(value)}
+            if any(_is_new_part(name, known) for name in parts):
+                found.append(record)
+                known |= parts
+    return found
+
+
+def _is_new_part(name: str, known: set[str]) -> bool:
+    return name not in known and is_prompt_part(name)
 
 
 def _example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Choose the record fields of published data formats that stand for `prompt`, `response` and
 `answer`, without losing a part of the prompt."""
 
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +39,29 @@ _UNJOINED = (
     "endings",
     "candidates",
     "history",
+    "contexts",
+    "ctxs",
+    "documents",
+    "passages",
+    "paragraphs",
+    "evidence",
+    "hint",
+    "premise",
+    "story",
+    "schema",
+    "table",
+    "starter_code",
+    "examples",
+    "few_shot",
 )
 """Fields that belong to the prompt, and that no template can join to it in the right form."""
+_LETTERED = re.compile(r"[A-E]|(?:op|opt|option|choice|ending|sol|distractor)[ _]?(?:[A-Ea-e]|\d)")
+"""Fields with one choice each of a multiple-choice question, such as `A`, `option_a` or `opa`."""
+_MEDIA = ("image", "images", "audio", "video", "videos")
+_EXPLICIT = ("prompt", "messages", "chosen", "rejected")
+"""Fields that contain the prompt under aligner's own names."""
+_LABELS = ("role", "type")
+"""Entries of a message that no prompt contains as they are."""
 _TRAINERS_WITH_RESPONSE = ("sft", "teacher_scores")
 
 
@@ -87,7 +108,7 @@ def choose_fields(
         if chosen_prompt is not None:
             taken = _companions(records, chosen_prompt)
             fields["prompt"] = _joined([chosen_prompt, *taken]) if taken else chosen_prompt
-            _require_joined(records, fields["prompt"])
+            _require_joined(records, [chosen_prompt, *taken], fields["prompt"])
     if learns_response and "response" not in first and "messages" not in first:
         response = _first_present(first, _SOLUTIONS)
         if response is not None:
@@ -134,49 +155,78 @@ def _companions(records: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
     ]
 
 
-def _lost_fields(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def is_prompt_part(name: str) -> bool:
+    """Return whether a field looks like a part of the prompt by its name."""
+    is_lettered = _LETTERED.fullmatch(name) is not None
+    return is_lettered or name in (*_UNJOINED, *_COMPANIONS, *_MEDIA, *_PROMPTS)
+
+
+def has_content(value: Any) -> bool:
+    """Return whether a field's value contains any text or number."""
+    return next(_texts(value), None) is not None
+
+
+def _lost_fields(records: Sequence[Mapping[str, Any]], used: Sequence[str]) -> Iterator[str]:
     """Yield the names of fields that look like a part of the prompt, and whose text is not in the
-    prompt already."""
-    for name in (*_UNJOINED, *_COMPANIONS):
-        if any(name in record and _is_lost(record, name) for record in records):
+    used fields already."""
+    names = dict.fromkeys(name for record in records for name in record if is_prompt_part(name))
+    for name in names:
+        if name not in used and any(_is_lost(record, name, used) for record in records):
             yield name
 
 
-def _is_lost(record: Mapping[str, Any], name: str) -> bool:
-    prompts = [record.get(key) for key in ("prompt", "messages", *_PROMPTS) if key != name]
-    prompt = json.dumps(prompts, ensure_ascii=False)
-    texts = list(_texts(record[name]))
-    return any(json.dumps(text, ensure_ascii=False)[1:-1] not in prompt for text in texts)
+def _is_lost(record: Mapping[str, Any], name: str, used: Sequence[str]) -> bool:
+    texts = list(_texts(record.get(name)))
+    prompt = [text for key in used for text in _texts(record.get(key))]
+    if all(_contains("\n".join(prompt), text) for text in texts):
+        return False
+    # Alpaca's `text` repeats the whole record.
+    repeats = name in _PROMPTS and all(_contains("\n".join(texts), text) for text in prompt)
+    return not repeats
+
+
+def _contains(prompt: str, text: str) -> bool:
+    """Return whether a prompt contains a text, not as a part of another word or number."""
+    return re.search(rf"(?<!\w){re.escape(text.strip())}(?!\w)", prompt) is not None
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all non-empty texts in a field's value."""
+    """Yield all non-empty texts and the numbers in a field's value."""
     if isinstance(value, str) and value.strip():
         yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
     elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _texts(entry)
+        for name, entry in value.items():
+            if name not in _LABELS:
+                yield from _texts(entry)
     elif isinstance(value, list):
         for entry in value:
             yield from _texts(entry)
 
 
-def _require_joined(records: Sequence[Mapping[str, Any]], template: str) -> None:
-    for name in _lost_fields(records):
-        if name in _UNJOINED:
+def _require_joined(
+    records: Sequence[Mapping[str, Any]], used: Sequence[str], template: str
+) -> None:
+    for name in _lost_fields(records, used):
+        if name in _MEDIA:
             raise FieldsNotChosen(
-                f"data.fields: the record field `{name}` looks like a part of the prompt, and is"
-                " not joined to it automatically; set the prompt yourself, for example"
-                f" data.fields={{prompt: '{_shown(template)}\\n\\n{{{name}}}'}}, or use `messages`,"
-                f" or remove field `{name}`"
+                f"data.fields: the record field `{name}` looks like a part of the prompt, but only"
+                " text is supported; remove the field if the prompt is complete without it"
             )
-        # Companions that are no texts, such as lists of passages, cannot be joined.
-        if f"{{{name}?}}" not in template and name != template:
+        if name in _COMPANIONS and name not in _PROMPTS:
+            # Companions that are no texts, such as lists of passages, cannot be joined.
             raise FieldsNotChosen(
                 f"data.fields: the record field `{name}` looks like a part of the prompt, but is"
                 " not a text in every record; set data.fields with a template for the prompt, or"
                 f" remove field `{name}`"
             )
+        raise FieldsNotChosen(
+            f"data.fields: the record field `{name}` looks like a part of the prompt, and is"
+            " not joined to it automatically; set the prompt yourself, for example"
+            f" data.fields={{prompt: '{_shown(template)}\\n\\n{{{name}}}'}}, or use `messages`,"
+            f" or remove field `{name}`"
+        )
 
 
 def _require_one_answer(records: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -195,7 +245,7 @@ def _shown(template: str) -> str:
 
 
 def _unused(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for name in _lost_fields(records):
+    for name in _lost_fields(records, _EXPLICIT):
         yield (
             f"the record field `{name}` looks like a part of the prompt, but the prompt does not"
             " contain it; set data.fields with a template for the prompt if it belongs there"

@@ -121,6 +121,21 @@ def test_chosen_fields_come_with_a_short_rendered_example(tmp_path: Path) -> Non
     assert response == "response: 'c'"
 
 
+@pytest.mark.parametrize("value", ["a", "  b"])
+def test_rare_part_of_the_prompt_is_joined_wherever_it_is(tmp_path: Path, value: str) -> None:
+    records = [{"instruction": "abc", "input": "", "output": "d" * 9} for _ in range(3000)]
+    records[2345] = {"instruction": "abc", "input": value, "output": "d"}
+    found = measured(tmp_path, records, "algorithm=sft")
+    assert found is not None and found.fields["prompt"] == "{instruction}\n\n{input?}"
+
+
+def test_rare_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    records = [{"question": "abc", "choices": [], "answer": "d" * 9} for _ in range(3000)]
+    records[2345] = {"question": "abc", "choices": ["x", "y"], "answer": "x"}
+    with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
+        measured(tmp_path, records, "algorithm=sft")
+
+
 def test_field_that_would_be_lost_is_refused_when_fields_are_chosen(tmp_path: Path) -> None:
     with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
         measured(tmp_path, [{"question": "a", "choices": ["b", "c"], "answer": 1}])

@@ -92,6 +92,18 @@ def test_empty_or_missing_companion_leaves_no_blank_lines(tmp_path: Path) -> Non
         ("system_prompt", "Be brief."),
         ("history", [["Hi", "Hello"]]),
         ("context", ["Ann ran.", "Bob sat."]),
+        ("choices", [4, 7, 9]),
+        ("choices", ["a", "prim", "rim"]),
+        ("option_b", "7"),
+        ("opa", "4"),
+        ("B", "7"),
+        ("documents", ["Ann ran."]),
+        ("contexts", ["Ann ran."]),
+        ("schema", "CREATE TABLE primes"),
+        ("starter_code", "def is_prime(n):"),
+        ("images", ["primes.png"]),
+        ("instruction", "Answer in French."),
+        ("text", "4, 7 and 9"),
     ],
 )
 @pytest.mark.parametrize("trainer", ["sft", "online"])
@@ -101,6 +113,32 @@ def test_field_that_cannot_be_joined_is_refused_by_name(
     record = {"question": "Which is a prime?", field: value, "answer": 1}
     with pytest.raises(FieldsNotChosen, match=f"the record field `{field}` looks like a part"):
         choose_fields([record], trainer, generates=trainer == "online")
+
+
+def test_fields_that_repeat_the_prompt_are_accepted() -> None:
+    text = "Instruction:\nTranslate to French.\nInput:\ngood evening\nResponse:\nbonsoir"
+    choice = choose_fields([ALPACA | {"text": text}], "sft", generates=False)
+    assert choice.fields["prompt"] == "{instruction}\n\n{input?}"
+
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    for record in (
+        {"messages": messages, "problem": "1+1?", "solution": "2"},
+        {"messages": messages, "text": "[INST] 1+1? [/INST] 2"},
+        {"prompt": "1+1? Think first.", "question": "1+1?", "response": "2"},
+    ):
+        assert choose_fields([record], "sft", generates=False).notices == ()
+
+
+def test_text_beside_a_prompt_is_noted() -> None:
+    record = {"prompt": "Summarize.", "text": "Ann ran.", "response": "Running."}
+    (notice,) = choose_fields([record], "sft", generates=False).notices
+    assert "`text` looks like a part" in notice
+
+
+def test_unused_field_that_repeats_a_lost_part_does_not_hide_it() -> None:
+    record = {"question": "Who?", "system": "Be brief.", "text": "Be brief. Who?", "answer": "Ann"}
+    with pytest.raises(FieldsNotChosen, match="`system` looks like a part"):
+        choose_fields([record], "sft", generates=False)
 
 
 def test_choices_in_the_prompt_already_are_accepted() -> None:
