@@ -24,7 +24,7 @@ from aligner.data.checksums import DamagedError, FileRecord, damage, read_sealed
 from aligner.data.collectives import dealt, gather_json
 from aligner.data.weight_files import DTYPES
 from aligner.errors import AlignerError
-from aligner.models.hugging_face import ARCHITECTURES, read_config
+from aligner.models.hugging_face import ARCHITECTURES, read_config, with_architecture
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
@@ -38,7 +38,9 @@ MANIFEST = CHECKPOINT_MANIFEST
 def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
     """The config.json of what is built of a Hugging Face directory's model with a head and so many
     of its first layers."""
-    config = json.loads((directory / "config.json").read_text())
+    config: dict[str, Any] = with_architecture(
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    )
     if head == "scalar":
         config |= {
             "architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name],

@@ -19,7 +19,12 @@ from aligner.data.weight_files import TensorEntry, assemble, write_safetensors
 from aligner.errors import ConfigError
 from aligner.extras import lacking
 from aligner.files import new_directory
-from aligner.models.hugging_face import ARCHITECTURES, config_notes, read_described_config
+from aligner.models.hugging_face import (
+    ARCHITECTURES,
+    config_notes,
+    read_described_config,
+    with_architecture,
+)
 from aligner.models.model_source import (
     directory_config,
     directory_shape,
@@ -122,6 +127,7 @@ def _write_random(
     tokenizer of characters."""
     read_described_config(entries, "model.config")
     # transformers chooses the class by model_type.
+    entries = with_architecture(entries)
     model_type = ARCHITECTURES[entries["architectures"][0]].model_type
     content = {"model_type": model_type, "dtype": "float32"} | dict(entries)
     shape = _write_config(content, directory)

@@ -465,7 +465,7 @@ def read_config(config: Any, origin: str) -> ModelShape:
         ConfigError: The content is not a configuration, its architecture or an entry is not
             supported, or a value has the wrong type.
     """
-    architecture, entries = _checked_entries(config, origin)
+    architecture, entries = _checked_entries(with_architecture(config), origin)
     try:
         shape = _read_shape(architecture, entries, origin)
     except (TypeError, ValueError, AttributeError) as error:
@@ -490,6 +490,21 @@ def read_config(config: Any, origin: str) -> ModelShape:
     return shape
 
 
+def with_architecture(config: Any) -> Any:
+    """Return the content of config.json with `architectures`.
+
+    Without this entry, `AutoModelForCausalLM` takes the language model of `model_type`.
+    """
+    if not isinstance(config, Mapping) or config.get("architectures"):
+        return config
+    names = [
+        architecture.causal_name
+        for architecture in _ARCHITECTURES
+        if architecture.model_type == config.get("model_type")
+    ]
+    return {**config, "architectures": names} if names else config
+
+
 def read_described_config(config: Any, origin: str) -> ModelShape:
     """Return the shape of a model that a configuration key describes and no file contains.
 
@@ -499,7 +514,7 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
     Raises:
         ConfigError: A size is missing, or `read_config` raises the error.
     """
-    architecture, entries = _checked_entries(config, origin)
+    architecture, entries = _checked_entries(with_architecture(config), origin)
     sizes = [entry for name, entry in architecture.entries.items() if name in _SIZES]
     missing = [
         entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
@@ -514,7 +529,7 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
 def config_notes(config: Mapping[str, Any]) -> list[str]:
     """Return one line about the entries that transformers does not know, and one about dropout,
     for a configuration that `read_config` accepts."""
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    architecture = ARCHITECTURES[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
     if architecture.is_rotary:
         key, rope = _rope_entry(config)
@@ -869,6 +884,12 @@ def _rotary_fraction(
         raise ConfigError(
             f"{origin}: {name}={fraction:g} with head_dim={values['head_dim']}: must rotate at"
             f" least 1 and at most {values['head_dim']} dimensions"
+        )
+    # Pairs of dimensions are rotated: an odd number is rounded up.
+    if values["head_dim"] % 2 and int(values["head_dim"] * fraction) == values["head_dim"]:
+        raise ConfigError(
+            f"{origin}: head_dim={values['head_dim']}: must be even, because all dimensions are"
+            " rotated in pairs"
         )
     return fraction
 

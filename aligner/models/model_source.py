@@ -15,6 +15,7 @@ from aligner.models.hugging_face import (
     hugging_face_config,
     read_config,
     read_described_config,
+    with_architecture,
 )
 from aligner.models.packaged_models import package_directory, package_version
 from aligner.models.shape import ModelShape
@@ -54,8 +55,8 @@ def directory_shape(
 
 
 def directory_config(directory: Path, key: str) -> dict[str, Any]:
-    """The content of a Hugging Face model directory's `config.json`, which `read_config` looks
-    into."""
+    """Return the content of a Hugging Face model directory's `config.json`, with
+    `architectures`."""
     file = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(f"{key}={directory}: no such model directory")
@@ -64,7 +65,7 @@ def directory_config(directory: Path, key: str) -> dict[str, Any]:
             f"{key}={directory}: has no config.json, so it is not a Hugging Face model directory"
         )
     try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
+        content: dict[str, Any] = with_architecture(json.loads(file.read_bytes()))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{key}={directory}: config.json is not valid JSON ({error})") from error
     return content
@@ -104,7 +105,7 @@ def read_architecture(
     written, one of the shape's."""
     model = config.model
     if model.source == "random":
-        entries: Mapping[str, Any] = model.config
+        entries: Mapping[str, Any] = with_architecture(model.config)
     elif model.source == "gguf" or is_expected(directory := _given_directory(model), expected):
         entries = hugging_face_config(shape)
     else:

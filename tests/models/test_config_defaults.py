@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aligner.data.checkpoint_files import built_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import (
     _ARCHITECTURES,
@@ -22,7 +23,7 @@ from aligner.models.hugging_face import (
     read_config,
     read_described_config,
 )
-from aligner.models.model_source import directory_shape
+from aligner.models.model_source import directory_config, directory_shape
 from aligner.models.shape import ModelShape
 from tests.models.test_families import CONFIGS, LLAMA3, SIZES
 
@@ -265,6 +266,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
         ("GPTNeoX", {"rope_theta": 5e5}, ["rope_theta=500000.0 contradicts"]),
         ("GPTNeoX", {"partial_rotary_factor": 1.0}, ["partial_rotary_factor=1.0 contradicts"]),
         ("Llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+        ("Llama", {"head_dim": 7}, ["head_dim=7: must be even"]),
         ("Llama", {"rope_parameters": {"full_attention": DEFAULT}}, ["full_attention"]),
         ("Llama", {"rope_scaling": "linear"}, ["rope_scaling='linear'"]),
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, ["factor=None"]),
@@ -365,6 +367,25 @@ def test_entry_without_an_effect_does_not_change_the_shape(name, change):
     config = CONFIGS[f"{name}ForCausalLM"] | {"architectures": [f"{name}ForCausalLM"]}
     assert read_config(config | change, "test") == read_config(config, "test")
     assert config_notes(config | change) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("named", [{}, {"architectures": None}, {"architectures": []}], ids=str)
+def test_architecture_is_that_of_model_type_if_none_is_named(name, named, tmp_path):
+    config = {**full(name), "model_type": BY_NAME[name].model_type}
+    without = {key: value for key, value in config.items() if key != "architectures"} | named
+    assert read_config(without, "test") == read_config(config, "test")
+    assert read_described_config(without, "test") == read_config(config, "test")
+    assert config_notes(without) == config_notes(config)
+
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    assert directory_config(tmp_path, "model.path")["architectures"] == [name]
+    assert built_config(tmp_path, "vocabulary", 1)["architectures"] == [name]
+
+
+def test_config_without_architecture_and_model_type_is_refused():
+    with pytest.raises(ConfigError, match="architecture <none> is not supported"):
+        read_config({**CONFIGS["LlamaForCausalLM"], "architectures": None}, "test")
 
 
 def test_padding_token_of_llama_1_conversions_means_none():
