@@ -167,7 +167,8 @@ def open_evaluation_prompts(
 
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
     text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
-    return Prompt(0, text, tokens, _metadata(record) | (asked_messages(record) if messages else {}))
+    metadata = _metadata(record) | (asked_messages(record) if messages else {})
+    return Prompt(0, text, tokens, metadata, record.origin)
 
 
 def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:

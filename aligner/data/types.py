@@ -41,6 +41,8 @@ class Prompt:
     tokens: Tensor
     """int64 [P]"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    """FILE:LINE or DIRECTORY[INDEX] of its record, for messages; "" where it has none."""
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,21 @@ def require_math_verify(key: str) -> None:
 
 
 class MathChecker:
-    """Compares a response with an answer; threads take turns."""
+    """Compares responses with answers in a child process; threads take turns."""
 
     def __init__(self, seconds: float = 2.0) -> None:
-        """`seconds` of processor time are the most that a comparison may take."""
+        """Limit each comparison to `seconds` of processor time."""
         module = "aligner.rewards.math_comparison"
         self.child = ChildFunction(module, "equal", processor_s=seconds, memory_bytes=_MEMORY_BYTES)
+        self._parser = ChildFunction(
+            module, "is_parsable", processor_s=seconds, memory_bytes=_MEMORY_BYTES
+        )
 
     def equal(self, answer: str, response: str) -> bool | None:
-        """Whether a response's last expression equals the answer's; False when that takes too long
-        to tell.
+        """Return whether the answer of a response equals the record's answer.
 
-        None where the answer has no expression. Raises AlignerError when the child process fails.
+        Returns False if the comparison takes too long, and None if the record's answer is empty or
+        has unclosed braces. Raises AlignerError if the child process fails.
         """
         try:
             return self.child(answer, response)
@@ -43,3 +46,17 @@ class MathChecker:
             return False
         except ChildLost as error:
             raise AlignerError(f"math-verify {error}; see its error output") from error
+
+    def is_parsable(self, answer: str) -> bool:
+        """Return whether a record's answer can be parsed within the time limit."""
+        try:
+            return self._parser(answer)
+        except ChildTooSlow:
+            return False
+        except ChildLost as error:
+            raise AlignerError(f"math-verify {error}; see its error output") from error
+
+    def close(self) -> None:
+        """End the child processes."""
+        self.child.close()
+        self._parser.close()

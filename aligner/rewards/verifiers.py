@@ -2,20 +2,16 @@
 
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from aligner.child_function import ChildFunction, ChildLost
 from aligner.errors import AlignerError
+from aligner.rewards.final_number import final_number
 from aligner.rewards.math_checker import MathChecker
 
 Rule = Callable[[str, Mapping[str, Any]], bool]
 """Whether a response is right, by its prompt's metadata. Raises Unverifiable."""
-
-# Commas within a number, once those between thousands are gone, end it.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?!\w))?")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")
 
 _PATTERN_S = 2.0
 """Processor time for one response and its pattern."""
@@ -27,61 +23,30 @@ class Unverifiable(AlignerError):
 
 def exact_match(response: str, metadata: Mapping[str, Any]) -> bool:
     """Whether the response is the `answer`, letter by letter, but for space around either."""
-    return response.strip() == _answer(metadata).strip()
+    return response.strip() == record_answer(metadata).strip()
 
 
 def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether `final_number` of the response and of the `answer`, which may be a whole solution,
-    are equal."""
-    answer = _answer(metadata)
+    """Return whether a response and the record's `answer`, which may be a whole solution, have the
+    same `final_number`."""
+    answer = record_answer(metadata)
     expected = final_number(answer)
     if expected is None:
         raise Unverifiable(f"field `answer` is {answer!r}, must contain a number")
     return final_number(response) == expected
 
 
-def final_number(text: str) -> Decimal | None:
-    r"""The number that a solution ends with: the first after the last `####`, else in the last
-    `\boxed{}`, else the last.
-
-    Thousands separators, `$`, `%`, trailing zeros and powers of ten as in 1e5 make no difference.
-    None where there is none.
-    """
-    if "####" in text:
-        numbers = _numbers(text.rpartition("####")[2])
-        return numbers[0] if numbers else None
-    boxed = _last_boxed(text)
-    numbers = _numbers(text if boxed is None else boxed)
-    return numbers[-1] if numbers else None
-
-
-def _numbers(text: str) -> list[Decimal]:
-    plain = _THOUSANDS.sub("", text.replace("\\$", "").replace("$", "").replace("\u2212", "-"))
-    return [Decimal(number) for number in _NUMBER.findall(plain)]
-
-
-def _last_boxed(text: str) -> str | None:
-    _, found, rest = text.rpartition("\\boxed{")
-    depth = 1
-    for place, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return rest[:place]
-    return rest if found else None
-
-
 def math(response: str, metadata: Mapping[str, Any]) -> bool:
-    r"""Whether the response's last mathematical expression and the `answer` are equal, as
-    math-verify finds.
+    r"""Return whether the answer of a response and the record's `answer` are equal.
 
-    Either is LaTeX, plain, in `$…$` or in `\boxed{}`. A response that takes too long to check is
-    not right.
+    docs/rewards.md describes the rules. A response that takes too long to compare is wrong. Raises
+    Unverifiable if the record's answer is empty or has unclosed braces.
     """
-    answer = _answer(metadata)
+    answer = record_answer(metadata)
     equal = _math_checker().equal(answer, response)
     if equal is None:
         raise Unverifiable(
-            f"field `answer` is {answer!r}, must contain an expression that math-verify can parse"
+            f"field `answer` is {answer!r}, must contain an expression or text with closed braces"
         )
     return equal
 
@@ -128,7 +93,8 @@ def length(response: str, metadata: Mapping[str, Any]) -> bool:
     return shortest <= len(response) <= longest
 
 
-def _answer(metadata: Mapping[str, Any]) -> str:
+def record_answer(metadata: Mapping[str, Any]) -> str:
+    """Return the answer of a record as text. Raises Unverifiable if it has none."""
     return str(_entry(metadata, "answer", (str, int, float), "a string or a number"))
 
 

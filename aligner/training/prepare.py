@@ -15,6 +15,7 @@ from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
+from aligner.rewards.answer_checks import CHECKED_VERIFIERS, check_answers
 from aligner.rewards.scorers import resolve_scorer
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
@@ -61,9 +62,15 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     listed = list_tools(config.environment)
     tools = tool_schemas(listed)
     scored: list[Prompt] = []
+    answer_notices: list[str] = []
     for suite in evaluated_suites(config):
         evaluated = open_evaluation_prompts(suite, config.data, tokenizer, tools=tools)
-        scored += evaluated if suite.settings.function is None else ()
+        if suite.settings.function is None:
+            scored += evaluated
+        else:
+            answer_notices += _check_answers(
+                suite.settings.function, f"{suite.key}.function", evaluated
+            )
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             _check_judged([judge], evaluated)
     if config.algorithm.generates:
@@ -75,10 +82,27 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         _check_judged(judge_sources(config.reward), scored)
         _check_tasks(config, scored)
         _check_kept(config.algorithm.kept_fields, prompts.examples())
-        return prompts.notices
+        for source in reward_sources(config.reward):
+            if isinstance(source, FunctionSource):
+                asked = [prompt for prompt in scored if source.is_asked(prompt.metadata)]
+                answer_notices += _check_answers(source.function, f"{source.key}.function", asked)
+        return [*prompts.notices, *answer_notices]
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
     return open_run_data(config, tokenizer).notices
+
+
+def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[str]:
+    """Check that a verifier can compare responses with the answers of records.
+
+    Returns a notice about answers of which only the text is compared. Raises ConfigError for
+    answers that no response can be compared with.
+    """
+    if function not in CHECKED_VERIFIERS:
+        return []
+    resolve_scorer(function, key)
+    records = [(prompt.origin or repr(prompt.text), prompt.metadata) for prompt in prompts]
+    return check_answers(function, f"{key}={function}", records)
 
 
 def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:

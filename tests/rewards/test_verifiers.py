@@ -8,7 +8,7 @@ import pytest
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.math_checker import MathChecker
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
-from aligner.rewards.verifiers import final_number
+from aligner.rewards.final_number import final_number
 
 
 def score(name: str, response: str, **metadata) -> float:
@@ -172,7 +172,7 @@ def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
         (
             "math",
             {"answer": ""},
-            "field `answer` is '', must contain an expression that math-verify can parse",
+            "field `answer` is '', must contain an expression or text with closed braces",
         ),
         ("format", {"answer": "4"}, "record lacks field `format` \\(a regular expression\\)"),
         ("format", {"format": "("}, r"field `format` is '\(', not a valid regular expression"),

@@ -1,0 +1,403 @@
+r"""Forms of answers that are compared by their own rules: numbers, times, collections, text.
+
+What remains are expressions, which `math_comparison` compares with math-verify and sympy.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from aligner.rewards.answer_text import split_top_level
+
+_MAX_EXPONENT = 400
+
+_DECIMAL = r"(?:\d{1,1000}(?:\.\d{0,1000})?|\.\d{1,1000})"
+_INTEGER = r"\d{1,1000}"
+_SIGNED = rf"[-+]?\s*{_DECIMAL}"
+_FRACTION_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})\s*)?"
+    rf"\\frac\{{\s*(?P<top>{_SIGNED})\s*\}}\{{\s*(?P<bottom>{_SIGNED})\s*\}}"
+)
+_SLASH_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})\s+)?\(?(?P<top>{_SIGNED})\)?\s*/\s*"
+    rf"\(?(?P<bottom>{_SIGNED})\)?"
+)
+_POWER_NUMBER = re.compile(
+    rf"(?P<mantissa>{_SIGNED})\s*(?:\\times|\\cdot|x|X|\*)\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d{{1,4}})\s*\}}?"
+    rf"|(?P<plain>{_SIGNED})[eE](?P<exponent>[-+]?\d{{1,4}})"
+)
+_REPEATING = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<whole>\d{0,50})\.(?P<head>\d{0,50})"
+    r"\\(?:overline|bar|dot)\s*\{?(?P<cycle>\d{1,50})\}?"
+)
+
+_CLOCK = re.compile(
+    r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2})(?::(?P<second>\d{2}))?)?\s*"
+    r"(?:(?P<half>[ap])\.?\s?m\.?|(?P<oclock>o'?\s?clock))?",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\(\s*([A-Ja-j])\s*\)|([A-J])|([A-J])\)")
+_CHOICE_WITH_TEXT = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*[.):])\s*[.:]?\s*(.+)", re.DOTALL)
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_FUNCTIONS = frozenset(
+    re.findall(
+        r"\w+",
+        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min gcd lcm"
+        " mod det deg dim ker sqrt frac abs floor ceil",
+    )
+)
+_WORD_SYNONYMS = {
+    "no solution": "emptyset",
+    "no solutions": "emptyset",
+    "no real solution": "emptyset",
+    "no real solutions": "emptyset",
+    "empty set": "emptyset",
+    "all real numbers": "reals",
+    "all reals": "reals",
+    "real numbers": "reals",
+    "dne": "does not exist",
+    "infinity": "infty",
+    "infinite": "infty",
+}
+
+_RELATION = re.compile(r"\\(?:le|ge|ne)(?![a-zA-Z])|<|>")
+_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_NAME = re.compile(
+    r"(?:\\(?:angle|triangle|overline|text|operatorname|mathcal|mathbb|vec|hat)\s*)?"
+    r"(?:\{?[A-Za-z]{1,4}\}?|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|ell))"
+    r"(?:_\{?\w{1,4}\}?)*'*(?:\s*\([^()=]{1,12}\))?(?:\^\{-1\}(?:\([a-z]\))?)?"
+    r"|\\text\s*\{[^{}]*\}(?:\s*\([^()=]{1,12}\))?|\|[A-Za-z]{1,3}\|"
+    r"|\[[A-Z]{2,6}\]|m\s*\\angle\s*[A-Z]{1,3}"
+)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Several answers: a set, a tuple, an interval, a list or a union."""
+
+    opening: str
+    r"""`{`, `(`, `[`, "" for a list without brackets, or `\cup` for a union."""
+    closing: str
+    items: tuple[str, ...]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the order of the items matters."""
+        return self.opening in ("(", "[")
+
+
+def exact_number(text: str) -> Fraction | None:
+    """Return the value of a number, fraction, mixed number or power of ten, or None."""
+    text = text.strip()
+    while (inner := re.fullmatch(r"([-+]?)\s*(?:\{([^{}]*)\}|\(([^()]*)\))", text)) is not None:
+        text = inner[1] + (inner[2] or inner[3] or "").strip()
+    if re.fullmatch(rf"[-+]?\s*{_DECIMAL}", text):
+        return Fraction(text.replace(" ", "").rstrip("."))
+    if match := _FRACTION_NUMBER.fullmatch(text) or _SLASH_NUMBER.fullmatch(text):
+        return _fraction(match)
+    if match := _POWER_NUMBER.fullmatch(text):
+        mantissa = (match["mantissa"] or match["plain"]).replace(" ", "")
+        power = int(match["power"] or match["exponent"])
+        if abs(power) > _MAX_EXPONENT:
+            return None
+        return Fraction(mantissa.rstrip(".")) * Fraction(10) ** power
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(match)
+    if match := re.fullmatch(r"([-+]?)\s*10\s*\^\s*\{([-+]?\d{1,3})\}", text):
+        return (-1 if match[1] == "-" else 1) * Fraction(10) ** int(match[2])
+    return None
+
+
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    top = Fraction(match["top"].replace(" ", "").rstrip("."))
+    bottom = Fraction(match["bottom"].replace(" ", "").rstrip("."))
+    if bottom == 0 or (match["whole"] and (top < 0 or bottom < 0)):
+        return None
+    value = int(match["whole"] or 0) + top / bottom
+    return -value if match["sign"] == "-" else value
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    scale = 10 ** len(match["head"])
+    cycle = match["cycle"]
+    value = Fraction(int(match["whole"] or 0)) + Fraction(int(match["head"] or 0), scale)
+    value += Fraction(int(cycle), (10 ** len(cycle) - 1) * scale)
+    return -value if match["sign"] == "-" else value
+
+
+def decimal_places(text: str) -> int | None:
+    """Return the number of decimals of a decimal number, or None for any other text."""
+    match = re.fullmatch(r"[-+]?\s*\d*\.(\d+)", text.strip())
+    return len(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time of day."""
+
+    hour: int
+    minute: int
+    second: int
+    half: str
+    """`a` or `p` for am or pm, "" if the answer does not say."""
+
+    def agrees(self, other: "Clock") -> bool:
+        """Return whether two times are equal; am or pm may be missing in one of them."""
+        if (self.minute, self.second) != (other.minute, other.second):
+            return False
+        if bool(self.half) == bool(other.half):
+            return self._of_day() == other._of_day()
+        return self.hour == other.hour or self._of_day() == other._of_day()
+
+    def _of_day(self) -> int:
+        if not self.half:
+            return self.hour
+        return self.hour % 12 + (12 if self.half == "p" else 0)
+
+
+def parse_clock(text: str) -> Clock | None:
+    """Return the time of day of a normalized answer such as `12:30` or `3 p.m.`, or None."""
+    plain = _TEXT.sub(r" \1 ", text).replace("\\", " ").strip().rstrip(".")
+    match = _CLOCK.fullmatch(re.sub(r"\s*:\s*", ":", re.sub(r"\s+", " ", plain)))
+    if match is None or not (match["minute"] or match["half"] or match["oclock"]):
+        return None
+    hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
+    if hour > 24 or minute > 59 or second > 59:
+        return None
+    return Clock(hour, minute, second, (match["half"] or "").lower())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The letter of a multiple-choice answer, and the text of the option where it is given."""
+
+    letter: str
+    text: str
+
+
+def parse_choice(text: str) -> Choice | None:
+    """Return the multiple-choice letter of a normalized answer, or None."""
+    plain = re.sub(r"^\s*\\text\s*\{([^{}]*)\}", r"\1 ", text).strip()
+    if match := _CHOICE.fullmatch(plain.rstrip(".")):
+        return Choice((match[1] or match[2] or match[3]).upper(), "")
+    if match := _CHOICE_WITH_TEXT.fullmatch(plain):
+        return Choice(match[1] or match[2], match[3].strip())
+    return None
+
+
+def parse_words(text: str) -> str | None:
+    """Return the words of a text answer in lower case, or None for mathematics."""
+    if text in (r"\emptyset", r"\{\}", r"\{ \}"):
+        return "emptyset"
+    if text in (r"\mathbb{R}", r"(-\infty,\infty)", r"(-\infty, \infty)", r"(-\infty, +\infty)"):
+        return "reals"
+    has_text = _TEXT.search(text) is not None
+    plain = _TEXT.sub(r" \1 ", text)
+    outside = _COMMAND.sub(" ", _TEXT.sub(" ", text))
+    words = re.findall(r"[^\W\d_]{2,}", _COMMAND.sub(" ", plain))
+    if not words or all(word.lower() in _FUNCTIONS for word in words):
+        return None
+    is_short = len(words) == 1 and len(words[0]) <= 3 and not re.search("[eiou]", words[0].lower())
+    if not has_text and (is_short or re.search(r"[=^_+{}<>]", plain)):
+        return None
+    if has_text and re.search(r"[=^_+<>]|\\(?:frac|sqrt|infty|begin)", text):
+        return None
+    if not has_text and re.search(r"[^\W\d_]{2,}\(|\d[^\W\d_]|\\", outside) and len(words) == 1:
+        return None
+    plain = re.sub(r"[^\w\s%./:+-]", " ", _COMMAND.sub(" ", plain).casefold())
+    tokens = [token.strip(".:-") for token in plain.split()]
+    kept = [token for token in tokens if token and token not in ("the", "a", "an")]
+    joined = " ".join(kept)
+    return _WORD_SYNONYMS.get(joined, joined)
+
+
+def parse_collection(text: str) -> Collection | None:
+    r"""Return the items of `\{1,2\}`, `(1,2]`, `1, 2`, `\pm 2`, or a union; None for one value."""
+    text = text.strip()
+    union = _split_union(text)
+    if len(union) > 1:
+        return Collection(r"\cup", "", tuple(union))
+    if expanded := _plus_minus(text):
+        return Collection("", "", expanded)
+    if (interval := _interval(text)) is not None:
+        return interval
+
+    items = split_top_level(text, ",;")
+    items = _with_both_signs([item for item in items if item])
+    if len(items) > 1:
+        return Collection("", "", tuple(items))
+    inner = _bracketed(text)
+    if inner is None:
+        return None
+    opening, closing, content = inner
+    builder = re.match(r"\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.*)", content)
+    if builder and opening == "{":
+        return parse_collection(builder[1])
+    parts = [part for part in split_top_level(content, ",;") if part]
+    if opening == "{":
+        parts = _with_both_signs(parts)
+    if opening == "(" and closing == ")" and len(parts) < 2:
+        return None
+    return Collection(opening, closing, tuple(parts))
+
+
+def _bracketed(text: str) -> tuple[str, str, str] | None:
+    """Return the brackets around the whole text and its content, or None."""
+    opening = r"\{" if text.startswith(r"\{") else text[:1]
+    closing = r"\}" if text.endswith(r"\}") else text[-1:]
+    if opening == "]" and closing in ("[", "]"):
+        # The European notation of open intervals.
+        return "(", ")" if closing == "[" else "]", text[1:-1]
+    if opening == "[" and closing == "[" and len(text) > 1:
+        return "[", ")", text[1:-1]
+    if opening not in (r"\{", "(", "[") or closing not in (r"\}", ")", "]"):
+        return None
+    depth = 0
+    for match in re.finditer(r"\\.|[(\[{)\]}]", text, re.DOTALL):
+        token = match[0]
+        depth += token in ("(", "[", "{", r"\{")
+        depth -= token in (")", "]", "}", r"\}")
+        if depth == 0 and token in (")", "]", r"\}"):
+            if match.end() != len(text):
+                return None
+            break
+    return opening[-1], closing[-1], text[len(opening) : len(text) - len(closing)]
+
+
+def _split_union(text: str) -> list[str]:
+    marked = re.sub(r"\\cup(?![a-zA-Z])", "\x00", text)
+    parts = split_top_level(marked, "\x00")
+    return [part for part in parts if part] if len(parts) > 1 else [text]
+
+
+def _plus_minus(text: str) -> tuple[str, ...] | None:
+    r"""Return both values of an expression with one `\pm`."""
+    signs = re.findall(r"\\(?:pm|mp)(?![a-zA-Z])", text)
+    if len(signs) != 1 or split_top_level(text, ",;")[1:]:
+        return None
+    before, after = re.split(r"\\(?:pm|mp)(?![a-zA-Z])", text)
+    return (f"{before.strip()}+{after.strip()}".lstrip("+"), f"{before.strip()}-{after.strip()}")
+
+
+def _with_both_signs(items: list[str]) -> list[str]:
+    return [value for item in items for value in _plus_minus(item) or (item,)]
+
+
+def _interval(text: str) -> Collection | None:
+    r"""Return the interval of an inequality in one variable: `x \ge 2`, `1 < x \le 3`."""
+    if "=" in text or "," in text or ";" in text:
+        return None
+    operators = _RELATION.findall(text)
+    parts = [part.strip() for part in _RELATION.split(text)]
+    if not 1 <= len(operators) <= 2 or not all(parts):
+        return None
+    variable = re.compile(r"[a-zA-Z](?:_\{?\w\}?)?|\\(?:theta|alpha|lambda)|\|[a-z]\|")
+    places = [index for index, part in enumerate(parts) if variable.fullmatch(part)]
+    places = [index for index in places if index == 1 or len(parts) == 2]
+    if len(places) != 1:
+        return None
+    name = parts[places[0]]
+    if any(
+        re.search(rf"(?<![\\a-zA-Z]){re.escape(name)}(?![a-zA-Z])", part)
+        for part in parts[: places[0]] + parts[places[0] + 1 :]
+    ):
+        return None
+    if len(operators) == 1:
+        operator, bound = operators[0], parts[1 - places[0]]
+        if name.startswith("|"):
+            return _absolute_interval(operator, bound) if places[0] == 0 else None
+        if operator == r"\ne":
+            return Collection(r"\cup", "", (rf"(-\infty,{bound})", rf"({bound},\infty)"))
+        if places[0] == 1:
+            operator = _FLIPPED[operator]
+        return (
+            Collection("[" if operator == r"\ge" else "(", ")", (bound, r"\infty"))
+            if operator in (">", r"\ge")
+            else Collection("(", "]" if operator == r"\le" else ")", (r"-\infty", bound))
+        )
+    if all(operator in ("<", r"\le") for operator in operators):
+        low, high = (parts[0], operators[0]), (parts[2], operators[1])
+    elif all(operator in (">", r"\ge") for operator in operators):
+        low, high = (parts[2], operators[1]), (parts[0], operators[0])
+    else:
+        return None
+    return Collection(
+        "[" if low[1] in (r"\le", r"\ge") else "(",
+        "]" if high[1] in (r"\le", r"\ge") else ")",
+        (low[0], high[0]),
+    )
+
+
+def _absolute_interval(operator: str, bound: str) -> Collection | None:
+    r"""Return the interval of `|x| < 3`, or the union of `|x| > 3`."""
+    if exact_number(bound) is None or operator == r"\ne":
+        return None
+    if operator in ("<", r"\le"):
+        brackets = ("(", ")") if operator == "<" else ("[", "]")
+        return Collection(*brackets, (f"-{bound}", bound))
+    low, high = (")", "(") if operator == ">" else ("]", "[")
+    return Collection(r"\cup", "", (rf"(-\infty,-{bound}{low}", rf"{high}{bound},\infty)"))
+
+
+def inequality_variable(text: str) -> str | None:
+    """Return the variable of an inequality that `parse_collection` reads as an interval."""
+    if _interval(text) is None:
+        return None
+    parts = [part.strip() for part in _RELATION.split(text)]
+    candidates = [part for part in parts if re.fullmatch(r"[a-zA-Z](?:_\{?\w\}?)?|\\[a-z]+", part)]
+    named = [part for part in candidates if part not in (r"\infty", r"\pi")]
+    return named[0] if named else None
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation, a chain of equations, or a membership such as `x \\in [1,2]`."""
+
+    left: str
+    right: str
+    """What is behind the last sign."""
+    is_assignment: bool
+    """Whether the left side is the name of a quantity or a function."""
+
+
+def parse_equation(text: str) -> Equation | None:
+    """Return the sides of an equation, or None for an answer without one."""
+    parts = [part.strip() for part in _split_equals(text)]
+    if len(parts) < 2 or not parts[-1]:
+        return None
+    if len(parts) == 2 and _NAME.fullmatch(parts[1]) and exact_number(parts[0]) is not None:
+        parts.reverse()
+    return Equation(parts[0], parts[-1], _NAME.fullmatch(parts[0]) is not None)
+
+
+def _split_equals(text: str) -> list[str]:
+    marked = re.sub(r"\\in(?![a-zA-Z])|\\equiv(?![a-zA-Z])", "=", text)
+    return split_top_level(marked, "=")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix; determinants are compared as their own kind."""
+
+    kind: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+def parse_matrix(text: str) -> Matrix | None:
+    """Return the cells of a LaTeX matrix, or None."""
+    match = re.fullmatch(
+        r"[\[(]?\s*\\begin\{(?P<kind>[pbBvV]?(?:small)?matrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)"
+        r"\\end\{(?P=kind)\}\s*[\])]?",
+        text,
+        re.DOTALL,
+    )
+    if match is None or r"\begin" in match["body"]:
+        return None
+    rows = [
+        row
+        for row in re.split(r"\\\\|\\cr(?![a-z])", match["body"].replace(r"\hline", ""))
+        if row.strip()
+    ]
+    kind = match["kind"][:1].lower() if match["kind"][:1] in "vV" else "matrix"
+    return Matrix(kind, tuple(tuple(cell.strip() for cell in row.split("&")) for row in rows))
