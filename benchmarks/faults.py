@@ -23,6 +23,11 @@ the trainer has two ranks and training is asynchronous (`rollout.max_staleness=1
   for 1.5 s, and its clock is set by 2 s 10 times, forward and back in turn (`benchmarks.pauses`).
   Any restart of a role is a failure. Ignores `--role`, `--seeds`, `--steps` and `--episodes`
 
+- start: every role is suspended at ten moments while it starts, before and after its first
+  heartbeat, at its first start and after restarts (`benchmarks.start_faults`). Each suspended
+  process must be replaced within two heartbeat timeouts of 10 s. `--roles` selects the roles.
+  Ignores `--role`, `--seeds`, `--steps` and `--episodes`
+
 `--role` selects the groups: `servers` is the critic and both reward replicas; `all` is one rank of
 each role; `environment` is a process of the generator that runs environments (requires
 `--episodes`); `endpoint` is the generator of a run with agents that use the OpenAI client.
@@ -65,7 +70,7 @@ from rich.table import Table
 
 from aligner.exit_codes import RESUMABLE
 from aligner.paths import RunPaths, complete_steps
-from benchmarks import pauses
+from benchmarks import pauses, start_faults
 from benchmarks.fault_draws import GROUPS, RANKS, Fault, mixed_faults, random_faults
 from benchmarks.leftovers import Leftovers
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
@@ -462,6 +467,18 @@ def _measure_pauses(directory: Path, seed: int) -> bool:
     )
 
 
+def _measure_starts(directory: Path, roles: Sequence[str], show: Any) -> bool:
+    """Whether the campaign of `benchmarks.start_faults` has passed; prints its progress to standard
+    error."""
+    return start_faults.measure_starts(
+        directory,
+        [*BESIDE, *start_faults.start_overrides()],
+        show,
+        lambda text: print(text, file=sys.stderr, flush=True),
+        roles,
+    )
+
+
 def pause_overrides(steps: int) -> list[str]:
     """Return the overrides of a run with all roles, for pauses."""
     return [
@@ -473,6 +490,15 @@ def pause_overrides(steps: int) -> list[str]:
 
 def table_row(figures: dict[str, Any]) -> list[str]:
     """A run's figures as a table shows them."""
+    if "stops" in figures:
+        return [
+            str(figures["run"]),
+            "\n".join([*figures["stops"], *figures["problems"]]),
+            f"{figures['slowest_s']:.1f}",
+            str(figures["restarts"]),
+            f"{figures['seconds']:.0f}",
+            figures["outcome"],
+        ]
     if "file" in figures:
         return [
             figures["file"],
@@ -497,7 +523,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--campaign",
-        choices=("kill", "stop", "mixed", "flips", "pauses"),
+        choices=("kill", "stop", "mixed", "flips", "pauses", "start"),
         default="kill",
         help="faults to inject (kill)",
     )
@@ -512,6 +538,11 @@ def main() -> None:
         action="store_true",
         help="use a run whose responses are episodes in environments",
     )
+    parser.add_argument(
+        "--roles",
+        default=",".join(start_faults.ROLES),
+        help="roles of the campaign start, separated by commas (all)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of disturbed runs (3)")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed (0)")
     parser.add_argument("--steps", type=int, default=12, help="training steps of each run (12)")
@@ -522,9 +553,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.role == "environment" and not args.episodes:
         parser.error("--role environment requires --episodes")
-    columns = ("file", "place", "exit code", "outcome") if args.campaign == "flips" else _COLUMNS
+    if unknown := {*args.roles.split(",")} - {*start_faults.ROLES}:
+        parser.error(f"--roles: unknown roles {', '.join(sorted(unknown))}")
+    columns = {
+        "flips": ("file", "place", "exit code", "outcome"),
+        "start": ("run", "suspended", "slowest s", "restarts", "seconds", "outcome"),
+    }.get(args.campaign, _COLUMNS)
+    disturbed = args.roles if args.campaign == "start" else args.role
     table = Table(
-        title=f"Faults: {args.campaign} {args.role}, compared with the undisturbed run",
+        title=f"Faults: {args.campaign} {disturbed}, compared with the undisturbed run",
         title_justify="left",
     )
     for column in columns:
@@ -548,6 +585,9 @@ def main() -> None:
             if args.campaign == "pauses":
                 directory = args.directory or Path(temporary)
                 sys.exit(0 if _measure_pauses(directory, args.first_seed) else 1)
+            if args.campaign == "start":
+                directory = args.directory or Path(temporary)
+                sys.exit(0 if _measure_starts(directory, args.roles.split(","), show) else 1)
             seeds = range(args.first_seed, args.first_seed + args.seeds)
             campaign = Campaign(args.campaign, args.role, args.steps, args.episodes)
             well = measure(campaign, seeds, args.directory or Path(temporary), show)

@@ -119,6 +119,11 @@ class Launch:
         raise psutil.NoSuchProcess(-1, f"{group} rank {rank}")
 
     @property
+    def process_id(self) -> int:
+        """Of the launcher."""
+        return self._launcher.pid
+
+    @property
     def has_ended(self) -> bool:
         """Whether the launcher has."""
         return self._launcher.poll() is not None
