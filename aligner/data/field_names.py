@@ -110,14 +110,20 @@ def choose_fields(
             fields["prompt"] = _joined([chosen_prompt, *taken]) if taken else chosen_prompt
             _require_joined(records, [chosen_prompt, *taken], fields["prompt"])
     if learns_response and "response" not in first and "messages" not in first:
-        response = _first_present(first, _SOLUTIONS)
+        # Some records may have only a short answer; they are reported where they are read.
+        response = next(
+            (name for name in _SOLUTIONS if any(has_content(each.get(name)) for each in records)),
+            None,
+        )
         if response is not None:
             fields["response"] = response
-    if generates and reads_answer and "answer" not in first:
-        answer = _first_present(first, _ANSWERS)
+    if generates and reads_answer:
+        answer = "answer" if "answer" in first else _first_present(first, _ANSWERS)
         if answer is not None:
             _require_one_answer(records, answer)
-            fields["answer"] = answer
+            is_list = any(isinstance(each.get(answer), list) for each in records)
+            if answer != "answer" or is_list:
+                fields["answer"] = answer
 
     notices = () if chosen_prompt is not None else tuple(_unused(records))
     return FieldChoice(fields, notices)
@@ -166,6 +172,10 @@ def has_content(value: Any) -> bool:
     return next(_texts(value), None) is not None
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or not has_content(value)
+
+
 def _lost_fields(records: Sequence[Mapping[str, Any]], used: Sequence[str]) -> Iterator[str]:
     """Yield the names of fields that look like a part of the prompt, and whose text is not in the
     used fields already."""
@@ -208,13 +218,14 @@ def _texts(value: Any) -> Iterator[str]:
 def _require_joined(
     records: Sequence[Mapping[str, Any]], used: Sequence[str], template: str
 ) -> None:
-    for name in _lost_fields(records, used):
+    not_text = [name for name in used[1:] if not all(_is_text(each.get(name)) for each in records)]
+    for name in (*not_text, *_lost_fields(records, used)):
         if name in _MEDIA:
             raise FieldsNotChosen(
                 f"data.fields: the record field `{name}` looks like a part of the prompt, but only"
                 " text is supported; remove the field if the prompt is complete without it"
             )
-        if name in _COMPANIONS and name not in _PROMPTS:
+        if name in not_text or (name in _COMPANIONS and name not in _PROMPTS):
             # Companions that are no texts, such as lists of passages, cannot be joined.
             raise FieldsNotChosen(
                 f"data.fields: the record field `{name}` looks like a part of the prompt, but is"

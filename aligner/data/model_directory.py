@@ -95,9 +95,10 @@ def check_model_directory(directory: Path) -> ModelShape:
     problems = weight_problems(directory, weight_table(shape))
     problems += tied_head_problems(directory, shape)
     tokenizer = read_tokenizer(directory)
-    tokens = tokenizer.get_vocab_size()
+    vocabulary = tokenizer.get_vocab()
+    tokens = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
     if tokens > shape.vocab_size:
-        outside = [text for text, id in tokenizer.get_vocab().items() if id >= shape.vocab_size]
+        outside = [text for text, id in vocabulary.items() if id >= shape.vocab_size]
         problems.append(
             f"the tokenizer has {tokens} tokens, more than the model's vocab_size"
             f" {shape.vocab_size}; for example {', '.join(map(repr, sorted(outside)[:3]))}"

@@ -62,6 +62,7 @@ def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[
         ("sft", {"input": "a", "output": "b"}, {"prompt": "a", "response": "b"}),
         ("online", VERL, {"prompt": VERL["prompt"], "answer": "2"}),
         ("online", RLVR, {"messages": RLVR["messages"], "answer": "2"}),
+        ("online", {"question": "1+1?", "answer": ["2"]}, {"prompt": "1+1?", "answer": "2"}),
     ],
 )
 def test_published_format_keeps_whole_prompt_and_answer(
@@ -157,6 +158,24 @@ def test_unused_context_of_records_with_a_prompt_is_noted() -> None:
 def test_several_answers_are_refused_before_the_first_score() -> None:
     with pytest.raises(FieldsNotChosen, match="`ground_truth` is a list of 2 answers"):
         choose_fields([RLVR | {"ground_truth": ["2", "two"]}], "online", generates=True)
+
+    with pytest.raises(FieldsNotChosen, match="`answer` is a list of 2 answers"):
+        choose_fields([{"question": "1+1?", "answer": ["2", "two"]}], "online", generates=True)
+
+
+def test_full_solution_of_any_record_comes_before_short_answer() -> None:
+    records = [MATHEMATICS | {"solution": None}, MATHEMATICS | {"solution": ""}, MATHEMATICS]
+    assert choose_fields(records, "sft", generates=False).fields["response"] == "solution"
+    assert choose_fields(records[:2], "sft", generates=False).fields["response"] == "answer"
+
+
+def test_companion_that_is_a_text_in_some_records_only_is_refused() -> None:
+    records = [
+        {"question": "Who?", "context": "Ann ran.", "answer": "Ann"},
+        {"question": "Who?", "context": ["Bob sat."], "answer": "Bob"},
+    ]
+    with pytest.raises(FieldsNotChosen, match=r"`context` .* is not a text in every record"):
+        choose_fields(records, "sft", generates=False)
 
 
 def test_answer_keeps_its_name_for_other_rewards() -> None:

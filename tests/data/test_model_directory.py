@@ -257,6 +257,15 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
         prepare_model(from_directory(copy))
 
 
+def test_token_id_beyond_the_vocabulary_is_refused(copy):
+    file = copy / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["a"] = 64  # as many tokens as before, with a gap
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="more than the model's vocab_size 64; for example 'a'"):
+        prepare_model(from_directory(copy))
+
+
 @pytest.mark.parametrize(
     "content", [b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"]
 )
