@@ -184,8 +184,10 @@ class ClusterConfig:
     )
     heartbeat_timeout_s: float = option(
         300.0,
-        "Heartbeat timeout in seconds. A trainer rank without a heartbeat for this time is"
-        " killed and handled like a crashed rank (see `run.max_restarts`).",
+        "Heartbeat timeout in seconds, from the start of the process. A trainer rank without a"
+        " heartbeat for this time is killed and handled like a crashed rank (see"
+        " `run.max_restarts`). Also applies to the process that prepares the model and checks the"
+        " data.",
         minimum=1,
     )
     collective_timeout_s: float = option(

@@ -75,8 +75,9 @@ class ServerConfig:
     )
     health_timeout_s: float = option(
         60.0,
-        "Maximum time in seconds without an answer from a server or without a heartbeat from"
-        " one of its ranks. After this time, the server is killed and restarted.",
+        "Maximum time in seconds without an answer from a healthy server, or without a heartbeat"
+        " from one of its ranks since the start of its process. After this time, the server is"
+        " killed and restarted.",
         minimum=1,
     )
     drain_timeout_s: float = option(
