@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.connection import RemoteError
 from aligner.servers.remote_client import RewardClient
+from aligner.servers.wire_protocol import REQUEST_NUMBER
 from tests.rounds import bounds_seconds
 
 
@@ -44,8 +45,13 @@ class Replica(service_pb2_grpc.GRPCInferenceServiceServicer):
         output = service_pb2.ModelInferResponse.InferOutputTensor(
             name=name, datatype=kind, shape=shape
         )
+        place = [sent.name for sent in request.inputs].index(REQUEST_NUMBER)
+        number = service_pb2.ModelInferResponse.InferOutputTensor(
+            name=REQUEST_NUMBER, datatype="INT64", shape=request.inputs[place].shape
+        )
+        contents = [content, request.raw_input_contents[place]]
         return service_pb2.ModelInferResponse(
-            model_name=request.model_name, outputs=[output], raw_output_contents=[content]
+            model_name=request.model_name, outputs=[output, number], raw_output_contents=contents
         )
 
     def stop(self) -> None:
