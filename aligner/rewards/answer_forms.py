@@ -33,7 +33,7 @@ _REPEATING = re.compile(
 
 _CLOCK = re.compile(
     r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2})(?::(?P<second>\d{2}))?)?\s*"
-    r"(?:(?P<half>[ap])\.?\s?m\.?|(?P<oclock>o'?\s?clock))?",
+    r"(?:(?P<half>[ap])\.?\s?m\.?|(?P<oclock>o'?\s?clock)|(?P<noon>noon)|midnight)?",
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"\(\s*([A-Ja-j])\s*\)|([A-J])|([A-J])\)")
@@ -165,7 +165,7 @@ def parse_clock(text: str) -> Clock | None:
     hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
     if hour > 24 or minute > 59 or second > 59:
         return None
-    return Clock(hour, minute, second, (match["half"] or "").lower())
+    return Clock(hour, minute, second, "p" if match["noon"] else (match["half"] or "").lower())
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,7 @@ class Choice:
 def parse_choice(text: str) -> Choice | None:
     """Return the multiple-choice letter of a normalized answer, or None."""
     plain = re.sub(r"^\s*\\text\s*\{([^{}]*)\}", r"\1 ", text).strip()
+    plain = re.sub(r"^(?:option|choice|answer)\b\s*:?\s*(?=\S)", "", plain, flags=re.IGNORECASE)
     if match := _CHOICE.fullmatch(plain.rstrip(".")):
         return Choice((match[1] or match[2] or match[3]).upper(), "")
     if match := _CHOICE_WITH_TEXT.fullmatch(plain):
@@ -223,6 +224,8 @@ def parse_collection(text: str) -> Collection | None:
     if (interval := _interval(text)) is not None:
         return interval
 
+    # The name of a point before its coordinates: A(1,2).
+    text = re.sub(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)", "", text)
     items = split_top_level(text, ",;")
     items = _with_both_signs([item for item in items if item])
     if len(items) > 1:

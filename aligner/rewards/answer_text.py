@@ -24,6 +24,8 @@ _SIZES = re.compile(
     r"(?:\s*\.(?!\d))?"
 )
 _SKIPS = re.compile(r"\\(?:[hv]space|[hv]phantom|phantom|label|tag)\*?\{[^{}]*\}")
+_COLORS = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_CURRENCY_IN_TEXT = re.compile(r"\\text\s*\{\s*\\text\s*\{(USD|€|£|¥|₹)\}\s*([^{}]*\d[^{}]*)\}")
 _FONTS = re.compile(
     r"\\(?:mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mathnormal|underline|underbrace|emph|bold)"
     r"(?=\s*\{)"
@@ -81,6 +83,7 @@ _WORDS = (
     (re.compile(r"(?<![\\a-zA-Z])sqrt(?![a-zA-Z])"), r"\\sqrt"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf)(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\sto\s)\s*(?=\d)"), ":"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<=[\w)}])\s*\*\s*(?=[\w({\\])"), r"\\cdot "),
     (re.compile(r"(?<=\d)\s+x\s+(?=10\s*\^)|(?<=\d)x(?=10\s*\^)"), r"\\times "),
@@ -111,7 +114,11 @@ def normalized(answer: str) -> str:
     for pattern, replacement in _WORDS:
         text = pattern.sub(replacement, text)
     text = _SKIPS.sub("", _SIZES.sub("", text))
+    text = _COLORS.sub(" ", text)
+    text = re.sub(r"^\s*\\sim(?![a-zA-Z])", "", text)
     text = _TEXTS.sub(lambda _: r"\text", text)
+    text = _CURRENCY_IN_TEXT.sub(r"\\text{\1}\2", text)
+    text = re.sub(r"\\text\s*\{\s*([+-]?\\infty)\s*\}", r"\1", text)
     text = _MODULUS.sub(lambda match: rf"\pmod{{{match[1] or match[2]}}}", text)
     text = _PRIMES.sub(_length_unit, text)
     if "&" not in text:
@@ -234,7 +241,9 @@ def _trimmed(text: str) -> str:
     text = re.sub(r"\s*\\text\{\s*[.,;:]?\s*\}\s*$", "", text)
     text = re.sub(r"^\s*(?:=|:)\s*", "", text)
     text = re.sub(r"\.\s*\}\s*$", "}", text) if text.startswith(r"\text{") else text
-    while text.endswith((".", ",", ";", ":", " ", "\\", "!")) and not text.endswith((r"\.", r"\,")):
+    while text.endswith((".", ",", ";", ":", " ", "\\", "!", "?")) and not text.endswith(
+        (r"\.", r"\,")
+    ):
         if text.endswith("!") and re.search(r"[\w)}]!$", text):
             break
         text = text[:-1]

@@ -57,7 +57,7 @@ _NAMES = {
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
 _COMPOUND = {"mph": "mi/h", "kmh": "km/h"}
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-_FILLERS = frozenset(["of", "the", "a", "an", "in", "and", "each", "total", "about"])
+_FILLERS = frozenset(["of", "the", "a", "an", "and", "each", "total", "all", "about"])
 
 _TAIL = re.compile(
     r"(?:\s|\\cdot|\^\{?-?\d\}?|/|per\b|\\text\s*\{(?:[^{}]|\{-?\d\})*\}(?:\s*\^\s*\{?-?\d\}?)?)*$"
@@ -146,7 +146,7 @@ def units_agree(one: str, other: str) -> bool:
 def canonical_unit(words: str) -> str:
     """Return one name for all names of a unit: `square meters`, `sq m` and `m^2` are `m^2`."""
     text = words.strip().lower().replace("°", " °").strip().rstrip(".")
-    text = re.sub(r"\\cdot|\*", " ", text)
+    text = re.sub(r"\\cdot|\*|\bin(?= (?:total|all)\b)", " ", text)
     text = re.sub(r"^(\S+)\s+([a-z]+)\s*\^\s*\{?-(\d)\}?$", _as_quotient, text.strip())
     text = re.sub(r"\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", text)
     text = re.sub(

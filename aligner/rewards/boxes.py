@@ -3,7 +3,9 @@ r"""The `\boxed{}` of a response."""
 import re
 from dataclasses import dataclass
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\b\s*(?:(?P<open>\{)|(?P<bare>[^\s{}\\$.,;]+))")
+_BOX = re.compile(
+    r"(?:\\(?:boxed|fbox|framebox)\b|(?<![\w\\])boxed(?=\{))\s*(?:(?P<open>\{)|(?P<bare>[^\s{}\\$.,;]+))"
+)
 # Escaped characters are skipped: `\\{` is no brace of LaTeX's groups.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _THINK_END = "</think>"
@@ -21,8 +23,13 @@ class Box:
 
 
 def after_reasoning(text: str) -> str:
-    """Return the text after the last `</think>`, or all of it without one."""
-    return text.rpartition(_THINK_END)[2]
+    """Return the text after the last `</think>`, and of that the text in the last `<answer>` tags.
+
+    A response without these tags is returned unchanged.
+    """
+    text = text.rpartition(_THINK_END)[2]
+    _, opened, answer = text.rpartition("<answer>")
+    return answer.partition("</answer>")[0] if opened else text
 
 
 def boxes(text: str) -> list[Box]:

@@ -55,7 +55,7 @@ _BEFORE = re.compile(
 _OPERATOR = re.compile(
     r"\s*(?:[+*\u00d7÷/^]|[-](?=\s*\d)|[xX](?=\s*\d)|\\(?:times|cdot|div)\b)\s*[\d(]"
 )
-_SECOND = re.compile(r"\s*(?:or\s+)?[-+]?\d|:\d")
+_SECOND = re.compile(r"\s*(?:(?:or|to)\s+)?[-+]?\d|[:,]\d")
 
 
 def final_number(text: str) -> Number | None:

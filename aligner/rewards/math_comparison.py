@@ -188,7 +188,10 @@ def expressions_agree(gold: str, found: str) -> bool:
     one, other = parsed
     symbols = [{str(symbol) for symbol in getattr(each, "free_symbols", ())} for each in parsed]
     if symbols[0] != symbols[1]:
-        return False
+        # An identity such as \sin^2 x + \cos^2 x = 1 has fewer variables on one side.
+        is_identity = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
+        is_identity = is_identity and (symbols[0] < symbols[1] or symbols[1] < symbols[0])
+        return is_identity and bool(sympy.simplify(one - other) == 0)
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr) and not symbols[0]:
         return _constants_agree(one, other, decimal_places(gold), decimal_places(found))
     return bool(math_verify.verify([one], [other], timeout_seconds=None))
@@ -251,7 +254,14 @@ def parse_expression(text: str) -> Any:
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    return parsed[0] if parsed and not isinstance(parsed[0], str) else None
+    if not parsed or isinstance(parsed[0], str):
+        return None
+    expression = parsed[0]
+    if isinstance(expression, sympy.Expr):
+        # math-verify reads `i` as a variable.
+        units = {symbol: sympy.I for symbol in expression.free_symbols if str(symbol) == "i"}
+        expression = expression.subs(units) if units else expression
+    return expression
 
 
 # Degrees remain only as the argument of a trigonometric function.
@@ -280,6 +290,9 @@ def _equations_agree(
         return is_equal or (_is_approximation(other) and _agree(gold, other.left, depth + 1))
     assert one is not None
     if one.is_assignment or _is_constant(one.left) or _is_tuple_of_names(one.left):
+        return _agree(one.right, found, depth + 1)
+    # `m+n=7` states a value, `x+y=7` is the equation of a line.
+    if not re.search(r"[xyz]", _COMMAND.sub("", one.left)) and _is_constant(one.right):
         return _agree(one.right, found, depth + 1)
     return False
 
