@@ -1,10 +1,11 @@
 """Chat templates of a model directory: Jinja, rendered in a sandbox as transformers does."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import tokenizers
@@ -13,14 +14,27 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from aligner.data.chat_messages import (
+    REASONING,
+    USUAL_ROLES,
+    normalized_messages,
+    normalized_tools,
+    normalized_variables,
+)
+from aligner.data.control_tokens import control_pattern, escape
 from aligner.data.tokenizer_files import read_chat_templates, read_special_tokens
 from aligner.errors import AlignerError, ConfigError
+
+_log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation, each with a `role` and a `content`, or `tool_calls`."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions that an assistant may call, described as JSON schemas."""
+
+Learned = Literal["none", "last", "all"]
+"""Messages of the assistant that are trained on."""
 
 _MARKS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
 """What a template's text has, while it is rendered, where `{% generation %}` begins and ends: no
@@ -35,12 +49,35 @@ class ChatTemplate:
     called `default`, or for messages with tools, where there is one, `tool_use`.
     """
 
-    def __init__(self, directory: Path, date: str | None = None) -> None:
-        """`date` is what `strftime_now` is told, in ISO 8601; the moment's own where None.
+    def __init__(
+        self,
+        directory: Path,
+        date: str | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        control_tokens: Sequence[str] = (),
+        sanitizes: bool = True,
+    ) -> None:
+        """Read the templates of a model directory.
 
-        Raises ConfigError for a directory without a chat template, or one that is not Jinja."""
+        Args:
+            date: The date that `strftime_now` formats, in ISO 8601; None for the current date.
+            variables: Further variables of the template (`chat_template_kwargs`).
+            control_tokens: Texts of the tokenizer's control tokens.
+            sanitizes: Whether control tokens in the text of user, system and tool messages are
+                encoded as plain characters; otherwise a warning is logged.
+
+        Raises:
+            ConfigError: The directory has no chat template, or it is not valid Jinja.
+        """
+        self._directory = directory
+        self._variables = normalized_variables(variables)
+        self._control = control_pattern(list(control_tokens))
+        self._sanitizes = sanitizes
         self._special_tokens = read_special_tokens(directory)
-        texts = read_chat_templates(directory)
+        texts = self._texts = read_chat_templates(directory)
+        self._probed: dict[str, list[str]] = {}
+        self._warned: set[str] = set()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -59,44 +96,259 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+        learned: Learned = "none",
     ) -> str:
-        """The conversation as text; with a generation prompt it ends where the assistant is to
-        answer.
+        """Return the conversation as text; with a generation prompt it ends where the assistant is
+        to answer.
 
-        Raises AlignerError for messages that the template refuses.
+        Messages and tools may have the forms that `normalized_messages` and `normalized_tools`
+        accept. A control token in the text of a user, system or tool message is marked as plain
+        characters (`aligner.data.control_tokens`).
+
+        Args:
+            variables: Further variables of the template, which take precedence over those of all
+                conversations (`chat_template_kwargs`).
+            learned: The assistant's messages that are trained on. A warning is logged if the
+                template drops their reasoning.
+
+        Raises:
+            AlignerError: The template refuses the messages, or does not know the role of one.
         """
-        return "".join(self.marked(messages, tools, add_generation_prompt=add_generation_prompt))
+        arguments = {"add_generation_prompt": add_generation_prompt, "variables": variables}
+        return "".join(self.marked(messages, tools, **arguments, learned=learned))
 
     def marked(
-        self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        learned: Learned = "none",
     ) -> list[str]:
-        """The text in parts, of which every second, from the second on, is what `{% generation %}`
-        marks as the assistant's.
+        """Return the text in parts, of which every second, from the second on, is what
+        `{% generation %}` marks as the assistant's.
 
         Raises as `render` does.
         """
-        text = self._rendered(messages, tools, add_generation_prompt)
+        own = {**self._variables, **normalized_variables(variables)}
+        self._check_variables(own)
+        tools = normalized_tools(tools)
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        normal = self._with_known_roles(normalized_messages(messages), name)
+        text = self._rendered(name, self._sanitized(normal), tools, add_generation_prompt, own)
+
+        self._check_nothing_is_dropped(name, normal, tools, own, learned)
         return [part for marked in text.split(_MARKS[0]) for part in marked.split(_MARKS[1])]
 
     def _rendered(
-        self, messages: Messages, tools: Tools | None, add_generation_prompt: bool
+        self,
+        name: str,
+        messages: Messages,
+        tools: Tools | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
     ) -> str:
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        try:
-            # Templates ask whether there are tools or documents by comparing with none.
-            return self._templates[name].render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **self._special_tokens,
-            )
-        # the template is a program of the model's, and fails in its own ways
-        except Exception as error:
-            raise AlignerError(
-                f"the model's chat template cannot render the messages: {error}"
-            ) from error
+        for needs_content in (False, True):
+            # Some templates read the content of every message, also next to tool calls.
+            given = [{"content": "", **each} for each in messages] if needs_content else messages
+            try:
+                # Templates ask whether there are tools or documents by comparing with none.
+                return self._templates[name].render(
+                    **{
+                        "messages": given,
+                        "add_generation_prompt": add_generation_prompt,
+                        "tools": tools,
+                        "documents": None,
+                        **self._special_tokens,
+                        **variables,
+                    }
+                )
+            # A template is a program, which may fail in any way.
+            except Exception as error:
+                failure = error
+                if all("content" in message for message in messages):
+                    break
+        raise AlignerError(
+            f"the model's chat template cannot render the messages: {failure}"
+        ) from failure
+
+    def _with_known_roles(self, messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        """Return the messages, with the role `developer` as `system` if the template does not know
+        it, and reasoning under the name that the template reads."""
+        source = self._texts[name]
+        renamed = []
+        for original in messages:
+            message = original
+            if message.get("role") == "developer" and "developer" not in source:
+                self._log_once(
+                    logging.INFO,
+                    "the chat template of %s does not know the role 'developer'; these messages are"
+                    " rendered with the role 'system'",
+                )
+                message = {**message, "role": "system"}
+            if (reasoning := message.get(REASONING[0])) is not None:
+                names = [each for each in REASONING if each in source]
+                message = {**message, **dict.fromkeys(names, reasoning)}
+            renamed.append(message)
+        return renamed
+
+    def _sanitized(self, messages: Messages) -> Messages:
+        """Return the messages with control tokens of texts that are not the assistant's marked as
+        plain characters."""
+        if self._control is None:
+            return messages
+        found = []
+        for original in messages:
+            message, content = original, original.get("content")
+            if message.get("role") != "assistant" and self._has_control(content):
+                if self._sanitizes:
+                    message = {**message, "content": self._escaped(content)}
+                else:
+                    self._log_once(
+                        logging.WARNING,
+                        "messages contain control tokens of the model in %s, which are encoded as"
+                        " control tokens; set data.sanitize=true to encode them as plain text",
+                    )
+            found.append(message)
+        return found
+
+    def _has_control(self, content: Any) -> bool:
+        texts = _texts_of(content)
+        return self._control is not None and any(map(self._control.search, texts))
+
+    def _escaped(self, content: Any) -> Any:
+        assert self._control is not None
+        if isinstance(content, str):
+            return escape(content, self._control)
+        if isinstance(content, list):
+            return [self._escaped(part) for part in content]
+        if isinstance(content, dict) and isinstance(content.get("text"), str):
+            return {**content, "text": escape(content["text"], self._control)}
+        return content
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        sources = "\n".join(self._texts.values())
+        for name in variables:
+            if name not in sources:
+                self._log_once(
+                    logging.WARNING,
+                    f"the chat template of %s does not read the variable {name!r} of"
+                    " chat_template_kwargs",
+                )
+
+    def _check_nothing_is_dropped(
+        self,
+        name: str,
+        messages: Messages,
+        tools: Tools | None,
+        variables: Mapping[str, Any],
+        learned: Learned,
+    ) -> None:
+        """Compare a rendering of marker texts with the messages: what does not appear in it, the
+        template drops.
+
+        Conversations with the same roles and fields are rendered alike, so each such form is
+        checked once.
+
+        Raises:
+            AlignerError: A role is dropped. All other losses are logged once.
+        """
+        probe, markers = _probe(messages, tools, learned)
+        form = json.dumps([name, probe, sorted(variables.items())], default=str)
+        if form not in self._probed:
+            probe_tools = None if tools is None else [_PROBE_TOOL]
+            try:
+                text = self._rendered(name, probe, probe_tools, False, variables)
+            except AlignerError:
+                # The template looks into the texts, and refuses markers.
+                self._probed[form] = []
+            else:
+                self._probed[form] = [
+                    loss for marker, loss in markers.items() if marker.lower() not in text.lower()
+                ]
+        for loss in self._probed[form]:
+            if loss.startswith(_REFUSED):
+                raise AlignerError(
+                    f"the chat template of {self._directory} does not render the"
+                    f" {loss.removeprefix(_REFUSED)}"
+                )
+            self._log_once(logging.WARNING, f"the chat template of %s does not render the {loss}")
+
+    def _log_once(self, level: int, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.log(level, message, self._directory)
+
+
+_REFUSED = "!"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probetool",
+        "description": "A tool",
+        "parameters": {
+            "type": "object",
+            "properties": {"probeargument": {"type": "string", "description": "An argument"}},
+            "required": ["probeargument"],
+        },
+    },
+}
+
+
+def _probe(
+    messages: Messages, tools: Tools | None, learned: Learned
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return messages of the same form whose texts are markers, and what is lost with each marker
+    that does not appear in the rendered text."""
+    probe: list[dict[str, Any]] = []
+    markers = {} if tools is None else {"probetool": "tools"}
+    for index, message in enumerate(messages):
+        role = str(message.get("role"))
+        copy: dict[str, Any] = {**message}
+        if _texts_of(message.get("content")) and any(
+            text.strip() for text in _texts_of(message.get("content"))
+        ):
+            marker = f"probecontent{index}end"
+            is_list = isinstance(message["content"], list)
+            copy["content"] = [{"type": "text", "text": marker}] if is_list else marker
+            markers[marker] = f"content of messages with role {role!r}"
+        if message.get("tool_calls"):
+            name, argument = f"probecall{index}end", f"probevalue{index}end"
+            copy["tool_calls"] = [
+                {
+                    "id": "abcdefghi",
+                    "type": "function",
+                    "function": {"name": name, "arguments": {"probeargument": argument}},
+                }
+            ]
+            markers |= {name: "names of tool calls", argument: "arguments of tool calls"}
+        if any(message.get(each) for each in REASONING):
+            marker = f"probereasoning{index}end"
+            copy |= {each: marker for each in REASONING if each in message}
+            is_last = index == len(messages) - 1
+            if learned == "all" or (learned == "last" and is_last):
+                markers[marker] = "reasoning of the assistant's messages that are trained on"
+        if role not in USUAL_ROLES and role != "developer":
+            markers[role] = f"{_REFUSED}role {role!r}"
+        probe.append(copy)
+    return probe, markers
+
+
+def _texts_of(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list):
+        return [text for part in content for text in _texts_of(part)]
+    if isinstance(content, dict) and isinstance(content.get("text"), str):
+        return [content["text"]]
+    return []
 
 
 def _to_json(

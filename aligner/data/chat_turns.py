@@ -15,7 +15,7 @@ model's own tokens stay in any case.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Conversation:
     tokens: Tensor
     """int64 [T]: the text's, but for the turns that the model drew, which are as they were drawn.
     """
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for this conversation (`chat_template_kwargs`)."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,15 @@ class ChatTurns:
         `ChatTurns`."""
         return cls(tokenizer, format_of(tokenizer))
 
-    def begin(self, messages: Messages, tools: Tools | None = None) -> Conversation:
-        """A conversation that the assistant is to answer. Raises AlignerError where the template
-        refuses the messages."""
-        text = self._worded(messages, tools)
-        return Conversation(tuple(messages), tools, text, self._tokenizer.encode(text))
+    def begin(
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Return a conversation that the assistant is to answer; `variables` are the template's
+        `chat_template_kwargs`. Raises AlignerError if the template refuses the messages."""
+        return self._conversation(messages, tools, variables or {})
 
     def said(self, conversation: Conversation, drawn: Tensor) -> AssistantTurn:
         """What a turn that was drawn, int64 [R] with its end-of-turn token last, says and calls.
@@ -119,16 +125,22 @@ class ChatTurns:
         drawn: Tensor,
         messages: tuple[Mapping[str, Any], ...],
     ) -> Conversation | Unsafe:
-        text = self._worded(messages, conversation.tools)
+        variables = conversation.variables
+        text = self._worded(messages, conversation.tools, variables)
         added = self._added(conversation, turn, int(drawn[-1]), text)
         if isinstance(added, str):
             return Unsafe(
                 added,
-                Conversation(messages, conversation.tools, text, self._tokenizer.encode(text)),
+                self._conversation(messages, conversation.tools, variables),
             )
-        return Conversation(
-            messages, conversation.tools, text, torch.cat([conversation.tokens, drawn, added])
-        )
+        tokens = torch.cat([conversation.tokens, drawn, added])
+        return Conversation(messages, conversation.tools, text, tokens, variables)
+
+    def _conversation(
+        self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]
+    ) -> Conversation:
+        text = self._worded(messages, tools, variables)
+        return Conversation(tuple(messages), tools, text, self._tokenizer.encode(text), variables)
 
     def _added(
         self, conversation: Conversation, turn: AssistantTurn, end: int, text: str
@@ -185,8 +197,12 @@ class ChatTurns:
         reasons = conversation.text.rstrip().endswith(THINK)
         return parse_turn(text, self._form, len(conversation.messages), reasons=reasons)
 
-    def _worded(self, messages: Messages, tools: Tools | None) -> str:
-        return self._template.render(messages, tools, add_generation_prompt=True)
+    def _worded(
+        self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]
+    ) -> str:
+        return self._template.render(
+            messages, tools, add_generation_prompt=True, variables=variables
+        )
 
     def _text(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -11,10 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from aligner.data.chat_messages import (
+    normalized_messages,
+    normalized_tools,
+    normalized_variables,
+)
+from aligner.data.chat_template import Learned
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import ChatTemplate, Messages, Tokenizer, Tools
 from aligner.errors import AlignerError, ConfigError
 
+_VARIABLES = "chat_template_kwargs"
 _ASSISTANT = "assistant"
 Worded = TypeVar("Worded")
 
@@ -52,11 +59,17 @@ def prompt_text(record: Record, tokenizer: Tokenizer) -> PromptText:
 
 
 def asked_messages(record: Record) -> dict[str, Any]:
-    """The `messages` that a record asks, and its `tools` if it has any; nothing of a plain text.
-    Raises as `prompt_text`."""
+    """Return the `messages` of a record's prompt, and its `tools` and `chat_template_kwargs` if it
+    has any; nothing for a plain text. Raises as `prompt_text`."""
     _, messages = _asked(record)
-    tools = {"tools": record.values["tools"]} if record.values.get("tools") is not None else {}
-    return {} if messages is None else {"messages": messages, **tools}
+    if messages is None:
+        return {}
+    tools, variables = _tools(record), _variables(record)
+    return {
+        "messages": messages,
+        **({} if tools is None else {"tools": tools}),
+        **({_VARIABLES: variables} if variables else {}),
+    }
 
 
 def with_tools(record: Record, tools: Tools | None) -> Record:
@@ -116,7 +129,14 @@ def all_turns(
     if said is None:
         prompt, response = exchange(record, answer, tokenizer)
         return prompt, [Segment(response, is_answer=True)]
-    parts = _worded(record, name, tokenizer, lambda template, tools: template.marked(said, tools))
+    parts = _worded(
+        record,
+        name,
+        tokenizer,
+        lambda template, tools: template.marked(
+            said, tools, variables=_variables(record), learned="all"
+        ),
+    )
     if len(parts) == 1:
         parts = _turns_apart(record, name, said, tokenizer)
     first, *rest = parts
@@ -188,7 +208,7 @@ def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]
 def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tuple[str, str]:
     """The text before the last message and with it; the second begins with the first."""
     asked = _prompt(record, name, said[:-1], tokenizer)
-    answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False)
+    answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False, learned="last")
     if not answered.startswith(asked):
         raise BadRecord(
             f"{record.origin}: {name}: the response cannot be located, because the model's chat"
@@ -205,8 +225,8 @@ def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tu
 
 
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
-    messages = record.items(name)
-    for index, message in enumerate(messages):
+    given = record.items(name)
+    for index, message in enumerate(given):
         if not (
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
@@ -216,7 +236,24 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
                 f"{record.origin}: {name}[{index}]: a message must have `role` and `content`, both"
                 " strings, or `role` and `tool_calls`, a non-empty list"
             )
-    return messages
+    try:
+        return normalized_messages(given)
+    except AlignerError as error:
+        raise BadRecord(f"{record.origin}: {name}: {error}") from error
+
+
+def _tools(record: Record) -> Tools | None:
+    try:
+        return normalized_tools(record.values.get("tools"))
+    except AlignerError as error:
+        raise BadRecord(f"{record.origin}: field {error}") from error
+
+
+def _variables(record: Record) -> dict[str, Any]:
+    try:
+        return normalized_variables(record.values.get(_VARIABLES))
+    except AlignerError as error:
+        raise BadRecord(f"{record.origin}: field {error}") from error
 
 
 def _has_content(message: dict[str, Any]) -> bool:
@@ -240,9 +277,16 @@ def _rendered(
     tokenizer: Tokenizer,
     *,
     add_generation_prompt: bool,
+    learned: Learned = "none",
 ) -> str:
     def render(template: ChatTemplate, tools: Tools | None) -> str:
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=_variables(record),
+            learned=learned,
+        )
 
     return _worded(record, name, tokenizer, render)
 
@@ -254,13 +298,7 @@ def _worded(
     render: Callable[[ChatTemplate, Tools | None], Worded],
 ) -> Worded:
     """What `render` makes of the model's template and the record's tools."""
-    tools = record.values.get("tools")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise BadRecord(
-            f"{record.origin}: field `tools` must be a list of JSON objects (tool schemas)"
-        )
+    tools = _tools(record)
     try:
         return render(tokenizer.chat_template, tools)
     except ConfigError:

@@ -27,7 +27,7 @@ from aligner.data.field_names import (
 )
 from aligner.data.prompts import open_prompts
 from aligner.data.records import Line, convert, read_lines
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
 from aligner.schema.data_sources import data_sources
@@ -66,7 +66,7 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
                 "".join(json.dumps(record, default=str) + "\n" for record in records),
                 encoding="utf-8",
             )
-            tokenizer = Tokenizer(directory, config.run.date)
+            tokenizer = run_tokenizer(config, directory)
             pairs = list(_lengths(config, file, tokenizer))
     except FieldsNotChosen:
         raise

@@ -1,9 +1,10 @@
 """Text to tokens and back: a model directory's tokenizer, and a tokenizer of single characters."""
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -14,11 +15,13 @@ from aligner.data.chat_template import ChatTemplate as ChatTemplate
 from aligner.data.chat_template import Messages as Messages
 from aligner.data.chat_template import Tools as Tools
 from aligner.data.chat_template import end_of_turn
+from aligner.data.control_tokens import PlainEncoder, control_tokens, is_escaped
 from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
 from aligner.data.tokenizer_files import read_tokenizer_files, without_extra_spaces
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import directory_shape
 from aligner.models.shape import ModelShape
+from aligner.schema import Config
 
 # In the order in which a vocabulary takes them: a small one has digits, lowercase letters, space
 # and common punctuation.
@@ -45,11 +48,24 @@ def with_beginning(encoding: tokenizers.Encoding) -> list[int]:
 class Tokenizer:
     """The tokenizer of a model directory; adds no special tokens but those that it is asked for."""
 
-    def __init__(self, directory: Path, date: str | None = None) -> None:
-        """`date` is what chat templates that ask for it are told, in ISO 8601; today's where
-        None."""
+    def __init__(
+        self,
+        directory: Path,
+        date: str | None = None,
+        *,
+        sanitize: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read the tokenizer of a model directory.
+
+        Args:
+            date: The date for chat templates that use one, in ISO 8601; None for the current date.
+            sanitize: `data.sanitize`.
+            chat_template_kwargs: `data.chat_template_kwargs`.
+        """
         shape = directory_shape(directory, "model.path")
         self.directory, self._date = directory, date
+        self._sanitize, self._chat_template_kwargs = sanitize, chat_template_kwargs
         files = read_tokenizer_files(directory)
         self._tokenizer, self._special_tokens = files.tokenizer, files.special_tokens
         self._cleans_up_spaces = files.cleans_up_spaces
@@ -61,7 +77,17 @@ class Tokenizer:
     def chat_template(self) -> ChatTemplate:
         """How chat messages are worded; read when first asked for. Raises ConfigError for a model
         that has none."""
-        return ChatTemplate(self.directory, self._date)
+        return ChatTemplate(
+            self.directory,
+            self._date,
+            variables=self._chat_template_kwargs,
+            control_tokens=list(control_tokens(self._tokenizer)),
+            sanitizes=self._sanitize,
+        )
+
+    @cached_property
+    def _plain_encoder(self) -> PlainEncoder:
+        return PlainEncoder(self._tokenizer)
 
     @cached_property
     def end_token_id(self) -> int:
@@ -100,6 +126,8 @@ class Tokenizer:
         """
         try:
             text.encode()
+            if is_escaped(text):  # a chat template has written the beginning of the sequence
+                return torch.tensor(self._plain_encoder.encode(text)[0], dtype=torch.int64)
             encoding = self._tokenizer.encode(text, add_special_tokens=begins)
             tokens = with_beginning(encoding) if begins else encoding.ids
         except UnicodeEncodeError as error:  # JSON can escape half of a character
@@ -121,6 +149,8 @@ class Tokenizer:
     def token_ends(self, text: str, *, begins: bool = False) -> Tensor:
         """Return for each token of `encode` the number of characters of the text up to its end,
         int64 [P]; 0 for special tokens that the tokenizer adds."""
+        if is_escaped(text):
+            return torch.tensor(self._plain_encoder.encode(text)[1], dtype=torch.int64)
         offsets = self._without_post_processor.encode(text, add_special_tokens=False).offsets
         added = self.encode(text, begins=begins).numel() - len(offsets)
 
@@ -207,6 +237,16 @@ class Tokenizer:
             self._tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2)
         )
         return twice[len(once) :]
+
+
+def run_tokenizer(config: Config, directory: Path) -> Tokenizer:
+    """Return the tokenizer of a model directory, with the settings of a run."""
+    return Tokenizer(
+        directory,
+        config.run.date,
+        sanitize=config.data.sanitize,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
 
 
 def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:

@@ -93,18 +93,28 @@ def _of_chat(
     chat: ChatTurns,
 ) -> dict[str, Any]:
     said, tools = [*asked["messages"]], asked.get("tools")
+    variables = asked.get("chat_template_kwargs")
     turns = [turn for sequence in sample.sequences for turn in sequence.turns()[::2] if len(turn)]
     for place, turn in enumerate(turns):
-        said.append(_said(chat, said, tools, turn, tokenizer))
+        said.append(_said(chat, said, tools, variables, turn, tokenizer))
         if place < len(turns) - 1:
             said += answers[place + 1]
-    return {"messages": said} | ({} if tools is None else {"tools": tools})
+    return {
+        "messages": said,
+        **({} if tools is None else {"tools": tools}),
+        **({"chat_template_kwargs": variables} if variables else {}),
+    }
 
 
 def _said(
-    chat: ChatTurns, before: Messages, tools: Any, turn: Tensor, tokenizer: Tokenizer
+    chat: ChatTurns,
+    before: Messages,
+    tools: Any,
+    variables: Any,
+    turn: Tensor,
+    tokenizer: Tokenizer,
 ) -> Mapping[str, Any]:
     try:
-        return chat.said(chat.begin(before, tools), turn).messages[0]
+        return chat.said(chat.begin(before, tools, variables), turn).messages[0]
     except AlignerError:  # it was cut
         return {"role": "assistant", "content": tokenizer.decode(turn)}

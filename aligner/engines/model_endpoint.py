@@ -121,7 +121,7 @@ class ModelEndpoint(OpenAIServer):
         messages = template_messages(body.messages)
         try:
             if self._chat is not None:
-                return self._chat.begin(messages).tokens
+                return self._chat.begin(messages, None, body.chat_template_kwargs).tokens
             return self._tokenizer.encode(
                 "\n\n".join(message["content"] for message in messages), begins=True
             )

@@ -63,7 +63,9 @@ class OpenEpisode:
         assert self.turn is not None
         if self.conversation is None:
             asked = self.request.prompt.metadata
-            self.conversation = chat.begin(asked.get("messages", ()), asked.get("tools"))
+            self.conversation = chat.begin(
+                asked.get("messages", ()), asked.get("tools"), asked.get("chat_template_kwargs")
+            )
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
                 raise AlignerError(
                     "the environment returned chat messages, but the prompt is plain text; the"

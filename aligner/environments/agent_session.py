@@ -206,26 +206,28 @@ class AgentSession:
         anew."""
         rules, chat = self.means.settings.matching, self.means.chat()
         messages, tools = template_messages(body.messages), body.tools or None
+        variables = body.chat_template_kwargs or {}
         said = tuple(compared(message, rules) for message in body.messages)
         before = [
             turn
             for turn in self.turns
             if turn.conversation is not None
             and turn.conversation.tools == tools
+            and turn.conversation.variables == variables
             and len(turn.said) < len(said)
             and turn.said == said[: len(turn.said)]
         ]
         if not before:
             if self.turns:
                 self._branch("the request does not continue an earlier turn")
-            return chat.begin(messages, tools)
+            return chat.begin(messages, tools, variables)
         turn = max(before, key=lambda each: (len(each.said), each.drawn.tolist()))
         assert turn.conversation is not None
         try:
             found = chat.go_on(turn.conversation, turn.drawn, messages[len(turn.said) :])
         except AlignerError as error:
             self._branch("an earlier turn was truncated and cannot be continued", str(error))
-            return chat.begin(messages, tools)
+            return chat.begin(messages, tools, variables)
         if isinstance(found, Unsafe):
             self._branch("the messages cannot be appended to the earlier turn", found.reason)
             return found.anew

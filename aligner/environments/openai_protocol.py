@@ -104,6 +104,7 @@ class ChatBody(CompletionBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=0)

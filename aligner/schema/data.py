@@ -107,6 +107,17 @@ class DataConfig:
         " source without its own `fields`.",
         read=".path!=null or .sources!={} or .tasks!=[]",
     )
+    sanitize: bool = option(
+        True,
+        "Whether control tokens of the model, such as `</s>`, in the text of user, system and"
+        " tool messages are encoded as plain characters. False encodes them as control tokens"
+        " and logs a warning. Prompts that are plain text are not affected.",
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        {},
+        "Variables of the chat template, for example `{enable_thinking: false}`. The field"
+        " `chat_template_kwargs` of a record, or of a request to an endpoint, takes precedence.",
+    )
     skip_bad_records: bool = option(
         False,
         "Whether to skip invalid records and report their number. With false, the first invalid"

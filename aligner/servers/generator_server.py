@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import run_tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine, build_episodes
 from aligner.engines.engine_protocol import (
@@ -78,7 +78,7 @@ def serve_generator(config: Config) -> None:
     )
     episodes = means = None
     if config.environment.draws_episodes:
-        tokenizer = Tokenizer(directory, config.run.date)
+        tokenizer = run_tokenizer(config, directory)
         episodes, means = build_episodes(config, engine, tokenizer, "generator", rank, group)
     receiver = weight_receiver(config, shape, engine, rank, device)
     generator = Generator(config, engine, receiver, rank, episodes, means)

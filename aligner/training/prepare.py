@@ -10,7 +10,7 @@ from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.teacher_scores import TeacherScores
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, run_tokenizer
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
@@ -36,7 +36,7 @@ def prepare_run(config: Config) -> None:
     config = only_read(config)
     directory = prepare_model(config)
     notices = _check_end_tokens(config, directory)
-    for notice in [*notices, *_check_data(config, Tokenizer(directory, config.run.date))]:
+    for notice in [*notices, *_check_data(config, run_tokenizer(config, directory))]:
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):

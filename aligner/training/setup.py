@@ -12,7 +12,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.run_inputs import input_checksums
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, run_tokenizer
 from aligner.environments.tool_catalogue import list_tools, tool_schemas
 from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import ConfigError
@@ -71,7 +71,7 @@ def train(config: Config) -> bool:
     """One trainer rank, from its start to the run's end; false when it was told to stop before its
     last step."""
     tell_stage(config, "trainer", "reading the data")
-    tokenizer = Tokenizer(model_directory(config), config.run.date)
+    tokenizer = run_tokenizer(config, model_directory(config))
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
     if config.algorithm.generates:

@@ -508,7 +508,7 @@ def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path
             {"messages": [TURNS[1] | {"content": None}, TURNS[2]]},
             r"messages\[0\]: a message must have",
         ),
-        ({"messages": TURNS[1:3], "tools": "[]"}, "`tools` must be a list of JSON objects"),
+        ({"messages": TURNS[1:3], "tools": "{}"}, "`tools` must be a list of JSON objects"),
         ({"messages": TURNS[1:3], "tools": ["add"]}, "`tools` must be a list of JSON objects"),
     ],
 )
