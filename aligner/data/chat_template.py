@@ -120,8 +120,14 @@ class ChatTemplate:
         Raises:
             AlignerError: The template refuses the messages, or does not know the role of one.
         """
-        arguments = {"add_generation_prompt": add_generation_prompt, "variables": variables}
-        return "".join(self.marked(messages, tools, **arguments, learned=learned))
+        parts = self.marked(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            learned=learned,
+        )
+        return "".join(parts)
 
     def marked(
         self,

@@ -197,9 +197,7 @@ class ChatTurns:
         reasons = conversation.text.rstrip().endswith(THINK)
         return parse_turn(text, self._form, len(conversation.messages), reasons=reasons)
 
-    def _worded(
-        self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]
-    ) -> str:
+    def _worded(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]) -> str:
         return self._template.render(
             messages, tools, add_generation_prompt=True, variables=variables
         )

@@ -60,7 +60,10 @@ class PlainEncoder:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._known = control_tokens(tokenizer)
-        self._ids = {text: tokenizer.token_to_id(text) for text in self._known}
+        decoder = tokenizer.get_added_tokens_decoder()
+        self._ids = {
+            token.content: id for id, token in decoder.items() if token.content in self._known
+        }
         self._pattern = control_pattern(list(self._known))
 
         content = json.loads(tokenizer.to_str())

@@ -6,9 +6,9 @@ from decimal import Decimal
 import pytest
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.rewards.final_number import final_number
 from aligner.rewards.math_checker import MathChecker
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
-from aligner.rewards.final_number import final_number
 
 
 def score(name: str, response: str, **metadata) -> float:
