@@ -47,7 +47,10 @@ def count_oom_kills() -> int:
 
 
 def exhausted_resources(
-    lines: Sequence[str], exit_code: int | None = None, oom_kills: int = 0
+    lines: Sequence[str],
+    exit_code: int | None = None,
+    oom_kills: int = 0,
+    is_local: bool = True,
 ) -> list[str]:
     """Return a sentence for each resource that was exhausted, with its limit and a remedy.
 
@@ -55,18 +58,28 @@ def exhausted_resources(
         lines: Last lines of the logs of a failed process.
         exit_code: Its exit code, negative for a signal.
         oom_kills: Processes that the kernel has killed for lack of memory since it was started.
+        is_local: Whether it ran on this machine, with this process's limits. The limits of another
+            machine are not known.
     """
     return [
-        *_shared_memory(lines, exit_code),
-        *_memory(lines, exit_code, oom_kills),
-        *_open_files(lines),
+        *_shared_memory(lines, exit_code, is_local),
+        *_memory(lines, exit_code, oom_kills, is_local),
+        *_open_files(lines, is_local),
     ]
 
 
-def _shared_memory(lines: Sequence[str], exit_code: int | None) -> Iterator[str]:
+def _shared_memory(lines: Sequence[str], exit_code: int | None, is_local: bool) -> Iterator[str]:
     is_named = any(
         _SHARED_MEMORY_WORDS.search(line) and _SHARED_MEMORY_FAILURES.search(line) for line in lines
     )
+    if not is_local:
+        if is_named:
+            yield (
+                f"shared memory is exhausted: {_SHARED_MEMORY} of its node or container is too"
+                " small or full; enlarge it: mount -o remount,size=8g"
+                f" {_SHARED_MEMORY}, or the container's --shm-size=8g"
+            )
+        return
     try:
         usage = shutil.disk_usage(_SHARED_MEMORY)
     except OSError:
@@ -83,7 +96,9 @@ def _shared_memory(lines: Sequence[str], exit_code: int | None) -> Iterator[str]
         )
 
 
-def _memory(lines: Sequence[str], exit_code: int | None, oom_kills: int) -> Iterator[str]:
+def _memory(
+    lines: Sequence[str], exit_code: int | None, oom_kills: int, is_local: bool
+) -> Iterator[str]:
     is_killed = oom_kills > 0 and exit_code != 0
     is_named = any(_MEMORY_FAILURES.search(line) and not _GPU.search(line) for line in lines)
     if not is_killed and not is_named:
@@ -93,20 +108,23 @@ def _memory(lines: Sequence[str], exit_code: int | None, oom_kills: int) -> Iter
         if is_killed
         else "a process could not allocate memory"
     )
-    limit = _memory_limit()
-    total = psutil.virtual_memory().total
-    where = (
-        f"the machine has {_size(total)}"
-        if limit is None or limit >= total
-        else f"the limit of the control group (container or job) is {_size(limit)}"
-    )
+    where = _memory_text() if is_local else "the limit is that of its job step or node"
     yield (
         f"memory is exhausted: {how}; {where}; raise the limit (docker run --memory, sbatch --mem),"
         " or use less: `aligner validate` prints the memory that each role needs"
     )
 
 
-def _open_files(lines: Sequence[str]) -> Iterator[str]:
+def _memory_text() -> str:
+    """Return how much memory this process and its children may use."""
+    limit = _memory_limit()
+    total = psutil.virtual_memory().total
+    if limit is None or limit >= total:
+        return f"the machine has {_size(total)}"
+    return f"the limit of the control group (container or job) is {_size(limit)}"
+
+
+def _open_files(lines: Sequence[str], is_local: bool) -> Iterator[str]:
     found = [match for line in lines if (match := _FILES.search(line))]
     if not found:
         return
@@ -118,8 +136,9 @@ def _open_files(lines: Sequence[str]) -> Iterator[str]:
         )
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = f"a process may have {soft} open files (hard limit {hard})"
     yield (
-        f"file descriptors are exhausted: a process may have {soft} open files (hard limit {hard});"
+        f"file descriptors are exhausted: {limits if is_local else 'see ulimit -n on its node'};"
         f" raise the limit before the launch: ulimit -n {_OPEN_FILES}, in Docker: --ulimit"
         f" nofile={_OPEN_FILES}"
     )

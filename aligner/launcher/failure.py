@@ -59,10 +59,9 @@ def rank_error(message: str, rank: Rank) -> AlignerError:
     before = f"srun reported:\n{messages}\n" if messages else ""
     lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     told = (
-        f"{message}; {before}last lines of its log:\n{lines}\nlog:"
+        f"{'; '.join([message, *exhausted])}; {before}last lines of its log:\n{lines}\nlog:"
         f" {rank.log}{stacks_note(rank)}{_full_disk(rank.log)}"
     )
-    told += "".join(f"\n{sentence}" for sentence in exhausted)
     return AlignerError(told, summary=summary)
 
 
@@ -130,6 +129,8 @@ def exhausted_by(rank: Rank) -> list[str]:
     triton = rank.log.with_name(f"{rank.role}-triton.log")
     if rank.rank == 0 and triton.is_file():
         lines += log_tail(triton)
+    if not rank.is_local:
+        return exhausted_resources(lines, is_local=False)
     # The launcher's own SIGKILL says nothing about memory.
     kills = 0 if rank.killed_for else count_oom_kills() - rank.oom_kills_before
     return exhausted_resources(lines, rank.exit_code, kills)

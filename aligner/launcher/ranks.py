@@ -44,6 +44,11 @@ class Rank:
             self.log_start = max(0, self.log_start - drop_older_half(self.log, limit))
 
     @property
+    def is_local(self) -> bool:
+        """Whether it runs on the launcher's machine for certain, within the launcher's limits."""
+        return True
+
+    @property
     def starter_messages(self) -> str:
         """What was said of it by what started it, and is not in its log; empty where that is
         nothing."""

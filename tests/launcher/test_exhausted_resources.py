@@ -163,3 +163,8 @@ def test_a_launcher_without_file_descriptors_names_their_limit(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Too many open files: '/dev/null'; file descriptors are exhausted" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_limits_of_another_node_are_not_invented() -> None:
+    (sentence,) = exhausted_resources(["srun: error: n1: task 0: Out Of Memory"], is_local=False)
+    assert "sbatch --mem" in sentence and "the machine has" not in sentence

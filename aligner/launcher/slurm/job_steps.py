@@ -133,6 +133,11 @@ class TaskRank(Rank):
     """What srun itself says of the step."""
 
     @property
+    def is_local(self) -> bool:
+        """See `Rank`."""
+        return False
+
+    @property
     def starter_messages(self) -> str:
         """See `Rank`."""
         said = (
