@@ -14,7 +14,7 @@ from aligner.cli.command_table import COMMANDS, parse_arguments
 from aligner.errors import AlignerError, Interrupted, Stopped
 from aligner.exit_codes import exit_code
 from aligner.files import full_disk
-from aligner.launcher.exhausted_resources import exhausted_resources
+from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.observability.logs import REPORTED, log_failure
 
@@ -84,7 +84,7 @@ def _report(error: BaseException, parsed: argparse.Namespace) -> None:
 def _exhausted(error: BaseException) -> str | None:
     """Return the message of an error that says that a resource of the machine is exhausted, None
     for any other error."""
-    if (message := full_disk(error)) is not None:
+    if (message := full_shared_memory(error) or full_disk(error)) is not None:
         return message
     # In a rank the traceback is worth more, and the launcher names the resource.
     if "RANK" in os.environ or not isinstance(error, OSError | MemoryError):

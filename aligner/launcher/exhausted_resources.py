@@ -3,6 +3,8 @@ descriptors.
 """
 
 import contextlib
+import errno
+import math
 import re
 import resource
 import shutil
@@ -66,6 +68,28 @@ def exhausted_resources(
         *_memory(lines, exit_code, oom_kills, is_local),
         *_open_files(lines, is_local),
     ]
+
+
+def full_shared_memory(error: BaseException) -> str | None:
+    """Return the message of an error that says that `/dev/shm` is full, None for any other error.
+
+    The error of a write names no file. It is then attributed to `/dev/shm` if that is full.
+    """
+    if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+        return None
+    place = str(_SHARED_MEMORY)
+    is_named = error.filename is not None and str(error.filename).startswith(place)
+    if not is_named and (error.filename is not None or _free_bytes() >= _SPARE_BYTES):
+        return None
+    line = f"{error.filename or place}: {error.strerror}"
+    return "; ".join([line, *_shared_memory([line], None, is_local=True)])
+
+
+def _free_bytes() -> float:
+    try:
+        return shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return math.inf
 
 
 def _shared_memory(lines: Sequence[str], exit_code: int | None, is_local: bool) -> Iterator[str]:

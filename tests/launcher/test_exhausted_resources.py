@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from aligner.launcher import exhausted_resources as module
-from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
+from aligner.launcher.exhausted_resources import (
+    count_oom_kills,
+    exhausted_resources,
+    full_shared_memory,
+)
 from aligner.launcher.failure import rank_error
 from aligner.launcher.ranks import Rank
 from tests.launcher.test_launch import finish, start
@@ -168,3 +173,20 @@ def test_a_launcher_without_file_descriptors_names_their_limit(tmp_path: Path) -
 def test_limits_of_another_node_are_not_invented() -> None:
     (sentence,) = exhausted_resources(["srun: error: n1: task 0: Out Of Memory"], is_local=False)
     assert "sbatch --mem" in sentence and "the machine has" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "free", "is_shared_memory"),
+    [
+        ("/dev/shm/aligner-server-1/paths.new", 2**30, True),
+        (None, 0, True),
+        (None, 2**30, False),
+        ("/data/run/metrics.jsonl", 0, False),
+    ],
+)
+def test_full_shared_memory_is_not_taken_for_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, file: str | None, free: int, is_shared_memory: bool
+) -> None:
+    monkeypatch.setattr(module, "_free_bytes", lambda: free)
+    message = full_shared_memory(OSError(errno.ENOSPC, "No space left on device", file))
+    assert (message is not None and SHARED in message) == is_shared_memory
