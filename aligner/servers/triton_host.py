@@ -64,6 +64,8 @@ _POLL_S = 0.05
 _STARTS = 3
 """Attempts to start Triton. PyTriton's handshakes with Triton time out after one second, which a
 busy or suspended machine may need longer for."""
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+"""Exit codes of a Triton that has crashed."""
 _START_ENDS_S = 5.0
 """For a start of Triton to fail after Triton was killed."""
 _RESTARTS_PER_HOUR = 60
@@ -141,6 +143,9 @@ class TritonHost:
         self._endpoints: Mapping[EndpointSpec, Serve] = {}
         self._sockets = Path()
         self._restarts = RestartBudget(_RESTARTS_PER_HOUR)
+        self._triton_exit_code = 0
+        """Of the newest Triton that has ended; negative: the signal that ended it."""
+        self._triton_ended = threading.Event()
         self._failure: AlignerError | None = None
         """Why the watcher could not restart Triton."""
         self._stops = threading.Event()
@@ -176,9 +181,7 @@ class TritonHost:
             except (Exception, _TritonFailed) as error:
                 is_told = isinstance(error, _TritonFailed)
                 why = str(error) if is_told else f"{type(error).__name__}: {error}"
-                # One that ends at its first start would do so again.
-                has_ended = not any(map(is_alive, _triton_processes()[:1]))
-                gave_up = is_told or (has_ended and not self._watcher.is_alive())
+                gave_up = not self._may_start_again(is_late=is_told)
                 message = f"Triton did not start ({why}); see {self._log or 'the output above'}"
                 if gave_up or attempt == _STARTS or self._stops.is_set():
                     raise TransientError(message) from error
@@ -210,12 +213,29 @@ class TritonHost:
             claim_paths(self._directories)
         self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
 
+    def _may_start_again(self, is_late: bool) -> bool:
+        """Whether another attempt to start Triton may succeed where one has failed.
+
+        A Triton that exits by itself at its first start would do so again. One that was suspended
+        in its start may abort.
+        """
+        if any(map(is_alive, _triton_processes()[:1])):
+            return not is_late
+        self._triton_ended.wait(_LOOK_S)
+        return self._triton_exit_code in _CRASHES or self._watcher.is_alive()
+
+    def _note_triton_exit(self, command: object, success: bool, exit_code: int) -> None:
+        self._triton_exit_code = exit_code
+        self._triton_ended.set()
+
     def _run_triton(self) -> None:
         triton = self._triton
+        self._triton_exit_code = 0
+        self._triton_ended.clear()
         triton._initialize_server()
         # PyTriton warns of every Triton that was killed, as `stop` does; the watcher reports one
         # that has ended by itself.
-        triton._triton_server._handle_exit = lambda *_: None
+        triton._triton_server._handle_exit = self._note_triton_exit
         server_config = triton._triton_server._server_config
         server_config.to_args_list = functools.partial(_triton_arguments, server_config)
         triton._run_server()
