@@ -194,7 +194,9 @@ def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]
         if isinstance(response, list)
         else [{"role": _ASSISTANT, "content": record.text(name)}]
     )
-    said = [*asked_first, *last]
+    # Some data sets repeat the prompt at the start of each response.
+    repeats_prompt = bool(asked_first) and last[: len(asked_first)] == asked_first
+    said = last if repeats_prompt else [*asked_first, *last]
     if said[-1]["role"] != _ASSISTANT:
         raise BadRecord(
             f"{record.origin}: {name}: the last message has role {said[-1]['role']!r}, must have"

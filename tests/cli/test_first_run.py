@@ -199,7 +199,7 @@ def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(emp
 
 
 def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
-    assert aligner(tmp_path, "--version").stdout == "aligner 0.2.0\n"
+    assert aligner(tmp_path, "--version").stdout == "aligner 0.3.0\n"
     done = aligner(tmp_path, "lanch", *OWN)
     assert (
         done.returncode == 2

@@ -327,3 +327,12 @@ def test_plain_encoding_reports_the_ends_of_tokens_in_the_marked_text():
     ids, ends = encoder.encode(text)
     assert ends == [1, 2, 4, 5, 8]  # the mark is the third character
     assert ids[-1] == tokenizer.token_to_id("<e>") and ids[-1] not in ids[:-1]
+
+
+@pytest.mark.parametrize("name", ["response", "messages"])
+def test_prompt_that_a_response_repeats_is_rendered_once(tokenizer_of, name):
+    tokenizer = tokenizer_of(TEMPLATES["chatml"])
+    record = Record({"prompt": [QUESTION], name: [QUESTION, ANSWER]}, "data.jsonl:1")
+    prompt, response = exchange(record, "response", tokenizer)
+    assert prompt.text.count(QUESTION["content"]) == 1
+    assert response.startswith("No.")
