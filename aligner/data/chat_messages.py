@@ -18,7 +18,8 @@ def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     Entries with the value null are removed at any depth: `datasets` adds them to give all rows one
     schema, and OpenAI's clients send `content: null` next to tool calls. Arguments of tool calls
     that are JSON text, as on OpenAI's wire, become objects; nulls inside the text are values, and
-    stay. The reasoning of a message is also available as `reasoning_content`.
+    stay. A call without arguments has none (`{}`). The reasoning of a message is also available as
+    `reasoning_content`.
 
     Raises:
         AlignerError: The arguments of a tool call are not the JSON text of an object.
@@ -99,9 +100,10 @@ def _with_decoded_arguments(call: Any, where: str) -> Any:
     if "function" in call:
         inner = call["function"]
         return {**call, "function": _with_decoded_arguments(inner, f"{where}.function")}
-    arguments = call.get("arguments")
+    # Templates read the arguments of every call.
+    arguments = call.get("arguments", {})
     if not isinstance(arguments, str):
-        return call
+        return {**call, "arguments": arguments}
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:

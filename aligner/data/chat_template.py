@@ -161,29 +161,37 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        for needs_content in (False, True):
-            # Some templates read the content of every message, also next to tool calls.
-            given = [{"content": "", **each} for each in messages] if needs_content else messages
+        def render(given: Messages) -> str:
+            # Templates ask whether there are tools or documents by comparing with none.
+            return self._templates[name].render(
+                **{
+                    "documents": None,
+                    **self._special_tokens,
+                    **variables,
+                    "messages": given,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": tools,
+                }
+            )
+
+        # A template is a program, which may fail in any way.
+        try:
+            if all("content" in message for message in messages):
+                return render(messages)
+            with_content = [{"content": "", **message} for message in messages]
             try:
-                # Templates ask whether there are tools or documents by comparing with none.
-                return self._templates[name].render(
-                    **{
-                        "messages": given,
-                        "add_generation_prompt": add_generation_prompt,
-                        "tools": tools,
-                        "documents": None,
-                        **self._special_tokens,
-                        **variables,
-                    }
-                )
-            # A template is a program, which may fail in any way.
-            except Exception as error:
-                failure = error
-                if all("content" in message for message in messages):
-                    break
-        raise AlignerError(
-            f"the model's chat template cannot render the messages: {failure}"
-        ) from failure
+                text = render(messages)
+            except Exception:
+                return render(with_content)  # the template reads the content of every message
+            # `message.get('content')` renders a message without content as the word None.
+            if "None" in text:
+                with_empty = render(with_content)
+                return with_empty if with_empty.count("None") < text.count("None") else text
+            return text
+        except Exception as error:
+            raise AlignerError(
+                f"the model's chat template cannot render the messages: {error}"
+            ) from error
 
     def _with_known_roles(self, messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         """Return the messages, with the role `developer` as `system` if the template does not know
@@ -241,6 +249,10 @@ class ChatTemplate:
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         sources = "\n".join(self._texts.values())
+        if reserved := _RESERVED & variables.keys():
+            raise AlignerError(
+                f"chat_template_kwargs: {sorted(reserved)[0]!r} is set by aligner; remove it"
+            )
         for name in variables:
             if name not in sources:
                 self._log_once(
@@ -279,6 +291,9 @@ class ChatTemplate:
                 self._probed[form] = [
                     loss for marker, loss in markers.items() if marker.lower() not in text.lower()
                 ]
+                for role in self._unknown_roles(name, probe, probe_tools, variables, text):
+                    kind = "" if role in USUAL_ROLES else _REFUSED
+                    self._probed[form].append(f"{kind}role {role!r}")
         for loss in self._probed[form]:
             if loss.startswith(_REFUSED):
                 raise AlignerError(
@@ -287,6 +302,32 @@ class ChatTemplate:
                 )
             self._log_once(logging.WARNING, f"the chat template of %s does not render the {loss}")
 
+    def _unknown_roles(
+        self,
+        name: str,
+        probe: list[dict[str, Any]],
+        tools: Tools | None,
+        variables: Mapping[str, Any],
+        text: str,
+    ) -> list[str]:
+        """Return the roles that the template renders like the role of the user or the assistant,
+        although it does not name them."""
+        unknown = []
+        roles = {str(message.get("role")) for message in probe} - {"user", "assistant"}
+        for role in sorted(role for role in roles if role not in self._texts[name]):
+            for other in ("user", "assistant"):
+                renamed = [
+                    {**message, "role": other} if message.get("role") == role else message
+                    for message in probe
+                ]
+                try:
+                    is_same = self._rendered(name, renamed, tools, False, variables) == text
+                except AlignerError:
+                    is_same = False
+                if is_same and role not in unknown:
+                    unknown.append(role)
+        return unknown
+
     def _log_once(self, level: int, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -294,6 +335,8 @@ class ChatTemplate:
 
 
 _REFUSED = "!"
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt"))
+_LEARNED_REASONING = "reasoning of the assistant's messages that are trained on"
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -317,30 +360,49 @@ def _probe(
     markers = {} if tools is None else {"probetool": "tools"}
     for index, message in enumerate(messages):
         role = str(message.get("role"))
-        copy: dict[str, Any] = {**message}
-        if _texts_of(message.get("content")) and any(
-            text.strip() for text in _texts_of(message.get("content"))
-        ):
+        is_learned = role == "assistant" and (
+            learned == "all" or (learned == "last" and index == len(messages) - 1)
+        )
+        # All texts are replaced: messages of one form must not differ, for example in their ids.
+        copy: dict[str, Any] = {
+            key: f"probe{key}" if isinstance(entry, str) and key != "role" else entry
+            for key, entry in message.items()
+        }
+        if "tool_call_id" in copy:
+            copy["tool_call_id"] = "abcdefghi"
+        texts = _texts_of(message.get("content"))
+        if any(text.strip() for text in texts):
             marker = f"probecontent{index}end"
+            content = marker
+            # Reasoning may be a part of the content.
+            if role == "assistant" and any("</think>" in text for text in texts):
+                reasoning = f"probethought{index}end"
+                content = f"<think>\n{reasoning}\n</think>\n\n{marker}"
+                if is_learned:
+                    markers[reasoning] = _LEARNED_REASONING
             is_list = isinstance(message["content"], list)
-            copy["content"] = [{"type": "text", "text": marker}] if is_list else marker
+            copy["content"] = [{"type": "text", "text": content}] if is_list else content
             markers[marker] = f"content of messages with role {role!r}"
+        elif "content" in message:
+            copy["content"] = message["content"]
         if message.get("tool_calls"):
-            name, argument = f"probecall{index}end", f"probevalue{index}end"
-            copy["tool_calls"] = [
-                {
-                    "id": "abcdefghi",
-                    "type": "function",
-                    "function": {"name": name, "arguments": {"probeargument": argument}},
-                }
-            ]
-            markers |= {name: "names of tool calls", argument: "arguments of tool calls"}
+            copy["tool_calls"] = []
+            for place in range(len(message["tool_calls"])):
+                name = f"probecall{index}at{place}end"
+                argument = f"probevalue{index}at{place}end"
+                copy["tool_calls"].append(
+                    {
+                        "id": "abcdefghi",
+                        "type": "function",
+                        "function": {"name": name, "arguments": {"probeargument": argument}},
+                    }
+                )
+                markers |= {name: "names of tool calls", argument: "arguments of tool calls"}
         if any(message.get(each) for each in REASONING):
             marker = f"probereasoning{index}end"
             copy |= {each: marker for each in REASONING if each in message}
-            is_last = index == len(messages) - 1
-            if learned == "all" or (learned == "last" and is_last):
-                markers[marker] = "reasoning of the assistant's messages that are trained on"
+            if is_learned:
+                markers[marker] = _LEARNED_REASONING
         if role not in USUAL_ROLES and role != "developer":
             markers[role] = f"{_REFUSED}role {role!r}"
         probe.append(copy)

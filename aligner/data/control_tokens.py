@@ -15,12 +15,15 @@ from tokenizers import AddedToken
 _BREAK = "\ufdd2"
 """Follows the first character of a control token that is plain text; no character of any text."""
 _ANCHOR = "\ufdd3{}\ufdd4"
-_LOOKS_LIKE_CONTROL = re.compile(r"[<\[].*[>\]]|<\|.*|.*\|>", re.DOTALL)
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
 def control_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, AddedToken]:
     """Return the tokens that structure a conversation, by their text: special tokens, and added
-    tokens in angle or square brackets such as `<think>`."""
+    tokens of the form `<|…|>`, which some models do not mark as special.
+
+    Others, such as `<think>` and `<tool_call>`, occur in ordinary instructions.
+    """
     return {
         token.content: token
         for token in tokenizer.get_added_tokens_decoder().values()
@@ -64,6 +67,7 @@ class PlainEncoder:
         self._ids = {
             token.content: id for id, token in decoder.items() if token.content in self._known
         }
+        self._control_ids = frozenset(self._ids.values())
         self._pattern = control_pattern(list(self._known))
 
         content = json.loads(tokenizer.to_str())
@@ -88,6 +92,12 @@ class PlainEncoder:
         }
         self._plain.add_special_tokens(list(anchors.values()))
         self._anchor_ids = {self._plain.token_to_id(anchor) for anchor in anchors}
+        # Without the control tokens, other added tokens are numbered differently.
+        self._numbers = {
+            self._plain.token_to_id(token.content): id
+            for id, token in decoder.items()
+            if token.content not in self._known
+        }
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of a text, and the number of its characters up to each token's end.
@@ -122,7 +132,9 @@ class PlainEncoder:
         for token in encoding.ids:
             if token in self._anchor_ids:
                 ids.append(self._ids[next(tokens)])
-            elif token in self._ids.values():
+            elif token in self._numbers:
+                ids.append(self._numbers[token])
+            elif token in self._control_ids:
                 raise ValueError("a control token in a message cannot be encoded as plain text")
             else:
                 ids.append(token)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.data.control_tokens import without_marks
 from aligner.data.conversations import PromptText, asked_messages, exchange, prompt_text, with_tools
 from aligner.data.pass_rates import DrawRule, PassRates, passes
 from aligner.data.records import (
@@ -168,7 +169,7 @@ def open_evaluation_prompts(
 def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
     text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
     metadata = _metadata(record) | (asked_messages(record) if messages else {})
-    return Prompt(0, text, tokens, metadata, record.origin)
+    return Prompt(0, without_marks(text), tokens, metadata, record.origin)
 
 
 def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
@@ -199,7 +200,7 @@ def _with_pass_rate(
     """The record with the `pass_rate` that was told of its prompt. Raises LeftOut where that, or
     its own, is not wanted."""
     if told is not None:
-        text = prompt_text(record, tokenizer).text
+        text = without_marks(prompt_text(record, tokenizer).text)
         if text not in told:
             raise BadRecord(
                 f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
@@ -360,7 +361,7 @@ def _prompt(
     tokens = encoded(asked.text, record.origin, tokenizer, begins=not asked.is_worded)
     return Prompt(
         id,
-        asked.text,
+        without_marks(asked.text),
         within(tokens, asked.text, "prompt", record.origin, limit, allowed),
         _metadata(record),
     )

@@ -280,7 +280,10 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
     kill("critic")
     wait_for("critic is healthy again")
     assert not [path for path in shared if path.exists()], "Slurm has killed who else removes it"
-    assert "critic rank 0 was killed by SIGKILL; restarting critic (1 of 3 in the last hour)" in job.log
+    assert (
+        "critic rank 0 was killed by SIGKILL; restarting critic (1 of 3 in the last hour)"
+        in job.log
+    )
     job.wait_for_step(len(read_metrics(job.paths.metrics)) + 3)
     kill("trainer")
     wait_for("restarting trainer (1 of 1 in the last hour)")
