@@ -88,7 +88,10 @@ class ChatTurns:
                 " end-of-turn token; a truncated turn must be the last turn of its episode"
             )
         return self._parsed(
-            text_behind(self._tokenizer, conversation.tokens, drawn[:-1]), conversation
+            self._tokenizer.decode_after(
+                conversation.tokens, drawn[:-1], skip_special_tokens=False
+            ),
+            conversation,
         )
 
     def go_on(
@@ -204,19 +207,6 @@ class ChatTurns:
 
     def _text(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def text_behind(tokenizer: Tokenizer, before: Tensor, drawn: Tensor) -> str:
-    """The text of tokens, int64 [R], that stand behind others, int64 [T]; with special tokens."""
-    # Decoders that leave out the space before a text's first word do so before the first token that
-    # they are given.
-    last = tokenizer.decode(before[-1:], skip_special_tokens=False)
-    whole = tokenizer.decode(torch.cat([before[-1:], drawn]), skip_special_tokens=False)
-    return (
-        whole[len(last) :]
-        if whole.startswith(last)
-        else tokenizer.decode(drawn, skip_special_tokens=False)
-    )
 
 
 def _apart(was: str, now: str) -> str:

@@ -238,12 +238,16 @@ def _answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> dict[str,
     Raises BadRecord for a record without a response.
     """
     tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
-    if tokens is None:
-        asked, response = exchange(record, "response", tokenizer)
-        text = asked_part(asked.text, data, record.origin)
-        given = encoded(text, record.origin, tokenizer, begins=not asked.is_worded)
-        tokens = tokenizer.ended(_encoded_after(record, tokenizer, text, given, response))
-    return {"response": tokenizer.decode(tokens), "response_tokens": tokens.tolist()}
+    if tokens is not None:
+        return {"response": record.values["response"], "response_tokens": tokens.tolist()}
+    asked, response = exchange(record, "response", tokenizer)
+    text = asked_part(asked.text, data, record.origin)
+    given = encoded(text, record.origin, tokenizer, begins=not asked.is_worded)
+    tokens = tokenizer.ended(_encoded_after(record, tokenizer, text, given, response))
+    return {
+        "response": tokenizer.decode_after(given, tokens),
+        "response_tokens": tokens.tolist(),
+    }
 
 
 def prompt_tokens(
@@ -495,7 +499,10 @@ def drawn_tokens(
     text = values.get(name)
     if name == "prompt" and isinstance(text, str):
         text = tokenizer.decode(encoded(text, origin, tokenizer))
-    if (said := tokenizer.decode(tokens)) != text:
+    said = tokenizer.decode(tokens)
+    # The text of a response behind its prompt may begin with a space that decoding alone removes.
+    # It is the same behind any prompt, therefore also behind the response itself.
+    if text not in (said, tokenizer.decode_after(tokens, tokens)):
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
             f" {said!r}. If another model generated the tokens, set data.drawn_tokens=false or"

@@ -16,6 +16,7 @@ from aligner.data.chat_template import Messages as Messages
 from aligner.data.chat_template import Tools as Tools
 from aligner.data.chat_template import end_of_turn
 from aligner.data.control_tokens import PlainEncoder, control_tokens, is_escaped
+from aligner.data.response_decoder import ResponseDecoder
 from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
 from aligner.data.tokenizer_files import read_tokenizer_files, without_extra_spaces
 from aligner.errors import AlignerError, ConfigError
@@ -177,12 +178,36 @@ class Tokenizer:
             if torch.equal(whole[:count], prompt_tokens):
                 return whole[count:]
 
+        return self._encode_inside(text)
+
+    def encode_observation(self, tokens: Tensor, text: str) -> Tensor:
+        """Return the tokens of a text that an environment adds behind other tokens, int64 [R].
+
+        The other tokens, int64 [T], stay as they are; they may be generated ones, which differ from
+        the tokens of their text. Raises AlignerError as `encode`.
+        """
+        # A text behind nothing but special tokens is the first text of its sequence.
+        has_text = self._response_decoder.has_text(tokens)
+        return self._encode_inside(text) if has_text else self.encode(text)
+
+    def _encode_inside(self, text: str) -> Tensor:
+        """Return the tokens of a text without the space that tokenizers put before a text."""
+        if not self._puts_space_before_text:
+            return self.encode(text)
         # SentencePiece vocabularies have no token that contains a line break and other characters.
         line_break = self.encode("\n")
         behind = self.encode("\n" + text)
         if torch.equal(behind[: line_break.numel()], line_break):
             return behind[line_break.numel() :]
         return self.encode(text)
+
+    @cached_property
+    def _puts_space_before_text(self) -> bool:
+        try:
+            line_break, letter, both = (self.encode(text) for text in ("\n", "0", "\n0"))
+        except AlignerError:  # a vocabulary without line breaks, of single characters
+            return False
+        return not torch.equal(both, torch.cat([line_break, letter]))
 
     def single_token(self, text: str | None, key: str) -> int | None:
         """The token that a text is; None for None. Raises ConfigError, naming `key`, for one that
@@ -229,14 +254,30 @@ class Tokenizer:
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return without_extra_spaces(text) if self._cleans_up_spaces else text
 
+    def decode_after(
+        self,
+        prompt: Tensor | Sequence[int],
+        response: Tensor | Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Return the text of a response, int64 [R], behind a prompt, int64 [P].
+
+        Unlike `decode(response)`, the text keeps the space before its first word if the tokenizer
+        is of the SentencePiece kind.
+        """
+        text = self._response_decoder.decode_after(
+            prompt, response, skip_special_tokens=skip_special_tokens
+        )
+        return without_extra_spaces(text) if self._cleans_up_spaces else text
+
+    @cached_property
+    def _response_decoder(self) -> ResponseDecoder:
+        return ResponseDecoder(self._tokenizer)
+
     def piece(self, token: int) -> str:
         """Return the text of a token inside a text; special tokens by their names."""
-        # Decoders that leave out the space before a text's first word do so before the first token
-        # that they are given.
-        once, twice = (
-            self._tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2)
-        )
-        return twice[len(once) :]
+        return self._response_decoder.decode_after([token], [token], skip_special_tokens=False)
 
 
 def run_tokenizer(config: Config, directory: Path) -> Tokenizer:

@@ -1,5 +1,6 @@
 """What was said in episodes that were sampled: as texts by turns, and as chat messages."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,21 @@ from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 
 
+def response_text(sample: Sample, tokenizer: Tokenizer) -> str:
+    """Return the text of a sample's response as it stands behind the prompt."""
+    return tokenizer.decode_after(sample.tokens[: sample.prompt_length], sample.response)
+
+
+def turns_with_context(sample: Sample) -> list[tuple[Tensor, Tensor]]:
+    """Return the turns of `Sample.turns`, each after all tokens before it, int64 [T] and [R]."""
+    turns = sample.turns()
+    ends = itertools.accumulate(map(len, turns), initial=sample.prompt_length)
+    return [(sample.tokens[:end], turn) for end, turn in zip(ends, turns, strict=False)]
+
+
 def transcript(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
     """Its turns, each under who said it, `policy` or `environment`."""
-    turns = [tokenizer.decode(turn) for turn in sample.turns()]
+    turns = [tokenizer.decode_after(before, turn) for before, turn in turns_with_context(sample)]
     return [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]
 
 
@@ -23,7 +36,7 @@ def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
     return [
         {
             "prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]),
-            "response": tokenizer.decode(branch.response),
+            "response": response_text(branch, tokenizer),
         }
         for branch in sample.branches
     ]
@@ -39,16 +52,14 @@ def spoken_messages(
     said: list[Mapping[str, Any]] = [
         *prompt.metadata.get("messages", [{"role": "user", "content": prompt.text}])
     ]
-    for at, turn in enumerate(sample.turns()):
+    for at, (before, turn) in enumerate(turns_with_context(sample)):
         if at % 2 == 0 and len(turn):
             own = turn[:-1] if bool(tokenizer.ends(turn[-1:])) else turn
-            said.append(
-                parse_turn(
-                    tokenizer.decode(own, skip_special_tokens=False), form, len(said)
-                ).messages[0]
-            )
+            text = tokenizer.decode_after(before, own, skip_special_tokens=False)
+            said.append(parse_turn(text, form, len(said)).messages[0])
         elif len(turn):
-            said.append({"role": "environment", "content": tokenizer.decode(turn)})
+            text = tokenizer.decode_after(before, turn)
+            said.append({"role": "environment", "content": text})
     return said
 
 
@@ -94,9 +105,14 @@ def _of_chat(
 ) -> dict[str, Any]:
     said, tools = [*asked["messages"]], asked.get("tools")
     variables = asked.get("chat_template_kwargs")
-    turns = [turn for sequence in sample.sequences for turn in sequence.turns()[::2] if len(turn)]
-    for place, turn in enumerate(turns):
-        said.append(_said(chat, said, tools, variables, turn, tokenizer))
+    turns = [
+        (before, turn)
+        for sequence in sample.sequences
+        for before, turn in turns_with_context(sequence)[::2]
+        if len(turn)
+    ]
+    for place, (before, turn) in enumerate(turns):
+        said.append(_said(chat, said, tools, variables, before, turn, tokenizer))
         if place < len(turns) - 1:
             said += answers[place + 1]
     return {
@@ -108,13 +124,14 @@ def _of_chat(
 
 def _said(
     chat: ChatTurns,
-    before: Messages,
+    messages: Messages,
     tools: Any,
     variables: Any,
+    before: Tensor,
     turn: Tensor,
     tokenizer: Tokenizer,
 ) -> Mapping[str, Any]:
     try:
-        return chat.said(chat.begin(before, tools, variables), turn).messages[0]
+        return chat.said(chat.begin(messages, tools, variables), turn).messages[0]
     except AlignerError:  # it was cut
-        return {"role": "assistant", "content": tokenizer.decode(turn)}
+        return {"role": "assistant", "content": tokenizer.decode_after(before, turn)}

@@ -218,7 +218,11 @@ class EpisodeGeneration:
             return
         said = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
         # Some models mark tool calls by special tokens.
-        action = tokenizer.decode(said, skip_special_tokens=not self._means.settings.has_tools)
+        action = tokenizer.decode_after(
+            sample.tokens[: len(sample.tokens) - len(turn)],
+            said,
+            skip_special_tokens=not self._means.settings.has_tools,
+        )
         self._expect(place, self._means.environments.step(episode.name, action))
 
     def _hear(self, place: int, future: Future[Outcome]) -> None:
@@ -314,7 +318,9 @@ class EpisodeGeneration:
         """What the policy is told, or why messages cannot be appended to what it has said. Raises
         AlignerError."""
         if isinstance(observation, str):
-            return self._means.tokenizer.encode(observation).tolist()
+            sample, prompt = episode.sample, episode.request.prompt
+            before = prompt.tokens if sample is None else sample.tokens
+            return self._means.tokenizer.encode_observation(before, observation).tolist()
         if episode.turn is not None:
             return episode.worded(observation, self._means.chat)
         if observation:

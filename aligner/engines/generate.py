@@ -19,7 +19,7 @@ from aligner.data.prompts import to_chat_prompt, to_prompt
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_files import tokenizer_problem
-from aligner.data.transcripts import conversation, transcript
+from aligner.data.transcripts import conversation, response_text, transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import (
@@ -334,7 +334,7 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         }
     return {
         "prompt": prompt.text,
-        "response": job.tokenizer.decode(sample.response),
+        "response": response_text(sample, job.tokenizer),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,

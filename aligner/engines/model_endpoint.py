@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from aligner.data.chat_turns import ChatTurns, text_behind
+from aligner.data.chat_turns import ChatTurns
 from aligner.data.export import Source
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
@@ -176,12 +176,14 @@ class ModelEndpoint(OpenAIServer):
             self._give(ask, [DrawnToken(shown.text, shown.logprob, likeliest)], token)
 
     def _token(self, token: int, logprob: float) -> DrawnToken:
-        return DrawnToken(self._tokenizer.decode([token], skip_special_tokens=False), logprob)
+        return DrawnToken(self._tokenizer.piece(token), logprob)
 
     def _give(self, ask: _Ask, tokens: Sequence[DrawnToken], drawn: Tensor) -> None:
         """Answer with these tokens, int64 [R]."""
         ended = bool(self._tokenizer.ends(drawn[-1:]))
-        text = text_behind(self._tokenizer, ask.read, drawn[:-1] if ended else drawn)
+        text = self._tokenizer.decode_after(
+            ask.read, drawn[:-1] if ended else drawn, skip_special_tokens=False
+        )
         answer = Answer(text, "stop" if ended else "length", len(ask.read), tuple(tokens))
         self.call(_unless_done(ask.given, ask.given.set_result), answer)
 

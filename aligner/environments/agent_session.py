@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe, text_behind
+from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Sample
@@ -199,7 +199,9 @@ class AgentSession:
                 self._branch("the request does not continue an earlier turn")
             return None, tokenizer.encode(text, begins=True)
         turn = max(before, key=lambda each: (len(each.text), each.drawn.tolist()))
-        return None, torch.cat([turn.read, turn.drawn, tokenizer.encode(text[len(turn.text) :])])
+        tokens = torch.cat([turn.read, turn.drawn])
+        added = tokenizer.encode_observation(tokens, text[len(turn.text) :])
+        return None, torch.cat([tokens, added])
 
     def _conversation(self, body: ChatBody) -> Conversation:
         """The messages as what goes on from the longest conversation that they begin with, or
@@ -287,7 +289,7 @@ class AgentSession:
         answer = self._answer(body, turn, text)
         whole = ""
         if isinstance(body, TextBody) and isinstance(body.prompt, str) and not self._ended(turn):
-            whole = body.prompt + text_behind(self.means.tokenizer, read, turn.drawn)
+            whole = body.prompt + self._text_after(read, turn.drawn)
         self.turns.append(replace(turn, said=self._said(body, answer), text=whole))
         return answer
 
@@ -295,13 +297,9 @@ class AgentSession:
         """A turn in words; `text` is what it says where that is not all."""
         tokenizer, drawn, ended = self.means.tokenizer, turn.drawn, self._ended(turn)
         logprobs = turn.response.engine_logprobs.tolist()
-        told = [tokenizer.decode([token], skip_special_tokens=False) for token in drawn.tolist()]
+        told = [tokenizer.piece(token) for token in drawn.tolist()]
         answer = Answer(
-            (
-                text_behind(tokenizer, turn.read, drawn[:-1] if ended else drawn)
-                if text is None
-                else text
-            ),
+            (self._text_after(turn.read, drawn[:-1] if ended else drawn) if text is None else text),
             "length" if turn.response.finish_reason == "length" else "stop",
             len(turn.read),
             tuple(map(DrawnToken, told, logprobs)),
@@ -330,14 +328,18 @@ class AgentSession:
         )
         return tuple(compared(message, self.means.settings.matching) for message in messages)
 
+    def _text_after(self, read: Tensor, drawn: Tensor) -> str:
+        """Return the text of generated tokens behind the tokens that the model read."""
+        return self.means.tokenizer.decode_after(read, drawn, skip_special_tokens=False)
+
     def _stopped(self, read: Tensor, drawn: Tensor, stops: Sequence[str]) -> tuple[int, str] | None:
         """How many tokens there are up to the first of these texts, and their text before it; None
         where there is none."""
-        whole = text_behind(self.means.tokenizer, read, drawn) if stops else ""
+        whole = self._text_after(read, drawn) if stops else ""
         if not any(stop in whole for stop in stops):
             return None
         for tokens in range(1, len(drawn) + 1):
-            text = text_behind(self.means.tokenizer, read, drawn[:tokens])
+            text = self._text_after(read, drawn[:tokens])
             if found := [text.find(stop) for stop in stops if stop in text]:
                 return tokens, text[: min(found)]
         return None

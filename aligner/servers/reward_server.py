@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from aligner.data.response_decoder import ResponseDecoder
 from aligner.data.tokenizer import read_tokenizer, with_beginning
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
@@ -79,6 +80,7 @@ class Scoring:
     def __init__(self, reward: CombinedReward, tokenizer: Tokenizer, limits: Limits) -> None:
         self._reward = reward
         self._tokenizer = tokenizer
+        self._response_decoder = ResponseDecoder(tokenizer)
         self.limits = limits
         """What the reward takes."""
         self._wants_tokens = any(isinstance(source, ModelSource) for _, source in reward.parts)
@@ -173,14 +175,19 @@ class Scoring:
         prompt_lengths: Tensor | None,
         skip: bool,
     ) -> list[tuple[str, str]]:
-        """Prompt and response of each row, special tokens skipped or not."""
+        """Return prompt and response of each row, with or without special tokens.
+
+        Each response is decoded as text behind its prompt.
+        """
         assert tokens is not None and lengths is not None and prompt_lengths is not None
         rows = zip(tokens.tolist(), lengths.tolist(), prompt_lengths.tolist(), strict=True)
-        halves = [
-            half for row, length, prompt in rows for half in (row[:prompt], row[prompt:length])
-        ]
-        texts = self._tokenizer.decode_batch(halves, skip_special_tokens=skip)
-        return list(zip(texts[::2], texts[1::2], strict=True))
+        halves = [(row[:prompt], row[prompt:length]) for row, length, prompt in rows]
+
+        prompts = self._tokenizer.decode_batch(
+            [prompt for prompt, _ in halves], skip_special_tokens=skip
+        )
+        responses = self._response_decoder.decode_batch_after(halves, skip_special_tokens=skip)
+        return list(zip(prompts, responses, strict=True))
 
     def _token_at(
         self,
@@ -190,16 +197,14 @@ class Scoring:
         row: int,
         characters: int,
     ) -> int:
-        """The place of a row's token with which so many characters of its response are complete,
-        the last one at most."""
+        """Return the position of the first token of a row up to which its response has a number of
+        characters, at most the position of the last token."""
         first = 0 if prompt_lengths is None else int(prompt_lengths[row])
+        prompt = tokens[row, :first]
         response = tokens[row, first : int(lengths[row])].tolist()
 
         def complete(count: int) -> bool:
-            return (
-                len(self._tokenizer.decode(response[:count], skip_special_tokens=True))
-                >= characters
-            )
+            return len(self._response_decoder.decode_after(prompt, response[:count])) >= characters
 
         return first + max(0, bisect.bisect_left(range(len(response)), True, key=complete) - 1)
 

@@ -22,6 +22,7 @@ from aligner.algorithms.evaluation_scores import (
 from aligner.data.collectives import broadcast_json, broadcast_samples
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.transcripts import response_text, turns_with_context
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.environments.tool_catalogue import tool_schemas
@@ -49,17 +50,16 @@ Wins = Sequence[tuple[float, float] | None]
 def scoring_requests(
     prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
 ) -> list[ScoringRequest]:
-    """What was said last in each sample, to all before it, as texts without special tokens, each
-    with what the data says about its prompt.
+    """Return the last turn of each sample as a response to all tokens before it.
+
+    Texts are without special tokens; metadata is that of the prompt.
     """
-    return [
-        ScoringRequest(
-            tokenizer.decode(sample.tokens[: -len(last)]), tokenizer.decode(last), prompt.metadata
-        )
-        for prompt, sample, last in zip(
-            prompts, samples, (sample.turns()[-1] for sample in samples), strict=True
-        )
-    ]
+    requests = []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        before, last = turns_with_context(sample)[-1]
+        response = tokenizer.decode_after(before, last)
+        requests.append(ScoringRequest(tokenizer.decode(before), response, prompt.metadata))
+    return requests
 
 
 def text_scores(
@@ -310,7 +310,7 @@ class Evaluator:
             self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids)
         )
         scores = self._scores(self.prompts, samples)
-        self._reference_texts = [self.tokenizer.decode(sample.response) for sample in samples]
+        self._reference_texts = [response_text(sample, self.tokenizer) for sample in samples]
         if self.writes:
             lines = []
             told = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)

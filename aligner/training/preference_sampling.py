@@ -12,6 +12,7 @@ from aligner.algorithms.score_shaping import ScoreShaping
 from aligner.algorithms.selections import PAIRS, kept_responses
 from aligner.data.claim import writing
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.transcripts import response_text
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
@@ -55,12 +56,12 @@ def preferences(
         )
     records, with_pair = [], set[int]()
     for row, chosen, rejected, known in found:
-        texts = [tokenizer.decode(chosen), tokenizer.decode(rejected)]
+        prompt = rollout.prompts[row]
+        texts = [tokenizer.decode_after(prompt.tokens, each) for each in (chosen, rejected)]
         # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at
         # all.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
-        prompt = rollout.prompts[row]
         tokens = {
             "prompt_tokens": prompt.tokens.tolist(),
             "chosen_tokens": chosen,
@@ -145,7 +146,7 @@ class PairWriter:
             "prompt": (
                 prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False)
             ),
-            "response": self.tokenizer.decode(response),
+            "response": response_text(sample, self.tokenizer),
             "prompt_tokens": given.tolist(),
             "response_tokens": response.tolist(),
             **({} if sample.drawn is None else {"drawn": sample.drawn.int().tolist()}),

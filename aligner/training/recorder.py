@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.transcripts import branch_texts, transcript
+from aligner.data.transcripts import branch_texts, response_text, transcript
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.rewards.judge_ledger import JudgeMeter
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -67,7 +67,7 @@ class Recorder:
         records = [
             {
                 "prompt": prompts[index].text,
-                "response": self.tokenizer.decode(sample.response),
+                "response": response_text(sample, self.tokenizer),
                 "reward": float(result.scores[index]),
                 # A sample that came over the wire among episodes may be marked as drawn throughout.
                 **(

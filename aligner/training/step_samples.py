@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.data.pass_rates import Draw, Origin, draws
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolFormat, format_of
-from aligner.data.transcripts import spoken_messages
+from aligner.data.transcripts import response_text, spoken_messages
 from aligner.data.types import (
     Experience,
     Prompt,
@@ -148,32 +148,23 @@ class SampleRecorder:
         )
         columns = {
             **numbers,
-            **self._text_columns(
-                rows, tokens["token_id"].tolist(), numbers["response_tokens"].tolist()
-            ),
+            **self._text_columns(rows),
             **self._score_columns(samples, rows),
             **({"advantage": _means(learned["advantage"][places])} if learned else {}),
         }
         self._files.write(step, columns, tokens)
 
-    def _text_columns(
-        self, rows: Sequence["_Row"], ids: Sequence[int], lengths: Sequence[int]
-    ) -> dict[str, Column]:
-        """`ids` are the tokens of all responses, which have these lengths."""
+    def _text_columns(self, rows: Sequence["_Row"]) -> dict[str, Column]:
         prompts = {id(row.prompt): row.prompt for row in rows}
         known = {key: self._prompt_columns(prompt) for key, prompt in prompts.items()}
         of_prompts = [known[id(row.prompt)] for row in rows]
-        ends = itertools.accumulate(lengths)
         return {
             **{
                 name: [each[name] for each in of_prompts]
                 for name in ("prompt_index", "epoch", "metadata")
             },
             "prompt": [self._prompt_text(row) for row in rows],
-            "response": [
-                self._tokenizer.decode(ids[end - length : end])
-                for end, length in zip(ends, lengths, strict=True)
-            ],
+            "response": [response_text(row.sample, self._tokenizer) for row in rows],
             "messages": [self._messages(row) for row in rows],
             "sample": [row.whole.sample_index for row in rows],
             "branch": [row.branch for row in rows],

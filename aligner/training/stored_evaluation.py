@@ -11,6 +11,7 @@ from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metr
 from aligner.data.export import Source
 from aligner.data.prompts import drawn_tokens
 from aligner.data.tokenizer_files import read_tokenizer
+from aligner.data.transcripts import response_text
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines import generate
 from aligner.engines.generate import Job, Progress
@@ -160,7 +161,7 @@ class _Asking:
     ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
         """What each sample has won against its prompt's reference, and the metrics of that."""
         tokenizer = job.answers.tokenizer
-        others = [tokenizer.decode(references[sample.prompt_id].response) for sample in samples]
+        others = [response_text(references[sample.prompt_id], tokenizer) for sample in samples]
         wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), others)
         return wins, judged_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
 
