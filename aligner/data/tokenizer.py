@@ -194,11 +194,11 @@ class Tokenizer:
         """Return the tokens of a text without the space that tokenizers put before a text."""
         if not self._puts_space_before_text:
             return self.encode(text)
-        # SentencePiece vocabularies have no token that contains a line break and other characters.
-        line_break = self.encode("\n")
-        behind = self.encode("\n" + text)
-        if torch.equal(behind[: line_break.numel()], line_break):
-            return behind[line_break.numel() :]
+        # Few tokens contain a line break and other characters, or a digit and other characters.
+        for prefix in ("\n", "0"):
+            alone, both = self.encode(prefix), self.encode(prefix + text)
+            if torch.equal(both[: alone.numel()], alone):
+                return both[alone.numel() :]
         return self.encode(text)
 
     @cached_property
@@ -210,12 +210,14 @@ class Tokenizer:
         return not torch.equal(both, torch.cat([line_break, letter]))
 
     def single_token(self, text: str | None, key: str) -> int | None:
-        """The token that a text is; None for None. Raises ConfigError, naming `key`, for one that
-        is not a single token."""
+        """Return the token that stands for a text inside other text; None for None.
+
+        Raises ConfigError, naming `key`, for a text that is not a single token.
+        """
         if text is None:
             return None
         try:
-            tokens = self.encode(text)
+            tokens = self._encode_inside(text)
         except AlignerError as error:
             raise ConfigError(f"{key}={text!r}: {error}") from error
         if len(tokens) != 1:

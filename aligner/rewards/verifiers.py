@@ -55,8 +55,10 @@ _math_checker = lru_cache(maxsize=1)(MathChecker)
 
 
 def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the whole response matches the regular expression `format`, in which `.` is any
-    character, line ends too."""
+    """Return whether the whole response matches the regular expression `format`.
+
+    `.` also matches line breaks; one space before the response need not match.
+    """
     pattern = _entry(metadata, "format", str, "a regular expression")
     try:
         re.compile(pattern, re.DOTALL)
@@ -70,8 +72,12 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def whole_match(pattern: str, response: str) -> bool:
-    """Whether a regular expression matches all of a response."""
-    return re.fullmatch(pattern, response, re.DOTALL) is not None
+    """Return whether a regular expression matches all of a response, or all but its first space.
+
+    SentencePiece tokenizers write that space between a prompt and a response.
+    """
+    texts = [response] if not response.startswith(" ") else [response, response[1:]]
+    return any(re.fullmatch(pattern, text, re.DOTALL) is not None for text in texts)
 
 
 @lru_cache(maxsize=1)

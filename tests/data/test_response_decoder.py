@@ -129,6 +129,15 @@ def test_first_observation_begins_the_text(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
+def test_single_token_is_that_inside_a_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = model(tmp_path, kind)
+    token = tokenizer.single_token(")", "environment.turn_end")
+    assert token is not None and token == int(tokenizer.encode("b)")[-1])
+    assert tokenizer.single_token("</s>", "environment.turn_end") == 2
+    assert tokenizer.single_token("\n", "environment.turn_end") is not None
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
 @pytest.mark.parametrize("text", ("answer", " answer", "日本 answer", "\nanswer"))
 def test_stored_responses_are_accepted_with_their_tokens(
     tmp_path: Path, kind: str, text: str

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.transcripts import transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
@@ -22,6 +23,7 @@ from aligner.models.model_source import directory_shape
 from aligner.rollout.rollout_builder import environment_scores
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+from tests.data.tokenizer_kinds import KINDS, write_kind
 from tests.engines.engines import load_directory
 from tests.megatron import families
 from tests.megatron.reference import save_llama
@@ -92,6 +94,21 @@ def episodes(
         finally:
             pool.close()
     return [found[place] for place in range(len(requests))], tokenizer
+
+
+@pytest.mark.slow
+def test_sentencepiece_observations_get_no_extra_space(tmp_path: Path) -> None:
+    directory = save_llama(tmp_path, tied=False, vocab_size=600)
+    files = KINDS["mistral"]()
+    write_kind(directory, {name: files[name] for name in files if name != "config.json"})
+    samples, tokenizer = episodes(
+        directory, {"max_turn_tokens": 8, "turn_end": ")"}, 1, {"stop_token_ids": (*range(600),)}
+    )
+    for sample in samples:
+        texts = [text for turn in transcript(sample, tokenizer) for text in turn.values()]
+        assert "".join(texts).startswith("s") and "n1;" in texts and "n2;" in texts
+        for given in sample.turns()[1::2]:
+            assert not tokenizer.piece(int(given[0])).startswith(" ")
 
 
 def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):

@@ -82,6 +82,9 @@ def test_gsm8k_compares_numbers_whatever_their_form():
         ("<think>a\nb</think>4", "<think>.*</think>.+", 1),
         ("so <think>a</think>4", "<think>.*</think>.+", 0),
         ("<think>a</think>", "<think>.*</think>.+", 0),
+        (" <think>a</think>4", "<think>.*</think>.+", 1),
+        (" <think>a</think>4", " <think>.*</think>.+", 1),
+        ("  <think>a</think>4", "<think>.*</think>.+", 0),
     ],
 )
 def test_format_matches_the_whole_response(response, pattern, expected):
