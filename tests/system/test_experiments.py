@@ -16,6 +16,7 @@ from aligner.config.compose import load_config
 from aligner.data.export import find_source
 from aligner.models.model_source import read_normalization
 from aligner.observability.metrics import read_metrics, read_records
+from aligner.observability.metrics import RunningChecksum
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
 from benchmarks.runs import REPOSITORY, Finished, repeatable, run_to_end
@@ -165,6 +166,7 @@ def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> N
         os.truncate(file.rename(file.with_name(f"{file.name}.unfinished")), whole - 5)
     steps = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(steps[:2]))
+    RunningChecksum(run.metrics, run.metrics_checksum).restart(run.metrics.stat().st_size)
     resumed = run_to_end(
         run.root, "--config-dir", str(place / "conf"), "run.resume=true", experiment="pairs"
     )
