@@ -15,8 +15,7 @@ import pytest
 from aligner.config.compose import load_config
 from aligner.data.export import find_source
 from aligner.models.model_source import read_normalization
-from aligner.observability.metrics import read_metrics, read_records
-from aligner.observability.metrics import RunningChecksum
+from aligner.observability.metrics import RunningChecksum, read_metrics, read_records
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import ScoringRequest, digit_fraction
 from benchmarks.runs import REPOSITORY, Finished, repeatable, run_to_end
