@@ -45,7 +45,7 @@ _STARTS_PER_RUN = 2
 _MOST_RUNS = 12
 _TIMEOUT_S = 1200.0
 _LONGEST_S = 3600.0
-_LOOK_S = 0.0005
+_LOOK_S = 0.001
 _RESTART = re.compile(r"restarting \S+ \(restart \d+ of this launch\)")
 
 
@@ -121,6 +121,8 @@ class StartWatch:
     def _watch(self) -> None:
         while not self._ends.wait(_LOOK_S):
             for pid in sorted(self._new_children()):
+                if self._is_copy_of_launcher(pid):
+                    continue
                 self._children.add(pid)
                 if len(self._children) > 2:  # after the watcher of orphans and the fork server
                     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -135,6 +137,17 @@ class StartWatch:
             with contextlib.suppress(OSError):
                 found.update(map(int, file.read_text().split()))
         return found - self._children
+
+    def _is_copy_of_launcher(self, pid: int) -> bool:
+        """Whether a child does not execute its own program yet.
+
+        The launcher waits for that, and would be suspended with the child.
+        """
+        try:
+            own = Path(f"/proc/{self._launcher}/cmdline").read_bytes()
+            return Path(f"/proc/{pid}/cmdline").read_bytes() == own
+        except OSError:
+            return False
 
     def _handle_start(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)

@@ -71,8 +71,10 @@ def _fork() -> int | None:
     if between:
         os.close(writing)
         os.waitpid(between, 0)
-        with os.fdopen(reading) as pipe:
-            return int(pipe.read())
+        # One read, not to the end: the forked process has the pipe open, and may be suspended.
+        pid = int(os.read(reading, 32))
+        os.close(reading)
+        return pid
     own = os.getpid()
     if pid := os.fork():
         os.write(writing, str(pid).encode())

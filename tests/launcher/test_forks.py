@@ -132,3 +132,30 @@ def test_ranks_start_by_themselves_when_what_forks_them_was_killed(told):
     third = told["facts"][2]
     assert "aligner.cli.fork_server" not in third["modules"]
     assert "aligner.training.prepare" in third["modules"]
+
+
+SUSPENDED = """
+import os, signal, time
+from aligner.cli import fork_server
+
+first, close = os.getpid(), os.close
+
+
+def close_in_rank(descriptor):
+    if os.getpid() != first:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    close(descriptor)
+
+
+os.close = close_in_rank
+pid = fork_server._fork()
+os.kill(pid, signal.SIGKILL)
+print("reported")
+"""
+
+
+def test_a_rank_suspended_from_its_first_moment_is_reported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUSPENDED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "reported\n"
