@@ -114,3 +114,29 @@ def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path)
     ):
         prepare_run(config)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))
+
+
+def test_records_with_unparsable_answers_are_reported_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
+    run = ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"data.path={data}"]
+
+    def write(path: Path, *answers: str) -> None:
+        records = [{"prompt": "2+2=", "answer": answer} for answer in answers]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    write(data, "4", "four")
+    with pytest.raises(ConfigError, match=r"(?s)1 of 2 records .*data\.jsonl:2: .*'four'"):
+        prepare_run(compose_config([*run, "reward.function=gsm8k"]))
+
+    write(data, "4", "x = = 2 +")
+    prepare_run(compose_config([*run, "reward.function=math"]))
+    printed = capsys.readouterr().err
+    assert "the answers of 1 of 2 records cannot be parsed" in printed
+    assert "data.jsonl:2: field `answer` is 'x = = 2 +'" in printed
+
+    write(held_out, "\\frac{1}{")
+    evaluated = [*run, "evaluation.every=1", f"evaluation.path={held_out}"]
+    with pytest.raises(ConfigError, match=r"(?s)evaluation\.function=math: .*held_out\.jsonl:1: "):
+        prepare_run(compose_config([*evaluated, "evaluation.function=math"]))
