@@ -33,13 +33,9 @@ def normalized_tools(tools: Any) -> list[dict[str, Any]] | None:
     Raises:
         AlignerError: The value is not a list of JSON objects.
     """
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise AlignerError(f"`tools` is not valid JSON: {error}") from error
-    elif tools is not None:
-        tools = without_nulls(tools)
+    if isinstance(tools, str) and not tools.strip():
+        return None
+    tools = _decoded(tools, "tools")
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(each, Mapping) for each in tools):
@@ -53,13 +49,7 @@ def normalized_variables(variables: Any) -> dict[str, Any]:
     Raises:
         AlignerError: The value is not a JSON object.
     """
-    if isinstance(variables, str):
-        try:
-            variables = json.loads(variables)
-        except ValueError as error:
-            raise AlignerError(f"`chat_template_kwargs` is not valid JSON: {error}") from error
-    elif variables is not None:
-        variables = without_nulls(variables)
+    variables = _decoded(variables, "chat_template_kwargs")
     if variables is None:
         return {}
     if not isinstance(variables, Mapping):
@@ -76,6 +66,16 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nulls(entry) for entry in value]
     return value
+
+
+def _decoded(value: Any, field: str) -> Any:
+    """Return the JSON value of a field that may be given as text, in which nulls are values."""
+    if not isinstance(value, str):
+        return without_nulls(value)
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise AlignerError(f"`{field}` is not valid JSON: {error}") from error
 
 
 def _normalized(message: Mapping[str, Any], index: int) -> dict[str, Any]:

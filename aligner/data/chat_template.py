@@ -248,13 +248,12 @@ class ChatTemplate:
         return content
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        sources = "\n".join(self._texts.values())
         if reserved := _RESERVED & variables.keys():
             raise AlignerError(
                 f"chat_template_kwargs: {sorted(reserved)[0]!r} is set by aligner; remove it"
             )
         for name in variables:
-            if name not in sources:
+            if not any(name in text for text in self._texts.values()):
                 self._log_once(
                     logging.WARNING,
                     f"the chat template of %s does not read the variable {name!r} of"
