@@ -168,7 +168,7 @@ def test_preference_pairs_have_two_scores(character_decoder):
 @pytest.fixture
 def character_decoder():
     class Decoder:
-        def decode(self, tokens):
+        def decode_after(self, prompt, tokens):
             return "".join(chr(ord("a") + int(token)) for token in tokens)
 
     return Decoder()
