@@ -58,6 +58,8 @@ _BROKEN = (
     "framing",
     "deserializing response",
     "parsing",
+    # The gateway's gRPC says this of a call if Triton was killed.
+    "Internal error from Core",
 )
 _LOST = {
     # a helper process of Triton has ended, or did not run for a second

@@ -294,8 +294,9 @@ def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
             " last):\nFileNotFoundError: [Errno 2] No such file or directory: '/psm_4f1bbe1e'"
         ),
         "Stub process 'critic_infer_0_0' is not healthy.",
+        "Internal error from Core",
     ],
-    ids=["its process is gone", "its helper is gone"],
+    ids=["its process is gone", "its helper is gone", "the gateway's connection broke"],
 )
 def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(message):
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
