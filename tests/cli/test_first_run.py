@@ -124,9 +124,11 @@ def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: P
     lines = (empty / "sums.jsonl").read_text().splitlines(keepends=True)
     # other data would have other steps chosen
     (empty / "sums.jsonl").write_text("".join(lines[:90]))
-    on = aligner(
-        empty, "launch", *OWN, "run.dir=run", "run.stop_after=3", "run.resume=true", seconds=250
-    )
+    resume = ("run.dir=run", "run.stop_after=3", "run.resume=true")
+    refused = aligner(empty, "launch", *OWN, *resume, seconds=250)
+    assert refused.returncode == 1 and "run.changes=[data.path]" in refused.stderr
+
+    on = aligner(empty, "launch", *OWN, *resume, "run.changes=[data.path]", seconds=250)
     assert on.returncode == 0, on.stderr
     assert "chosen" not in on.stderr
     again = yaml.safe_load((empty / "run" / "config.yaml").read_text())
