@@ -1,5 +1,10 @@
-"""Worker ranks that live across tests, forked from a process that has imported torch and
-megatron-core."""
+"""Process worlds that stay alive between tests, forked from a process that has imported torch and
+megatron-core.
+
+Starting a world, connecting its process groups and leaving them took a third of the time of the
+tests that use one. A world is therefore started once for each number of ranks, and its process
+groups are kept.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +13,162 @@ import importlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from aligner.launcher.server_ports import FreePorts
 
 MAX_WORLD = 4
-
-
+_GROUP_TIMEOUT = timedelta(seconds=120)
+_CHECK_TIMEOUT = timedelta(seconds=30)
 _PORTS = FreePorts()
 
 
 def free_port() -> int:
-    """A port of loopback that no test nor run has or will have while this process lives."""
+    """Return a loopback port that no other test or run uses while this process lives."""
     return next(_PORTS)
 
 
-def _serve(pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MKL_NUM_THREADS="1")
+class _KeptGroups:
+    """The process groups of one rank, kept for the life of its process.
+
+    A test gets the groups that an earlier test has made with the same ranks for the same purpose,
+    and `destroy_process_group` keeps them. Two groups of one test are never one, also if they have
+    the same ranks: collectives of two groups may overlap in another order on each rank.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._new_group = dist.new_group
+        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._groups_of_call: Counter[tuple[Any, ...]] = Counter()
+        self._calls = 0
+
+    def connect(self, rank: int, size: int) -> None:
+        """Join the world, and keep its groups from then on."""
+        dist = self._dist
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
+        self._store = dist.distributed_c10d._get_default_store()
+
+        for module in (dist, dist.distributed_c10d):
+            module.new_group = self._shared_group
+            module.destroy_process_group = lambda group=None: None
+
+    def begin_call(self) -> None:
+        """Give the next test the default group that a new world would have."""
+        c10d, world = self._dist.distributed_c10d, self._dist.group.WORLD
+        self._calls += 1
+        self._groups_of_call.clear()
+        # The keys that earlier tests have left in the store stay out of the way.
+        store = self._dist.PrefixStore(f"call{self._calls}", self._store)
+        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], store)
+        c10d._set_pg_timeout(_GROUP_TIMEOUT, world)
+
+    def end_call(self) -> None:
+        """Raise if the test left messages of a collective behind, or a rank in one."""
+        self._dist.monitored_barrier(timeout=_CHECK_TIMEOUT)
+
+    def _shared_group(
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        **options: Any,
+    ) -> Any:
+        purpose = (None if ranks is None else tuple(ranks), timeout, options.get("group_desc"))
+        key = (*purpose, self._groups_of_call[purpose])
+        self._groups_of_call[purpose] += 1
+        if key not in self._groups:
+            self._groups[key] = self._new_group(ranks, timeout, backend, **options)
+        return self._groups[key]
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
+    """Run the functions that the pipe names, until it names none."""
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        OMP_WAIT_POLICY="PASSIVE",
+        MKL_NUM_THREADS="1",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    groups = _KeptGroups()
     imported: set[str] = set()
-    while True:
-        message = pipe.recv()
-        if message is None:
-            return
-        module, name, rank, world, port, args, kwargs = message
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+
+    while (message := pipe.recv()) is not None:
+        module, name, args, kwargs = message
         try:
             function = getattr(importlib.import_module(module), name)
             if module not in imported:
                 imported.add(module)
                 gc.freeze()  # what an import leaves stays: collecting need not look at it
-            dist.init_process_group(
-                "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-            )
-            try:
+
+            if not is_kept:
+                dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
                 pipe.send((True, function(*args, **kwargs)))
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                # Models refer to process groups in cycles, and a group keeps its threads for as
-                # long as it is there.
-                gc.collect()
+                continue
+
+            if not dist.is_initialized():
+                groups.connect(rank, size)
+            groups.begin_call()
+            result = function(*args, **kwargs)
+            groups.end_call()
+            pipe.send((True, result))
         except BaseException:
-            pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+            pipe.send((False, f"rank {rank} of {size}:\n{traceback.format_exc()}"))
+
+
+class _World:
+    """The running processes of one world."""
+
+    def __init__(self, context: Any, size: int, is_kept: bool) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Any]] = []
+        port = free_port()
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, port, is_kept), daemon=True
+            )
+            process.start()
+            self._ranks.append((process, ours))
+
+    def call(self, message: tuple[Any, ...], timeout: float) -> tuple[list[Any], list[str]]:
+        """Return the results and the errors of the ranks."""
+        for _, pipe in self._ranks:
+            pipe.send(message)
+
+        results, failures = [], []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            # Ranks that wait for one that has failed are not waited for.
+            if not pipe.poll(5 if failures else timeout):
+                failures.append(f"rank {rank} of {self.size} did not answer")
+                continue
+            try:
+                is_result, value = pipe.recv()
+            except EOFError:
+                failures.append(f"rank {rank} of {self.size} exited")
+                continue
+            (results if is_result else failures).append(value)
+        return results, failures
+
+    def close(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+        for process, pipe in self._ranks:
+            process.join()
+            pipe.close()
 
 
 class WorkerPool:
@@ -71,14 +178,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "aligner.megatron.policy"])
-        self._workers: list[tuple[Any, Any]] = []
-
-    def _grow(self, size: int) -> None:
-        while len(self._workers) < size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
+        self._worlds: dict[int, _World] = {}
 
     def run(
         self,
@@ -86,33 +186,45 @@ class WorkerPool:
         world: int,
         *args: Any,
         timeout: float = 240,
+        fresh: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Every rank calls function(*args, **kwargs) with torch.distributed initialised; results
-        must pickle."""
-        self._grow(world)
-        port = free_port()
-        for rank in range(world):
-            self._workers[rank][1].send(
-                (function.__module__, function.__name__, rank, world, port, args, kwargs)
-            )
-        results, failures = [], []
-        for rank in range(world):
-            pipe = self._workers[rank][1]
-            if not pipe.poll(5 if failures else timeout):
-                failures.append(f"rank {rank} of {world} did not answer")
-                continue
-            good, value = pipe.recv()
-            (results if good else failures).append(value)
+        """Call a function on every rank, with torch.distributed initialized.
+
+        Args:
+            function: A function at the top level of a module.
+            world: Number of ranks.
+            timeout: Seconds to wait for a rank's result.
+            fresh: Start a world for this call only. For a function that breaks or leaves its world
+                on purpose, or that looks at the world's threads and sockets.
+
+        Returns:
+            The results of the ranks, which must be picklable.
+
+        Raises:
+            AssertionError: A rank has raised an error or not answered. Its world is replaced.
+        """
+        message = (function.__module__, function.__name__, args, kwargs)
+        if fresh:
+            running = _World(self._context, world, is_kept=False)
+        elif world in self._worlds:
+            running = self._worlds[world]
+        else:
+            running = self._worlds[world] = _World(self._context, world, is_kept=True)
+
+        results, failures = running.call(message, timeout)
+        if fresh:
+            running.close()
+        elif failures:
+            running.close()
+            del self._worlds[world]
         if failures:
-            self.close()
-            raise AssertionError("\n".join(failures))
+            test = os.environ.get("PYTEST_CURRENT_TEST", "a test")
+            raise AssertionError("\n".join([f"{test} broke its world of {world}", *failures]))
         return results
 
     def close(self) -> None:
-        """End every worker; the next run starts new ones."""
-        for process, _ in self._workers:
-            process.kill()
-        for process, _ in self._workers:
-            process.join()
-        self._workers = []
+        """End every process; the next run starts new ones."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
@@ -219,6 +221,25 @@ def family_steps(
     }
     worlds.shutdown()
     return result
+
+
+def threads_around_training(
+    directory: str, layout: dict[str, Any], port: int, **settings: Any
+) -> tuple[int, int]:
+    """Return the number of this rank's threads before it joins a world, and after it has trained in
+    it and left it.
+
+    Leaves the world that it is called in; the other world's store listens on `port`.
+    """
+    dist.barrier()  # the store ends with rank 0, and all ranks must have used it
+    worlds.shutdown()
+    gc.collect()
+    before = jobs.threads()
+
+    os.environ["MASTER_PORT"] = str(port)
+    family_steps(directory, layout, **settings)
+    gc.collect()
+    return before, jobs.threads()
 
 
 def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.megatron import families, jobs
+from tests.worker_pool import free_port
 
 
 @pytest.mark.parametrize(
@@ -15,9 +16,16 @@ from tests.megatron import families, jobs
 )
 def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, layout, settings):
     directory = families.save(family, tmp_path)
-    before = pool.run(jobs.threads, 2)
-    pool.run(families.family_steps, 2, str(directory), layout, **settings)
-    assert pool.run(jobs.threads, 2) == before
+    for before, after in pool.run(
+        families.threads_around_training,
+        2,
+        str(directory),
+        layout,
+        free_port(),
+        fresh=True,
+        **settings,
+    ):
+        assert after == before
 
 
 def test_groups_wait_as_long_as_is_configured_to_the_second(pool):

@@ -71,7 +71,9 @@ def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine)
 def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
     ranks = trainer.ranks + engine.ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = pool.run(publish_twice, ranks, trainer, engine, store.port, bucket_bytes=SMALLEST)
+    results = pool.run(
+        publish_twice, ranks, trainer, engine, store.port, bucket_bytes=SMALLEST, fresh=True
+    )
     assert [result["world"] for result in results] == [trainer.ranks] * trainer.ranks + [
         engine.ranks
     ] * engine.ranks

@@ -40,7 +40,9 @@ def elsewhere() -> list[str]:
 
 def test_the_ranks_of_a_local_world_listen_on_loopback_alone(pool: WorkerPool) -> None:
     found = [
-        address for rank in pool.run(jobs.where_a_world_listens, 2, free_port()) for address in rank
+        address
+        for rank in pool.run(jobs.where_a_world_listens, 2, free_port(), fresh=True)
+        for address in rank
     ]
     # the store, and gloo on each rank
     assert {address for address, _ in found} == {"127.0.0.1"} and len(found) >= 3, found
@@ -48,7 +50,7 @@ def test_the_ranks_of_a_local_world_listen_on_loopback_alone(pool: WorkerPool) -
 
 def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
     port = free_port()
-    (found,) = pool.run(jobs.where_a_world_listens, 1, port)
+    (found,) = pool.run(jobs.where_a_world_listens, 1, port, fresh=True)
     assert port not in {taken for _, taken in found} and {address for address, _ in found} <= {
         "127.0.0.1"
     }
@@ -56,13 +58,15 @@ def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
 
 @other_user.needs_root
 def test_complete_group_accepts_no_process(pool: WorkerPool) -> None:
-    reached = pool.run(jobs.who_reaches_a_world, 2, free_port(), ["127.0.0.1", *elsewhere()])[0]
+    reached = pool.run(
+        jobs.who_reaches_a_world, 2, free_port(), ["127.0.0.1", *elsewhere()], fresh=True
+    )[0]
     assert reached == {"another user": [], "this user": []}
 
 
 def test_a_world_with_someone_else_inside_does_not_begin(pool: WorkerPool) -> None:
     port = free_port()
-    told = pool.run(jobs.join_with_a_stranger, 2, port)
+    told = pool.run(jobs.join_with_a_stranger, 2, port, fresh=True)
     assert re.search(
         rf"store at 127.0.0.1:{port} has 3 connections for 2 ranks: another client has connected",
         told[0],
