@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +31,41 @@ _PORTS = FreePorts()
 def free_port() -> int:
     """Return a loopback port that no other test or run uses while this process lives."""
     return next(_PORTS)
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles tensors as bytes.
+
+    A pipe of torch.multiprocessing passes a file descriptor for each tensor, in a connection of its
+    own, which takes longer than to copy a small tensor.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """See pickle.Pickler."""
+        import torch
+
+        if type(value) is not torch.Tensor or value.requires_grad or value.layout != torch.strided:
+            return NotImplemented
+        content = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _tensor_of_bytes, (content, value.dtype, value.shape)
+
+
+def _tensor_of_bytes(content: bytes, dtype: Any, shape: Sequence[int]) -> Any:
+    import torch
+
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def _send(pipe: Any, message: Any) -> None:
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    pipe.send_bytes(buffer.getbuffer())
+
+
+def _receive(pipe: Any) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 class _KeptGroups:
@@ -106,7 +143,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
     groups = _KeptGroups()
     imported: set[str] = set()
 
-    while (message := pipe.recv()) is not None:
+    while (message := _receive(pipe)) is not None:
         module, name, args, kwargs = message
         try:
             function = getattr(importlib.import_module(module), name)
@@ -116,7 +153,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
 
             if not is_kept:
                 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
-                pipe.send((True, function(*args, **kwargs)))
+                _send(pipe, (True, function(*args, **kwargs)))
                 continue
 
             if not dist.is_initialized():
@@ -124,9 +161,9 @@ def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
             groups.begin_call()
             result = function(*args, **kwargs)
             groups.end_call()
-            pipe.send((True, result))
+            _send(pipe, (True, result))
         except BaseException:
-            pipe.send((False, f"rank {rank} of {size}:\n{traceback.format_exc()}"))
+            _send(pipe, (False, f"rank {rank} of {size}:\n{traceback.format_exc()}"))
 
 
 class _World:
@@ -147,7 +184,7 @@ class _World:
     def call(self, message: tuple[Any, ...], timeout: float) -> tuple[list[Any], list[str]]:
         """Return the results and the errors of the ranks."""
         for _, pipe in self._ranks:
-            pipe.send(message)
+            _send(pipe, message)
 
         results, failures = [], []
         for rank, (_, pipe) in enumerate(self._ranks):
@@ -156,7 +193,7 @@ class _World:
                 failures.append(f"rank {rank} of {self.size} did not answer")
                 continue
             try:
-                is_result, value = pipe.recv()
+                is_result, value = _receive(pipe)
             except EOFError:
                 failures.append(f"rank {rank} of {self.size} exited")
                 continue
