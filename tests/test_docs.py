@@ -80,6 +80,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.promise("docs-commands-are-tested")
 def test_every_command_of_the_pages_is_composed_by_a_test_or_listed_with_a_reason() -> None:
     all_commands = commands()
     assert len(all_commands) > 100
@@ -264,6 +265,7 @@ def test_links_of_pages_outside_the_site_lead_to_files_and_headings() -> None:
     assert not broken
 
 
+@pytest.mark.promise("docs-site-builds")
 @pytest.mark.slow
 def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(
     tmp_path: Path,

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "aligner"
 MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
 """Folders that have files of the same names on purpose."""
@@ -34,6 +36,7 @@ def _place(file: Path) -> str:
     return next((mirror[0] for mirror in MIRRORS if folder in mirror), folder)
 
 
+@pytest.mark.promise("no-import-cycles")
 def test_a_file_name_occurs_once_but_where_folders_mirror_each_other() -> None:
     places = {(file.name, _place(file)) for file in _files() if not file.name.startswith("__")}
     twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
@@ -60,6 +63,7 @@ def _imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
             yield from (modules[name.name] for name in node.names if name.name in modules)
 
 
+@pytest.mark.promise("no-import-cycles")
 def test_no_files_import_each_other_in_a_circle() -> None:
     modules = {_module(file): file for file in _files()}
     left = {file: {*_imports(file, modules)} for file in _files()}

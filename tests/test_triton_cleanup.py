@@ -39,6 +39,7 @@ def server(directory: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(f"/dev/shm/pytrtion{process.pid}-region")
 
 
+@pytest.mark.promise("triton-directories-are-removed")
 def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
     tmp_path: Path,
 ) -> None:

@@ -85,6 +85,7 @@ def test_whitening_over_a_prompt_uses_its_scored_samples():
     assert torch.allclose(found[:3], alone)
 
 
+@pytest.mark.promise("reward-function-abstains")
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [

@@ -338,6 +338,7 @@ def of_trl() -> dict[str, Callable[..., Any]] | None:
     return names
 
 
+@pytest.mark.promise("divergences-equal-trl")
 @pytest.mark.skipif(of_trl() is None, reason="TRL's environment is not here")
 @pytest.mark.parametrize(
     ("kind", "beta", "theirs"),

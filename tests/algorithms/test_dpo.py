@@ -109,6 +109,7 @@ def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin
     return loss + settings.imitation_weight * cross_entropy
 
 
+@pytest.mark.promise("losses-equal-their-formulas")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_loss_and_its_gradient_are_the_papers_formula(name: str) -> None:
     """Two hundred random pairs, their losses weighed; the gradient of one token's log-prob by
@@ -168,6 +169,7 @@ def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_ask
         pair_loss(LOGPROBS, REFERENCE, MASK, PreferenceConfig(kind="rpo_sq"), pairs=1)
 
 
+@pytest.mark.promise("losses-equal-their-formulas")
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
 def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
     generator, pieces, width = torch.Generator().manual_seed(6), 200, 5

@@ -195,6 +195,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise("losses-equal-their-formulas")
 @pytest.mark.parametrize(("loss", "formula"), CASES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))

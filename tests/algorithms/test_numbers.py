@@ -17,6 +17,7 @@ from aligner.algorithms.whitening import masked_mean, masked_whiten
 DIFFERENCES = tensor([-0.3315, -0.0426, 0.6351])
 
 
+@pytest.mark.promise("published-numbers")
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
@@ -67,6 +68,7 @@ def test_unknown_kl_estimator_is_refused():
         approximate_kl(DIFFERENCES, DIFFERENCES, "k4")
 
 
+@pytest.mark.promise("published-numbers")
 @pytest.mark.parametrize(("estimator", "size"), [(rloo, 0.66667), (grpo, 0.865875), (dr_grpo, 0.5)])
 def test_grouped_advantages_give_the_published_values(estimator, size):
     expected = tensor([size, -size, -size, size])
@@ -84,6 +86,7 @@ def test_dual_clip_bounds_what_a_grown_ratio_may_cost():
     assert torch.autograd.grad(bounded, ratio)[0] == 0
 
 
+@pytest.mark.promise("published-numbers")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -122,6 +125,7 @@ def test_whitening_sees_only_the_mask():
     assert masked_mean(whitened.square(), mask) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.promise("published-numbers")
 def test_gae_gives_the_published_values():
     advantages, returns = gae(
         tensor([[-0.01, 0.02, 1.0]]), tensor([[0.5, 0.4, 0.3]]), torch.ones(1, 3), 1.0, 0.95
@@ -197,6 +201,7 @@ def test_losses_of_parts_add_up_to_the_whole_under_a_global_denominator():
     torch.testing.assert_close(sum(critic_parts), value_loss(values, old, returns, mask, 0.2)[0])
 
 
+@pytest.mark.promise("masked-tokens-never-leak")
 def test_what_is_outside_the_mask_leaks_into_no_loss_or_gradient():
     new = tensor([[0.1, math.nan]], requires_grad=True)
     mask = tensor([[True, False]])

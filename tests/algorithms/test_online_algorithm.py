@@ -136,6 +136,7 @@ def test_every_online_algorithm_is_a_file_of_conf():
     }
 
 
+@pytest.mark.promise("micro-batches-change-no-update")
 def test_micro_batching_changes_no_gradient_or_statistic(name):
     algorithm, experience, _, after = step(composed(name))
     rows = torch.arange(experience.tokens.shape[0])
@@ -151,6 +152,7 @@ def test_micro_batching_changes_no_gradient_or_statistic(name):
     assert whole[2].abs().max() > 0 and bool(whole[2].isfinite().all())
 
 
+@pytest.mark.promise("old-logprobs-from-either-forward")
 def test_single_update_uses_its_own_forward_logprobs(name):
     algorithm, experience, _, _ = step(composed(name))
     at_the_start = torch.where(experience.mask, experience.old_logprobs, 0.0)
@@ -192,6 +194,7 @@ def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(
         assert torch.equal(algorithm.experience(samples).advantages, experience.advantages)
 
 
+@pytest.mark.promise("branches-share-the-episode-score")
 @pytest.mark.parametrize(
     "branching", [name for name in ONLINE if name not in ("copg", "online_dpo", "best_of_n")]
 )
@@ -514,6 +517,7 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
             assert float(values[mask].std(unbiased=False)) == pytest.approx(1, rel=1e-4)
 
 
+@pytest.mark.promise("micro-batches-change-no-update")
 @pytest.mark.slow
 def test_updates_do_not_depend_on_layout_or_packing(pool, tmp_path):
     """Through Megatron: gradients of pairs and whole responses, cut over ranks and into

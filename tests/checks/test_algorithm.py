@@ -286,6 +286,7 @@ def test_the_loss_sees_pairs_and_prompts_whole():
 BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
 
 
+@pytest.mark.promise("stale-samples-need-a-correction")
 @pytest.mark.parametrize(
     ("overrides", "ways"),
     [
@@ -349,6 +350,7 @@ def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(
     check(composed(*chosen))
 
 
+@pytest.mark.promise("stale-samples-need-a-correction")
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -40,6 +40,7 @@ def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.promise("launcher-imports-stay-light")
 def test_a_configuration_is_checked_without_torch() -> None:
     """It takes seconds to import, which whoever has made a mistake would wait for."""
     code = (

@@ -112,6 +112,7 @@ def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(
     assert "Traceback" not in told and not (empty / "runs").exists()
 
 
+@pytest.mark.promise("first-run-in-three-lines")
 @pytest.mark.slow
 def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: Path) -> None:
     arguments = [*OWN, "run.dir=run", "run.stop_after=2"]

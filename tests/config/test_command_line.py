@@ -143,6 +143,7 @@ def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(
     assert message in error
 
 
+@pytest.mark.promise("validate-starts-nothing")
 def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> None:
     done, seconds = aligner(
         tmp_path,
@@ -240,6 +241,7 @@ def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
     assert "role=generator: expected exactly one role; allowed: critic, reward" in done.stderr
 
 
+@pytest.mark.promise("launcher-imports-stay-light")
 def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:
     program = (
         "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in"

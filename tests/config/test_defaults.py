@@ -108,6 +108,7 @@ def online(algorithm: str) -> list[str]:
     ]
 
 
+@pytest.mark.promise("defaults-fit-the-machine")
 @pytest.mark.parametrize(
     ("model", "machine", "cluster"),
     [

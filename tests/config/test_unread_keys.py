@@ -509,10 +509,12 @@ OTHER: Mapping[str, object] = {
 """Values for keys that must be given, or have another one."""
 
 
+@pytest.mark.promise("ineffective-override-is-refused")
 def test_the_table_is_of_more_than_sixty_overrides() -> None:
     assert len({(experiment, typed) for experiment, typed, *_ in IDLE}) == len(IDLE) > 60
 
 
+@pytest.mark.promise("ineffective-override-is-refused")
 @pytest.mark.parametrize(
     ("experiment", "typed", "why", "instead"),
     [pytest.param(*row, id=" ".join(row[:2])) for row in IDLE],
@@ -619,6 +621,7 @@ EXPERIMENTS = sorted(file.stem for file in built_in_directory().glob("experiment
 ALGORITHMS = sorted(file.stem for file in built_in_directory().glob("algorithm/*.yaml"))
 
 
+@pytest.mark.promise("experiments-and-docs-are-not-refused")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(
     experiment: str,
@@ -676,6 +679,7 @@ def documented_commands() -> set[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.promise("experiments-and-docs-are-not-refused")
 @pytest.mark.slow
 def test_no_documented_command_is_refused() -> None:
     commands = documented_commands()

@@ -351,6 +351,7 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.promise("wrong-configuration-is-refused")
 @pytest.mark.parametrize(
     ("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG]
 )

@@ -30,6 +30,8 @@ from tests.data.chat_models import (
     write_model,
 )
 
+pytestmark = pytest.mark.promise("appended-messages-equal-template")
+
 ASKED = {"role": "user", "content": "why\n yes?"}
 TOOLS = [
     {

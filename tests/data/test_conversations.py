@@ -128,6 +128,7 @@ def learned(tokenizer: Tokenizer, demonstration: Demonstration) -> list[str]:
     return [texts(tokenizer, torch.tensor(run)) for run in runs]
 
 
+@pytest.mark.promise("plain-prompt-special-tokens-once")
 @pytest.mark.parametrize("post", [f"{BOS} $A", f"{BOS} $A {EOS}", f"$A {EOS}", None])
 def test_plain_prompt_starts_like_tokenizer_encoding(tmp_path: Path, post: str | None) -> None:
     from transformers import AutoTokenizer
@@ -159,6 +160,7 @@ def test_plain_prompt_starts_like_tokenizer_encoding(tmp_path: Path, post: str |
     assert [tokens.tolist() for tokens in found] == [expected] * 6
 
 
+@pytest.mark.promise("plain-prompt-special-tokens-once")
 def test_prompt_has_special_tokens_once(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, template=LLAMA3, post=f"{BOS} $A")
     (worded,) = open_prompts(records(tmp_path, {"prompt": TURNS[:2]}), tokenizer, 1).take(0, 1)
@@ -291,6 +293,7 @@ def test_a_chat_prompt_is_never_cut(tmp_path: Path, how: str) -> None:
         )
 
 
+@pytest.mark.promise("sft-trains-each-answer-and-its-end")
 @pytest.mark.parametrize(
     ("template", "answers"),
     [
@@ -317,6 +320,7 @@ def test_each_answer_is_learned_with_its_end_token(
     )
 
 
+@pytest.mark.promise("sft-trains-each-answer-and-its-end")
 def test_template_generation_mask_equals_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -336,6 +340,7 @@ def test_template_generation_mask_equals_transformers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("sft-trains-each-answer-and-its-end")
 def test_template_dropping_reasoning_is_refused_for_all_turns(
     tmp_path: Path,
 ) -> None:
@@ -446,6 +451,7 @@ EPISODE = [
 HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
 
 
+@pytest.mark.promise("sft-trains-generated-tokens-only")
 @pytest.mark.parametrize(
     ("template", "said"),
     [

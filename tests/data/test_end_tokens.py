@@ -47,6 +47,7 @@ def model(directory: Path, eos: Any, generation: Any = None, **settings: Any) ->
     return directory
 
 
+@pytest.mark.promise("generation-stops-at-every-eos")
 @pytest.mark.parametrize(
     ("eos", "generation", "ids"),
     [
@@ -106,6 +107,7 @@ def learned(directory: Path, record: dict[str, Any]) -> str:
     return tokenizer.decode(row.tokens[row.prompt_length :], skip_special_tokens=False)
 
 
+@pytest.mark.promise("generation-stops-at-every-eos")
 @pytest.mark.parametrize(("eos", "generation"), [(0, [2, 0]), (0, None), (2, None), (None, None)])
 def test_sft_ends_with_the_templates_end_of_turn(tmp_path: Path, eos: Any, generation: Any) -> None:
     model(tmp_path, eos, generation)

@@ -396,6 +396,7 @@ def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunDat
     )
 
 
+@pytest.mark.promise("held-out-rows-are-never-trained")
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_held_out_rows_are_reported_and_never_trained_on(
@@ -487,6 +488,7 @@ def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(pla
         assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
 
 
+@pytest.mark.promise("sft-trains-generated-tokens-only")
 def test_sft_on_episode_learns_generated_tokens_only(plain, data):
     tokens = plain.encode("it is 2").tolist()
     record = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "stop"}

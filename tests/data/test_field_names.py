@@ -42,6 +42,7 @@ def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[
     return convert(read_lines(file, "data.path="), parse, "data", fields=choice.fields)[0]
 
 
+@pytest.mark.promise("automatic-fields-keep-the-prompt")
 @pytest.mark.parametrize(
     ("trainer", "record", "wanted"),
     [
@@ -84,6 +85,7 @@ def test_empty_or_missing_companion_leaves_no_blank_lines(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.promise("automatic-fields-keep-the-prompt")
 @pytest.mark.parametrize(
     ("field", "value"),
     [

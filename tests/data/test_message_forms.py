@@ -72,6 +72,7 @@ def rendered(template: ChatTemplate, messages, tools=None, **options) -> str:
     return template.render(messages, tools, add_generation_prompt=True, **options)
 
 
+@pytest.mark.promise("null-fields-are-absent")
 @pytest.mark.parametrize("text", ALL.values(), ids=ALL)
 def test_null_content_next_to_tool_calls_is_absent(template_of, text):
     template = template_of(text)
@@ -87,6 +88,7 @@ def test_arguments_as_json_text_render_as_an_object(template_of, text):
     assert found == rendered(template, called({"city": "Lyon"}))
 
 
+@pytest.mark.promise("null-fields-are-absent")
 @pytest.mark.parametrize("text", ALL.values(), ids=ALL)
 def test_nulls_of_unified_schemas_are_absent_from_arguments(template_of, text):
     template = template_of(text)
@@ -175,6 +177,7 @@ def test_developer_is_kept_for_a_template_that_knows_it(template_of):
     assert "<|system|>Be brief." in rendered(template_of(text), messages)
 
 
+@pytest.mark.promise("messages-lose-no-part")
 @pytest.mark.parametrize("role", ["critic", "function", "ipython2"])
 def test_unknown_role_is_refused_with_role_and_template(tokenizer_of, role):
     record = Record({"messages": [{"role": role, "content": "no"}, QUESTION]}, "data.jsonl:1")
@@ -195,6 +198,7 @@ def warnings_of(template, caplog, messages, tools=None):
     return [each.partition("does not render the ")[2] for each in caplog.messages]
 
 
+@pytest.mark.promise("messages-lose-no-part")
 def test_dropped_parts_are_warned_about_once(template_of, caplog):
     template = template_of(KNOWS_THREE)
     assert warnings_of(template, caplog, [QUESTION], [WEATHER]) == ["tools"]
@@ -255,6 +259,7 @@ def test_variable_that_the_template_does_not_read_is_warned_about(template_of, c
     assert "does not read the variable 'enable_thinking'" in caplog.text
 
 
+@pytest.mark.promise("control-tokens-in-texts-are-plain")
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_control_token_in_a_text_is_encoded_as_plain_characters(tokenizer_of, role):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])

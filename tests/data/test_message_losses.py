@@ -57,6 +57,7 @@ def test_user_writing_none_keeps_the_word() -> None:
     assert "Is None a value?" in text
 
 
+@pytest.mark.promise("messages-lose-no-part")
 def test_second_tool_call_that_template_drops_is_reported(caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     template = _BLOCKS.replace("%s", "m.content or m.tool_calls[0] | tojson")

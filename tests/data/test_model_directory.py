@@ -257,6 +257,7 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
         prepare_model(from_directory(copy))
 
 
+@pytest.mark.promise("weight-files-are-checked-by-validate")
 def test_token_id_beyond_the_vocabulary_is_refused(copy):
     file = copy / "tokenizer.json"
     content = json.loads(file.read_text())

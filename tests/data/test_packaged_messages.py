@@ -84,6 +84,7 @@ def by_transformers(template: ChatTemplate, name: str, messages: Any, tools: Any
     return None
 
 
+@pytest.mark.promise("packaged-templates-equal-transformers")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_messages_render_as_transformers_renders_their_usual_form(name, case):

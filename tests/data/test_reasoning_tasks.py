@@ -109,6 +109,7 @@ def test_held_out_questions_are_never_learned_from_whatever_the_seed(tokenizer: 
         assert len(stream) == 600 and len(learned) > 100 and not learned & texts
 
 
+@pytest.mark.promise("reasoning-tasks-report-each-task")
 @pytest.mark.slow
 def test_a_question_is_the_same_whatever_came_before_and_in_any_process() -> None:
     one, other = records(*IMPURE), records(*reversed(IMPURE))

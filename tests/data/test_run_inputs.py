@@ -72,6 +72,7 @@ def check(config, *, changes=()):
     RunCheckpoints(config, input_checksums(config)).check_inputs()
 
 
+@pytest.mark.promise("changed-inputs-refuse-a-resume")
 @pytest.mark.parametrize(
     ("key", "name"),
     [

@@ -89,6 +89,7 @@ def test_every_example_is_there_once():
     assert sorted(stream(2, 3).examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
+@pytest.mark.promise("held-out-rows-are-never-trained")
 def test_held_out_rows_are_a_seeded_choice_per_source():
     examples = stream(1000, 500)
     rest, kept = examples.hold_out(100)

@@ -135,6 +135,7 @@ def chat(prompt: str, response: str) -> tuple[list[dict[str, str]], list[dict[st
     return [{"role": "user", "content": prompt}], [{"role": "assistant", "content": response}]
 
 
+@pytest.mark.promise("tokenization-equals-trl")
 @pytest.mark.parametrize("kind", (*BYTE_LEVEL, *SENTENCEPIECE))
 @pytest.mark.parametrize("template", [None, "inst", "turns"])
 def test_sft_tokens_and_loss_masks_equal_trl(
@@ -169,6 +170,7 @@ def test_sft_tokens_and_loss_masks_equal_trl(
         assert mask[1:] == theirs_of_row["completion_mask"][1:], row
 
 
+@pytest.mark.promise("tokenization-equals-trl")
 @pytest.mark.parametrize("kind", ("qwen", "llama3", "llama2", "llama2 legacy", "mistral"))
 @pytest.mark.parametrize("template", [None, "inst"])
 def test_dpo_tokens_and_boundaries_equal_trl(

@@ -38,6 +38,7 @@ MESSAGES = [
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.promise("tokenizer-equals-auto-tokenizer")
 @pytest.mark.parametrize("name", KINDS)
 def test_tokenizers_equal_those_of_auto_tokenizer(tmp_path: Path, name: str) -> None:
     from transformers import AutoTokenizer
@@ -143,6 +144,7 @@ def refused(directory: Path, **files: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.promise("tokenizer-equals-auto-tokenizer")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

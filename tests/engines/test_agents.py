@@ -127,6 +127,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.promise("agent-training-uses-generated-tokens")
 @pytest.mark.parametrize("template", ["qwen", "reasons"])
 def test_agent_samples_have_the_generated_tokens(models, template, tmp_path):
     log = tmp_path / "log"
@@ -163,6 +164,7 @@ def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
             assert torch.allclose(expected, told, atol=1e-4)
 
 
+@pytest.mark.promise("agent-training-uses-generated-tokens")
 def test_order_of_parallel_requests_changes_nothing(models):
     forwards, _ = episodes(models["chatml"], [{}] * 3, agent("branches"))
     backwards, _ = episodes(models["chatml"], [{"forwards": False}] * 3, agent("branches"))
@@ -178,6 +180,7 @@ def test_order_of_parallel_requests_changes_nothing(models):
     assert not torch.equal(forwards[0].tokens, forwards[1].tokens)
 
 
+@pytest.mark.promise("agents-equal-on-every-placement")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tasks"),
@@ -248,6 +251,7 @@ def test_a_text_goes_on_from_the_tokens_that_it_had(models):
     )
 
 
+@pytest.mark.promise("killed-agent-endpoint-keeps-weights")
 @pytest.mark.slow
 def test_finished_episode_is_replayed_without_its_agent(models, tmp_path):
     log, journal, settings = (

@@ -52,6 +52,8 @@ from tests.engines.test_agents import drawn_parts
 from tests.engines.test_episodes import assert_equal, episodes
 from tests.megatron.reference import save_llama
 
+pytestmark = pytest.mark.promise("unappendable-messages-branch")
+
 CONVERSANT = EnvironmentConfig(
     target="tests.engines.teller:Conversant", tools=["tests.environments.tool_samples:multiply"]
 )

@@ -126,6 +126,7 @@ def load_transformers(directory: Path):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+@pytest.mark.promise("greedy-text-equals-transformers")
 def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_directory):
     model = load_transformers(any_directory)
     samples = generate(
@@ -157,6 +158,7 @@ def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature)
         torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.promise("samples-independent-of-batch")
 def test_sample_does_not_depend_on_its_batch(tied_directory):
     requests = make_requests(4)
     options = SamplingOptions(12)
@@ -188,6 +190,7 @@ def generate_on_rank(
     return [(response(sample), sample.engine_logprobs.tolist()) for sample in drawn]
 
 
+@pytest.mark.promise("samples-independent-of-batch")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greedy):
     # A stop token that most responses meet: the batch is compacted on both ranks alike.
@@ -201,6 +204,7 @@ def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greed
         torch.testing.assert_close(torch.tensor(logprobs), alone.engine_logprobs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.promise("padded-vocabulary-trains-alike")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_padded_vocabulary_generates_the_samples_of_one_rank(pool, odd_directory, greedy):
     options = SamplingOptions(12, greedy=greedy)

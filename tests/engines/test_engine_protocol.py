@@ -84,6 +84,7 @@ def engine(bare: GenerationEngine, directory: Path) -> GenerationEngine:
     return bare
 
 
+@pytest.mark.promise("greedy-text-equals-transformers")
 def test_greedy_text_equals_transformers(engine, model):
     samples = generate(engine, requests(), SamplingOptions(10, greedy=True))
     for prompt, sample in zip(prompts(), samples, strict=True):

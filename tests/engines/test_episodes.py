@@ -125,6 +125,7 @@ def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):
         assert sample.finish_reason == "stop" and (sample.weight_versions[sample.drawn] == 0).all()
 
 
+@pytest.mark.promise("exact-episodes-ignore-timing")
 @pytest.mark.parametrize(
     "settings",
     [{"arguments": {"delay_s": 0.05, "spread": 3}, "workers": 2}, {"episodes_per_worker": 2}],
@@ -150,6 +151,7 @@ def test_environments_take_their_time_together(model):
     assert seconds(0.3) < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
 
 
+@pytest.mark.promise("concurrent-episodes-wait-together")
 @pytest.mark.slow
 @bounds_seconds
 def test_64_episodes_take_as_long_as_the_slowest(model):
@@ -201,6 +203,7 @@ def test_what_tokens_were_drawn_among_is_told_behind_what_came_first(model):
         ).all()
 
 
+@pytest.mark.promise("failed-environment-skips-prompt")
 def test_failed_environment_skips_its_prompt(model):
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
     scores = environment_scores(samples, 2)
@@ -256,6 +259,7 @@ def assert_equal(one: Sample, other: Sample) -> None:
     assert one.finish_reason == other.finish_reason
 
 
+@pytest.mark.promise("episodes-equal-on-every-placement")
 @pytest.mark.parametrize("parts", [(1,), (4,), (9,), (2, 3, 2, 30)], ids=str)
 @pytest.mark.parametrize(("target", "turn_tokens"), [("Teller", 5), ("Quiet", 3)])
 def test_transferred_episode_continues_unchanged(model, target, turn_tokens, parts):

@@ -72,6 +72,7 @@ def differing(
     return found
 
 
+@pytest.mark.promise("exact-engine-logprobs")
 @pytest.mark.parametrize("family", typical(DENSE, ("llama3", "gpt2")))
 def test_exact_logprobs_equal_the_trainers_bitwise(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
@@ -82,6 +83,7 @@ def test_exact_logprobs_equal_the_trainers_bitwise(pool, tmp_path, family):
     assert min(found.values()) > 0.1, "they would be without it"
 
 
+@pytest.mark.promise("exact-engine-logprobs")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
 def test_exact_logprobs_hold_at_layouts_with_whole_layers(pool, tmp_path, layout):
     directory = str(families.save("llama3", tmp_path))
@@ -94,6 +96,7 @@ def samples_by_rows(directory: str, rows: int) -> list[Sample]:
     return drawn(directory, OPTIONS["warm"], rows=rows)
 
 
+@pytest.mark.promise("exact-engine-logprobs")
 def test_exact_samples_ignore_other_requests(pool, tmp_path):
     directory = str(families.save("qwen3", tmp_path))
     whole, alone = (pool.run(samples_by_rows, 1, directory, rows)[0] for rows in (8, 1))

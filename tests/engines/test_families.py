@@ -52,6 +52,7 @@ def routes_of(sample: Sample) -> list[list[list[int]]] | None:
     return None if sample.routes is None else sample.routes.sort(-1).values.tolist()
 
 
+@pytest.mark.promise("engine-trainer-mismatch-below-1e-3", "engine-logprobs-equal-megatron")
 @pytest.mark.parametrize("family", typical(families.CONFIGS, ("llama3", "gpt2", "qwen3_moe")))
 def test_logprobs_equal_megatron(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))

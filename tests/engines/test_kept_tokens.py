@@ -167,6 +167,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(families.save("llama3", tmp_path_factory.mktemp("llama3")))
 
 
+@pytest.mark.promise("truncated-sampling-first-ratio-is-one")
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["tp2-sp"]))
 def test_first_ratio_is_one_with_truncated_sampling(pool, llama, layout):
     layout, tensor = LAYOUTS[layout]
@@ -252,6 +253,7 @@ def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
             )
 
 
+@pytest.mark.promise("support-of-interrupted-responses")
 @pytest.mark.parametrize("rows", [64, 3])
 def test_transferred_response_keeps_its_support(directories, rows):
     requests = mixed_requests()
@@ -271,6 +273,7 @@ def test_transferred_response_keeps_its_support(directories, rows):
     assert_sets_are_those_of([load_transformers(directories[0])], list(samples.values()))
 
 
+@pytest.mark.promise("support-of-interrupted-responses")
 def test_interrupted_response_keeps_support_of_each_version(directories):
     engine, samples = make_engine(directories[0], batch_size=7), {}
     generation = engine.start(mixed_requests(), DRAWN)

@@ -101,6 +101,7 @@ def drawn(
             pool.close()
 
 
+@pytest.mark.promise("episodes-equal-on-every-placement")
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

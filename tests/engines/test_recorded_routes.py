@@ -112,6 +112,7 @@ def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
     return under[versions, torch.arange(len(versions))]
 
 
+@pytest.mark.promise("routing-of-the-generating-version")
 @pytest.mark.parametrize("steps", [1, 5])
 def test_prefill_keeps_routing_of_the_generating_version(directory, other_directory, steps):
     engine = make_engine(directory, batch_size=3)
@@ -149,6 +150,7 @@ def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_thes
     assert not torch.equal(told(samples[1])[:6], told(samples[2])[:6])
 
 
+@pytest.mark.promise("routing-of-the-generating-version")
 @pytest.mark.parametrize(("rows", "steps"), [(64, 5), (3, 7)])
 @pytest.mark.parametrize("renewed", [False, True])
 def test_transferred_responses_keep_their_routing(directory, other_directory, rows, steps, renewed):

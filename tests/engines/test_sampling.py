@@ -89,6 +89,7 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
     return exact
 
 
+@pytest.mark.promise("sampling-follows-the-exact-distribution")
 @pytest.mark.parametrize(
     "options",
     [

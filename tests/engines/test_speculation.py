@@ -66,6 +66,7 @@ def test_what_came_after_the_same_tokens_is_guessed_again():
     assert Lookup(3).draft([1, 2], 4) == []
 
 
+@pytest.mark.promise("speculation-changes-no-sample")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_samples_are_those_without_guesses(directory, name):
     options = OPTIONS[name]
@@ -82,6 +83,7 @@ def test_samples_are_those_without_guesses(directory, name):
             ]
 
 
+@pytest.mark.promise("speculation-changes-no-sample")
 def test_a_loop_takes_fewer_passes(directory):
     engine, options = (
         make_engine(directory, batch_size=1, speculation=GUESSES),

@@ -78,6 +78,7 @@ def directory(tmp_path_factory):
     return str(families.save("llama3", tmp_path_factory.mktemp("turns")))
 
 
+@pytest.mark.promise("episode-tokens-and-logprobs")
 def test_response_alternates_generated_and_observed_tokens(directory):
     for place, sample in enumerate(episodes(directory, 6)):
         assert sample.drawn is not None
@@ -92,6 +93,7 @@ def test_response_alternates_generated_and_observed_tokens(directory):
         ).any()
 
 
+@pytest.mark.promise("exact-episodes-ignore-timing")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -168,6 +170,7 @@ def off(directory: str, exact: bool) -> float:
     return float((scored - batch.engine_logprobs)[batch.mask].abs().max())
 
 
+@pytest.mark.promise("episode-tokens-and-logprobs")
 @pytest.mark.parametrize(("exact", "bound"), [(True, 0.0), (False, 1e-5)])
 def test_trainer_logprobs_match_every_generated_token(pool, directory, exact, bound):
     assert pool.run(off, 1, directory, exact)[0] <= bound

@@ -89,6 +89,7 @@ def test_nothing_is_kept_from_one_program_to_the_next():
     assert "FileNotFoundError" in run("open('kept')")
 
 
+@pytest.mark.promise("python-tool-is-sandboxed")
 @enforced
 def test_sandbox_sees_only_python_and_system_files(secret):
     assert "No such file" in run(f"print(open({str(secret)!r}).read())")
@@ -119,6 +120,7 @@ def test_nothing_but_its_directory_can_be_written(place):
     assert not Path(place, "made").exists()
 
 
+@pytest.mark.promise("python-tool-is-sandboxed")
 @enforced
 def test_sandbox_has_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -312,6 +314,7 @@ print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20,
     assert done.stdout.strip() == "user_namespace [] 65534 -1", done.stderr
 
 
+@pytest.mark.promise("python-tool-is-sandboxed")
 @needs_root
 def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
     assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["the process limit does not apply"], (

@@ -105,6 +105,7 @@ def test_recorded_steps_see_new_weights(directory, kind):
     assert all(sample.weight_versions.tolist() == [1] * 12 for sample in after)
 
 
+@pytest.mark.promise("gpu-sleep-frees-memory")
 @needs_cuda
 def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
     path = save_model(

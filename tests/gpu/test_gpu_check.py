@@ -32,6 +32,7 @@ def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, 
     return done.returncode, {each["name"]: each for each in outcomes}
 
 
+@pytest.mark.promise("gpu-check-without-gpu")
 def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
     code, outcomes = checked(tmp_path / "results.jsonl")
     assert code == 0 and len(outcomes) == 14
@@ -53,6 +54,7 @@ def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
     assert "half of it" in capsys.readouterr().err
 
 
+@pytest.mark.promise("gpu-check-without-gpu")
 @pytest.mark.slow
 def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"

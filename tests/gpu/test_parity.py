@@ -14,6 +14,7 @@ pytestmark = needs_device
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
+@pytest.mark.promise("gpu-parity")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, family, precision):

@@ -98,6 +98,7 @@ def test_oom_kills_are_counted_in_old_control_groups(
     assert module._memory_limit() is None
 
 
+@pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
 def test_a_run_without_file_descriptors_names_their_limit(run: Path) -> None:
     limited = ("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
@@ -107,6 +108,7 @@ def test_a_run_without_file_descriptors_names_their_limit(run: Path) -> None:
     assert "ulimit -n" in error
 
 
+@pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
 def test_a_run_with_a_small_dev_shm_names_it(run: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
@@ -139,6 +141,7 @@ def small_group() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
 def test_a_run_without_memory_names_the_limit(run: Path, small_group: Path) -> None:
     join = f'echo $$ > {small_group}/cgroup.procs; exec "$@"'

@@ -116,6 +116,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(run: Path) -> None:
     assert code == 0 and "restarting" not in out, error
 
 
+@pytest.mark.promise("no-process-outlives-the-launcher")
 @pytest.mark.slow
 def test_no_process_outlives_a_killed_launcher(
     run: Path,
@@ -241,6 +242,7 @@ def test_a_first_heartbeat_may_take_as_long_as_slurm_needs(
     assert rank.ended_at == 215.0
 
 
+@pytest.mark.promise("suspended-process-is-replaced-or-named", "start-faults-are-replaced-or-named")
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prepare", "critic", "trainer"])
 def test_a_rank_stopped_before_its_first_heartbeat_ends_by_name(run: Path, role: str) -> None:
@@ -260,6 +262,7 @@ def test_a_rank_stopped_before_its_first_heartbeat_ends_by_name(run: Path, role:
     assert f"waiting for {role} rank 0: no heartbeat for 1 s (limit 1.5 s, {key}). Log:" in out
 
 
+@pytest.mark.promise("suspended-process-is-replaced-or-named")
 @pytest.mark.slow
 def test_a_prepare_rank_that_is_stopped_is_started_again(run: Path) -> None:
     launcher = start(run, {"prepare": "stop_at_first"}, "cluster.heartbeat_timeout_s=2")

@@ -83,6 +83,7 @@ def save(case: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.promise("config-defaults-equal-transformers")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_with_the_same_config(pool, tmp_path, case):
     import transformers

@@ -48,6 +48,7 @@ def logits(directory):
     return network.eval()(make_experience(72).tokens).logits
 
 
+@pytest.mark.promise("export-round-trip-is-exact")
 @pytest.mark.parametrize("family", families.CONFIGS)
 def test_an_imported_model_comes_back_bit_for_bit_and_transformers_computes_the_same_with_it(
     pool, model, tmp_path, family

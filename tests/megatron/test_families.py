@@ -131,6 +131,7 @@ def largest_errors(directory, results, expected) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.promise("training-equals-transformers")
 @pytest.mark.parametrize(("family", "name"), CELLS)
 def test_training_equals_transformers(pool, model, table, family, name):
     directory, expected = model(family)

@@ -23,6 +23,7 @@ TYPICAL = {
 }
 
 
+@pytest.mark.promise("grouped-experts-equal-separate-experts")
 @pytest.mark.parametrize(
     ("family", "layout"), typical(itertools.product(families.MIXTURES, LAYOUTS), TYPICAL)
 )

@@ -22,6 +22,7 @@ def large_gradient():
     return torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.promise("gradient-norm-equals-float64")
 def test_norm_of_large_tensor_equals_float64(large_gradient):
     assert float(l2_norm(large_gradient)) == pytest.approx(float64_norm(large_gradient), rel=1e-6)
 
@@ -34,6 +35,7 @@ def single_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.promise("gradient-norm-equals-float64")
 def test_megatron_gradient_norm_equals_float64(large_gradient, single_rank):
     from megatron.core.optimizer import clip_grads
 

@@ -113,6 +113,7 @@ def assert_slices_equal(parts, tensors, **tolerance):
     assert seen == set(tensors) - {"lm_head.weight"} or seen == set(tensors)
 
 
+@pytest.mark.promise("training-equals-transformers")
 @layouts()
 def test_training_equals_transformers_at_every_layout(pool, untied_llama, layout, settings):
     assert_steps_agree(pool, untied_llama, layout, settings)
@@ -135,11 +136,13 @@ def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(
     assert_steps_agree(pool, tied_llama, layout, settings)
 
 
+@pytest.mark.promise("padded-vocabulary-trains-alike")
 @layouts("tp2", "tp2-pp2", "tp2-sp")
 def test_padded_vocabulary_trains_as_transformers(pool, odd_llama, layout, settings):
     assert_steps_agree(pool, odd_llama, layout, settings)
 
 
+@pytest.mark.promise("reference-on-device-is-equal")
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
 def test_a_reference_that_stays_on_the_device_is_the_same_to_the_bit(pool, untied_llama, layout):
     steps = [

@@ -169,6 +169,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.promise("truncated-sampling-first-ratio-is-one")
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @LAYOUTS
@@ -401,6 +402,7 @@ class LargestLogits(TorchDispatchMode):
         return result
 
 
+@pytest.mark.promise("logits-are-chunked")
 @pytest.mark.parametrize("tokens", [16, 84])
 def test_logits_never_exist_for_more_tokens_than_a_chunk(tokens):
     hidden, weight = (

@@ -161,6 +161,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.promise("lora-equals-one-process")
 @pytest.mark.parametrize(("family", "layout", "more"), ROWS)
 def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, layout, more):
     directory, wanted = expected(family)

@@ -107,6 +107,7 @@ TYPICAL = (
 """The cases of the first round of tests."""
 
 
+@pytest.mark.promise("memory-estimate-equals-use")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES],

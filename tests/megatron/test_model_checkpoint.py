@@ -52,6 +52,7 @@ FROZEN = {"frozen": ["model.embed_tokens.weight", "model.layers.[01].*"]}
 LORA = {"lora": {"rank": 4, "alpha": 6.0}}
 
 
+@pytest.mark.promise("checkpoint-resumes-at-another-layout")
 @pytest.mark.parametrize(
     ("family", "saved", "read"),
     [
@@ -88,6 +89,7 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
         assert result["losses"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.promise("checkpoint-resumes-at-another-layout")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -142,6 +142,7 @@ def guided(pool, untied_llama):
     return run
 
 
+@pytest.mark.promise("muon-equals-float64-at-every-layout")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -224,6 +225,7 @@ def alone(pool, family):
     return functools.cache(run)
 
 
+@pytest.mark.promise("muon-equals-float64-at-every-layout")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -248,6 +250,7 @@ def test_muon_updates_do_not_depend_on_the_layout(pool, family, alone, name, lay
     )
 
 
+@pytest.mark.promise("muon-equals-float64-at-every-layout")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -198,6 +198,7 @@ def test_rows_alone_are_bundles_of_one(lengths):
     ]
 
 
+@pytest.mark.promise("shared-prefix-gradients")
 @pytest.mark.parametrize(
     "layout",
     [

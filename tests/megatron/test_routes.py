@@ -34,6 +34,7 @@ def model(tmp_path_factory):
     return make
 
 
+@pytest.mark.promise("routing-replay")
 @pytest.mark.parametrize(
     ("family", "name", "recompute"),
     [
@@ -85,6 +86,7 @@ def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_refer
         torch.testing.assert_close(result[2], logprobs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.promise("routing-replay")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_replaying_own_routing_changes_nothing(pool, model, family, recompute):

@@ -32,6 +32,7 @@ def test_groups_wait_as_long_as_is_configured_to_the_second(pool):
     assert pool.run(jobs.group_timeout_s, 2, 119.0) == [119.0, 119.0]
 
 
+@pytest.mark.promise("deterministic-mode-changes-nothing-on-cpu")
 @pytest.mark.parametrize("family", ["llama2", "mixtral"])
 def test_deterministic_kernels_change_nothing_on_cpu(pool, tmp_path, family):
     directory, layout = str(families.save(family, tmp_path)), {"data": 2}

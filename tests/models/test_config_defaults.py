@@ -148,6 +148,7 @@ def test_generation_entries_are_those_of_transformers():
     assert set(_GENERATION_ENTRIES) == set(GenerationConfig._get_default_generation_params())
 
 
+@pytest.mark.promise("config-defaults-equal-transformers")
 @pytest.mark.parametrize(("name", "key"), ENTRIES)
 def test_missing_entry_has_the_transformers_default(name, key):
     config = full(name)
@@ -250,6 +251,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 
 
+@pytest.mark.promise("config-defaults-equal-transformers")
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [

@@ -68,6 +68,7 @@ def test_sharded_weights_pass_validate(copy):
     validate(copy)
 
 
+@pytest.mark.promise("weight-files-are-checked-by-validate")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -105,6 +106,7 @@ def test_tensor_in_another_file_than_the_index_says_is_refused(copy):
         validate(copy)
 
 
+@pytest.mark.promise("weight-files-are-checked-by-validate")
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_truncated_weight_file_is_refused_by_validate(copy, keep):
     file = copy / "model-0.safetensors"
@@ -162,6 +164,7 @@ def _prepare(directory: Path) -> None:
     )
 
 
+@pytest.mark.promise("weight-files-are-checked-by-validate")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -200,6 +200,7 @@ def test_metrics_checksum_covers_the_whole_file_after_each_step(tmp_path: Path) 
     assert (tmp_path / "metrics.jsonl.checksum").read_text() == expected
 
 
+@pytest.mark.promise("changed-inputs-refuse-a-resume")
 def test_resume_refuses_metrics_with_a_changed_digit(tmp_path: Path) -> None:
     paths = written_metrics(tmp_path)
     changed_byte(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))

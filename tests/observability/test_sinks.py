@@ -85,6 +85,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.promise("trackers-equal-metrics-file")
 @pytest.mark.slow
 def test_a_killed_and_resumed_run_is_in_every_tracker_as_in_metrics_jsonl(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", *ON)

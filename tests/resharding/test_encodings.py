@@ -17,6 +17,7 @@ LAYOUTS = [
 IDS = ["tensor2 to data2", "pipeline2 to tensor2", "expert2 to tensor2"]
 
 
+@pytest.mark.promise("delta-publish-is-lossless")
 @pytest.mark.parametrize(
     ("layouts", "dtype", "group_bytes"),
     [
@@ -47,6 +48,7 @@ def test_what_has_not_changed_does_not_travel(pool, dtype):
     assert all_again[0] == whole[0]
 
 
+@pytest.mark.promise("delta-publish-is-lossless")
 def test_after_a_publish_that_failed_everything_travels_once(pool):
     for shares in pool.run(encoding_jobs.fail_and_go_on, 4):
         assert [share is None for share in shares] == [True, False, True, False]

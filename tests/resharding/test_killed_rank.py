@@ -121,6 +121,7 @@ def worlds() -> Iterator[Worlds]:
     running.close()
 
 
+@pytest.mark.promise("killed-rank-in-weight-sync-is-named")
 @pytest.mark.parametrize(
     ("generation", "killed", "name", "timeout_s", "limit_s"),
     # The others notice a rank that dies while it sends; one that has sent all is waited for.

@@ -92,6 +92,7 @@ def test_weights_arrive_in_another_dtype_and_group_by_group(pool, settings):
     )
 
 
+@pytest.mark.promise("weight-sync-is-atomic")
 @pytest.mark.parametrize(
     ("kind", "at", "told"),
     [
@@ -139,6 +140,7 @@ def test_a_rank_that_is_too_slow_is_named(pool):
         assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]
 
 
+@pytest.mark.promise("weight-sync-is-atomic")
 @pytest.mark.parametrize(
     "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"]
 )

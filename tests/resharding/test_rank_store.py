@@ -56,6 +56,7 @@ def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
     }
 
 
+@pytest.mark.promise("complete-rank-group-is-closed")
 @other_user.needs_root
 def test_complete_group_accepts_no_process(pool: WorkerPool) -> None:
     reached = pool.run(

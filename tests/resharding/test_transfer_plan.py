@@ -78,6 +78,7 @@ def plans(draw) -> TransferPlan:
     )
 
 
+@pytest.mark.promise("weight-sync-writes-each-element-once")
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), limit=st.integers(32, 400), small=st.integers(0, 32))
 def test_every_target_byte_is_written_once(plan, limit, small):

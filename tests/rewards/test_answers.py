@@ -28,6 +28,7 @@ KINDS = {
 VERIFIERS = {"gsm8k": gsm8k, "math": math}
 
 
+@pytest.mark.promise("answer-table")
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_of_each_kind_have_their_scores(kind):
     wrong = [
@@ -38,6 +39,7 @@ def test_answers_of_each_kind_have_their_scores(kind):
     assert wrong == []
 
 
+@pytest.mark.promise("answer-table")
 def test_table_has_enough_answers_of_both_scores():
     assert len(TABLE) >= 200
     assert sum(row["score"] == 0 for row in TABLE) >= 60
@@ -132,6 +134,7 @@ def test_gold_answers_without_content_are_refused_with_their_records():
         check_answers("math", "reward.function=math", [*records, *many])
 
 
+@pytest.mark.promise("answer-table")
 def test_gold_answers_that_math_verify_cannot_parse_are_reported():
     records = [
         ("data.jsonl:1", {"answer": "\\frac{1}{2}"}),

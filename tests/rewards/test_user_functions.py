@@ -38,6 +38,7 @@ def scores(function: str, *responses: str, timeout_s: float | None = 20) -> list
     return checked_scores(name, resolve_scorer(name, timeout_s=timeout_s), requests(*responses))
 
 
+@pytest.mark.promise("reward-answers-never-shift")
 def test_forked_process_does_not_shift_scores():
     scorer = resolve_scorer(f"{NAME}:forks_at_the_second_call", timeout_s=20)
     found = [checked_scores("mine", scorer, requests("a")) for _ in range(6)]
@@ -60,6 +61,7 @@ def test_exit_is_noticed_although_forked_process_lives_on():
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.promise("reward-function-abstains")
 def test_none_is_an_abstention():
     assert scores("abstains_without_response", "ab", "", "c") == [2.0, None, 1.0]
 
@@ -192,6 +194,7 @@ def test_timeout_contains_the_stack_of_the_function(function, frames):
         assert "Thread worker raised KeyError: 'gold'" in message
 
 
+@pytest.mark.promise("deadlocked-reward-is-named")
 def test_second_timeout_of_another_prompt_is_a_deadlock_with_name_and_stack():
     name = f"{NAME}:deadlocks"
     scorer = resolve_scorer(name, timeout_s=0.3)

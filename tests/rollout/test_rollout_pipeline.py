@@ -195,6 +195,7 @@ schedules = {
 }
 
 
+@pytest.mark.promise("async-batches-ignore-timing")
 @settings(max_examples=500, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
@@ -219,6 +220,7 @@ def test_batches_do_not_depend_on_timing(seed, max_staleness, steps, rounds):
     )
 
 
+@pytest.mark.promise("staleness-is-bounded")
 @pytest.mark.slow
 @settings(max_examples=350, deadline=None)
 @given(**schedules)
@@ -237,6 +239,7 @@ def test_no_token_exceeds_max_staleness(seed, max_staleness, steps, rounds):
     )
 
 
+@pytest.mark.promise("killed-async-run-keeps-samples")
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
@@ -263,6 +266,7 @@ def test_killed_run_resumes_with_the_same_samples(seed, max_staleness, steps, ro
     assert trained == expected
 
 
+@pytest.mark.promise("generation-overlaps-training")
 def test_the_longer_phase_alone_sets_the_pace():
     """Steps of 3 s training and 2 + 2 s generation and the other way round; a step in turn takes
     their sum."""

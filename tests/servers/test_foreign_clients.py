@@ -42,6 +42,7 @@ def grpc_infer(client, model, **tensors):
     return client.infer(model, inputs, client_timeout=20)
 
 
+@pytest.mark.promise("foreign-clients-infer-and-train")
 def test_pytritons_client_infers_trains_saves_and_scores_over_http(open_critic):
     before = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)[
         "values"
@@ -72,6 +73,7 @@ def test_pytritons_client_has_tokens_and_sentences_scored(open_critic):
     ]
 
 
+@pytest.mark.promise("foreign-clients-infer-and-train")
 def test_plain_tritonclient_infers_and_trains_over_grpc(open_critic):
     with tritonclient.grpc.InferenceServerClient(
         f"127.0.0.1:{open_critic.endpoint.grpc}"

@@ -83,6 +83,7 @@ def send_bad(choose, critic, stub, run):
         fuzz.raw_garbage(port, beginning + choose.randbytes(choose.randint(1, 3000)))
 
 
+@pytest.mark.promise("bad-requests-disturb-nothing")
 def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(
     critic, connection
 ):

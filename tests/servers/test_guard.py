@@ -182,6 +182,7 @@ def memory_mib(role):
     return (own + shared) / 2**20
 
 
+@pytest.mark.promise("requests-without-key-use-no-memory")
 @pytest.mark.slow
 def test_requests_without_key_use_no_memory(critic):
     before, most, refusals = memory_mib(critic), 0.0, []
@@ -286,6 +287,7 @@ def asked(role, access):
         return connection.infer(REWARD_MODEL, good(REWARD_MODEL), 5)["rewards"].shape
 
 
+@pytest.mark.promise("mutual-tls-needs-key-and-certificate")
 @pytest.mark.slow
 def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(
     secure, certificates
@@ -349,6 +351,7 @@ def stranger_context(own, stranger):
     return context
 
 
+@pytest.mark.promise("key-and-triton-hidden-from-other-users")
 @pytest.mark.slow
 @other_user.needs_root
 @pytest.mark.parametrize("name", ["critic", "open"])

@@ -38,6 +38,7 @@ def mapped(process: psutil.Process) -> set[Path]:
     }
 
 
+@pytest.mark.promise("shared-memory-hidden-from-other-users")
 @pytest.mark.slow
 @other_user.needs_root
 def test_other_user_cannot_read_or_block_a_server(

@@ -74,6 +74,7 @@ def lost_critic(tmp_path):
         role.kill()
 
 
+@pytest.mark.promise("critic-applies-each-update-once")
 def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
     role = lost_critic().wait_ready()
     through = Endpoint("127.0.0.1", free_port(), free_port(), 0)

@@ -84,6 +84,7 @@ def client(replicas: list[Replica]) -> Iterator[RewardClient]:
     client.close()
 
 
+@pytest.mark.promise("silent-replica-is-bypassed")
 @bounds_seconds
 def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_deadline(
     replicas, client

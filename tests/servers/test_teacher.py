@@ -67,6 +67,7 @@ def expected(directory: Path) -> torch.Tensor:
         return reference_logprobs(LlamaForCausalLM.from_pretrained(directory), TOKENS, LENGTHS)
 
 
+@pytest.mark.promise("teacher-server-logprobs")
 @pytest.mark.slow
 def test_teacher_logprobs_equal_transformers_at_temperature(client, directory):
     places = torch.arange(1, TOKENS.shape[1])
@@ -200,6 +201,7 @@ class Successors:
         return torch.where(inside if mask is None else inside & mask, found, 0.0)
 
 
+@pytest.mark.promise("teacher-server-logprobs")
 def test_joined_requests_get_individual_answers():
     handler = Teacher([Successors()], ONE, 72).logprobs  # type: ignore[list-item]
     join = handler.join  # type: ignore[attr-defined]

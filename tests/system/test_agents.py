@@ -86,6 +86,7 @@ def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(
     assert max(step["reward/mean"] for step in undisturbed.metrics) > 0
 
 
+@pytest.mark.promise("killed-environments-keep-weights")
 def test_killed_environments_and_trainer_keep_the_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_killed_environments_and_trainer_keep_the_weights(
     assert_identical(run, undisturbed)
 
 
+@pytest.mark.promise("episodes-equal-on-every-placement")
 def test_generator_episodes_equal_the_trainers(undisturbed: Finished, tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator"
@@ -166,6 +168,7 @@ def test_a_run_with_episodes_under_way_ends_with_the_same_weights_where_the_laun
     assert_identical(run, beside)
 
 
+@pytest.mark.promise("recorded-answers-are-replayed")
 def test_resumed_run_replays_recorded_tool_answers(tmp_path: Path) -> None:
     live = (
         *OVERRIDES,

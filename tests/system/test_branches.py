@@ -16,7 +16,11 @@ from tests.engines.test_branches import forgetful_model
 from tests.system.environment_workers import kill_environments
 from tests.system.test_agents import assert_identical
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.promise("killed-run-with-branches"),
+]
 
 OVERRIDES = (
     *(

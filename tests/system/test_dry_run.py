@@ -72,6 +72,7 @@ def launched(place: Path, name: str, *overrides: str, experiment: str = "large")
         return launch.finish(400)
 
 
+@pytest.mark.promise("dry-run-rehearses-large-layouts")
 def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)

@@ -22,6 +22,7 @@ GIVEN = (
 )
 
 
+@pytest.mark.promise("stop-criterion-is-independent-of-resumes")
 def test_run_ends_at_target_and_continues_without_it(tmp_path: Path) -> None:
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()  # both runs have one name, which checkpoints hold

@@ -78,6 +78,7 @@ def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: F
     )
 
 
+@pytest.mark.promise("agents-equal-on-every-placement")
 def test_generator_answers_agents_like_the_trainer(undisturbed: Finished, tmp_path: Path) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")
     run = run_to_end(tmp_path / "run", *OVERRIDES, *server, experiment="calculator")
@@ -85,6 +86,7 @@ def test_generator_answers_agents_like_the_trainer(undisturbed: Finished, tmp_pa
     assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
 
 
+@pytest.mark.promise("killed-agent-endpoint-keeps-weights")
 def test_killed_agent_endpoint_keeps_the_weights(
     tmp_path: Path,
 ) -> None:

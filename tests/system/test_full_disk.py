@@ -21,6 +21,7 @@ GIVEN = (
 )
 
 
+@pytest.mark.promise("full-disk-names-file-and-resumes")
 def test_full_disk_stops_the_run_and_it_resumes(tmp_path: Path) -> None:
     sums = [
         {"prompt": f"{left}+{right}=", "response": str(left + right)}

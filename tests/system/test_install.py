@@ -97,6 +97,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.promise("wheel-trains")
 def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     python = environment(sys.executable, tmp_path) / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")

@@ -82,6 +82,7 @@ def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
     time.sleep(2)
 
 
+@pytest.mark.promise("judge-answers-each-request-once")
 def test_killed_run_asks_a_flaky_judge_nothing_twice(
     tmp_path: Path,
 ) -> None:

@@ -54,6 +54,7 @@ RUNS = {
 }
 
 
+@pytest.mark.promise("killed-run-stores-samples-once")
 @pytest.mark.parametrize("name", RUNS)
 def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path) -> None:
     experiment, overrides = RUNS[name]

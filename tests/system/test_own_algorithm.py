@@ -38,6 +38,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("user-algorithm-trains-and-resumes")
 def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
     place: Path,
 ) -> None:

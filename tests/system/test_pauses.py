@@ -42,6 +42,7 @@ def test_clock_is_stepped_for_one_process_only(tmp_path: Path) -> None:
     assert float(out) == pytest.approx(2.0, abs=0.2)
 
 
+@pytest.mark.promise("pauses-cost-no-restart")
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(400)

@@ -40,6 +40,7 @@ def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: 
     assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
 
 
+@pytest.mark.promise("every-role-killed-keeps-weights")
 def test_run_with_every_role_killed_keeps_the_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_run_with_every_role_killed_keeps_the_weights(
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
+@pytest.mark.promise("killed-trainer-keeps-running-critic")
 def test_killed_trainer_resumes_with_the_running_critic(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -68,6 +70,7 @@ def test_killed_trainer_resumes_with_the_running_critic(
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
+@pytest.mark.promise("every-role-killed-keeps-weights")
 def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10"

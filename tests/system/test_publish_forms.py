@@ -27,6 +27,7 @@ def without_publish(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.promise("delta-publish-is-lossless")
 def test_a_run_by_changes_is_the_run_by_whole_weights_also_when_its_generator_is_killed(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ _CUDA_HELPER = 'server.cc:241] "CudaDriverHelper has not been initialized."'
 there. It has no option for that."""
 
 
+@pytest.mark.promise("undisturbed-logs-have-no-warnings")
 def test_undisturbed_run_logs_no_warning(tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run",

@@ -28,6 +28,7 @@ OVERRIDES = (
 )
 
 
+@pytest.mark.promise("reasoning-tasks-report-each-task")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_passes_are_told_of_each_task(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_run_trains_on_samples_on_which_the_function_did_not_abstain(
             assert row.get("advantage") is None or math.isnan(row["advantage"])
 
 
+@pytest.mark.promise("deadlocked-reward-is-named")
 def test_deadlocked_function_ends_the_run_soon_with_name_and_stack(tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run",

@@ -133,6 +133,7 @@ def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -
     return job
 
 
+@pytest.mark.promise("slurm-heterogeneous-job")
 def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job) -> None:
     assert [step["step"] for step in read_metrics(undisturbed.paths.metrics)] == list(
         range(1, STEPS + 1)
@@ -144,6 +145,7 @@ def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job)
     assert undisturbed.paths.trace.is_file()
 
 
+@pytest.mark.promise("preempted-slurm-job-equals-uninterrupted")
 def test_preempted_job_is_requeued_and_ends_like_undisturbed(
     undisturbed: Job, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -250,6 +252,7 @@ def shared_memory_of(role: str, job: Job) -> list[Path]:
     return [*map(Path, found)]
 
 
+@pytest.mark.promise("slurm-heterogeneous-job")
 def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_often_ends_the_job_with_its_error(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None
         process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.promise("fenced-trainer-writes-nothing")
 def test_fenced_trainer_writes_nothing(
     tmp_path: Path,
 ) -> None:

@@ -89,6 +89,7 @@ FROM_THE_NEWEST = (
 )
 
 
+@pytest.mark.promise("engine-trainer-mismatch-below-1e-3")
 def test_policy_learns_and_engine_matches_trainer(undisturbed: Finished) -> None:
     metrics = undisturbed.metrics
     assert [step["step"] for step in metrics] == list(range(1, STEPS + 1))
@@ -197,6 +198,7 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
     assert not stopped.paths.checkpoints.exists()
 
 
+@pytest.mark.promise("runs-are-reproducible", "resumed-run-equals-uninterrupted")
 @pytest.mark.slow
 def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Path) -> None:
     """Before it is told to stop it is also a second run with the same seed; it is evaluated, which
@@ -247,6 +249,7 @@ def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Pat
     )
 
 
+@pytest.mark.promise("resumed-run-equals-uninterrupted")
 @pytest.mark.slow
 def test_killed_run_resumes_from_timed_checkpoint(undisturbed: Finished, tmp_path: Path) -> None:
     directory, given = (
@@ -296,6 +299,7 @@ def stopped(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
     return directory / "checkpoints"
 
 
+@pytest.mark.promise("damaged-checkpoint-is-never-resumed")
 @pytest.mark.slow
 def test_run_resumes_from_newest_undamaged_checkpoint(
     undisturbed: Finished, tmp_path: Path
@@ -425,12 +429,14 @@ def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(
     check_model_directory(tmp_path / "model")
 
 
+@pytest.mark.promise("deterministic-mode-changes-nothing-on-cpu")
 @pytest.mark.slow
 def test_deterministic_run_is_equal_on_cpu(undisturbed: Finished, tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "run", "cluster.deterministic=true", "run.stop_after=2", *COMPARED)
     assert repeatable(run.metrics) == repeatable(undisturbed.metrics[:2])
 
 
+@pytest.mark.promise("first-step-equal-at-another-layout")
 @pytest.mark.slow
 def test_first_step_is_equal_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
     layout = (

@@ -11,6 +11,7 @@ from benchmarks.runs import run_to_end
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("unusual-directories")
 def test_run_works_below_unusual_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(
     assert run.metrics[-1]["policy/grad_norm"] > 0
 
 
+@pytest.mark.promise("killed-vllm-is-replaced")
 def test_a_worker_of_vllm_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", *GENERATOR, "run.stop_after=8") as launch:
         launch.wait_for_step(2, timeout_s=300)

@@ -149,6 +149,7 @@ def test_the_initial_policy_ends_no_run_and_is_the_first_to_be_beaten(
     assert scripted(pool, tmp_path / "gain", end_without_gain=1) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.promise("stop-criterion-is-independent-of-resumes")
 @pytest.mark.parametrize("stops", [(2,), (3,), (3, 5), (6,), (7, 8)])
 @pytest.mark.parametrize("told", [True, False], ids=["told-to-stop", "stop_after"])
 def test_stopped_run_ends_at_the_same_step(

@@ -158,6 +158,7 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
     return -logsigmoid(rewards[0] - rewards[1] - margins).mean()
 
 
+@pytest.mark.promise("stored-teacher-scores")
 @pytest.mark.parametrize("task", TASKS)
 def test_offline_gradients_equal_transformers(single: Found, llama: Path, task: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -183,6 +184,7 @@ def test_offline_gradients_equal_transformers(single: Found, llama: Path, task: 
     assert ("score.weight" in found["gradients"]) == (task in ("reward_model", "steps"))
 
 
+@pytest.mark.promise("stored-teacher-scores")
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["tp2-sp"]))
 def test_offline_losses_do_not_depend_on_the_layout(
     pool: WorkerPool, llama: Path, single: Found, layout: str

@@ -134,6 +134,7 @@ def drawn(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -
     return Sample(prompt, index, tokens, 2, torch.zeros(length), torch.zeros(length).long(), reason)
 
 
+@pytest.mark.promise("sampled-preferences-keep-tokens")
 def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whichever_ended_it(
     llama, tmp_path
 ) -> None:

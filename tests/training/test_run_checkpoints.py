@@ -235,6 +235,7 @@ def test_before_a_whole_one_those_whose_manifests_are_damaged_do_not_count_eithe
     assert [state.step for state in kept.newest()] == [2, 6]
 
 
+@pytest.mark.promise("damaged-checkpoint-is-never-resumed")
 def test_checkpoint_with_missing_file_is_not_committed(tmp_path):
     kept = checkpoints(tmp_path)
     directory = commit_whole(kept, 4)

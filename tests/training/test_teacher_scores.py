@@ -39,6 +39,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.promise("stored-teacher-scores")
 @pytest.mark.parametrize("layout", typical(LAYOUTS, ["single", "tp2"]))
 def test_stored_scores_equal_the_teachers_logprobs(
     pool: WorkerPool, teacher: Path, tmp_path: Path, layout: str

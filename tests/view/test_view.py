@@ -384,6 +384,7 @@ def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(
     assert "leaked" not in health  # Triton's helpers say so in every run
 
 
+@pytest.mark.promise("viewer-treats-texts-as-text")
 def test_what_models_tools_and_people_write_is_text_on_every_page(
     viewer: Viewer, pages: dict[str, str]
 ) -> None:

@@ -32,6 +32,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+@pytest.mark.promise("viewer-pages-are-usable")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_silent_and_can_be_used_by_all(
     browser: Browser, runs: Path, tmp_path: Path, scheme: str
@@ -79,6 +80,7 @@ def test_every_page_is_silent_and_can_be_used_by_all(
     assert not {name: problems for name, problems in found.items() if problems}
 
 
+@pytest.mark.promise("viewer-pages-are-usable")
 def test_the_keyboard_reaches_everything_and_its_place_is_seen(
     browser: Browser, runs: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(
         assert opened.console == []
 
 
+@pytest.mark.promise("report-draws-every-plot")
 def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo", name=HOSTILE)
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
@@ -168,6 +171,7 @@ def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_p
         assert all(url.startswith(("file:", "data:")) for url in opened.requests)
 
 
+@pytest.mark.promise("viewer-handles-a-million-samples")
 def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     rows = [

@@ -164,6 +164,7 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
     return problems
 
 
+@pytest.mark.promise("tensorrt-llm-contract")
 @pytest.mark.parametrize("release", contract.VERSIONS)
 def test_the_stand_in_has_every_entry(release):
     with installed(release):
@@ -176,6 +177,7 @@ def test_the_stand_in_has_every_entry(release):
         ] == []
 
 
+@pytest.mark.promise("tensorrt-llm-contract")
 def test_drift_is_found():
     path = "tensorrt_llm.llmapi.KvCacheConfig"
     changed = dataclasses.replace(

@@ -26,6 +26,7 @@ def _cut(whole: np.ndarray, cut) -> np.ndarray:
     return whole if cut.axis is None else whole.take(range(cut.start, cut.stop), cut.axis)
 
 
+@pytest.mark.promise("weight-sync-writes-each-element-once")
 @pytest.mark.parametrize(
     ("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"]
 )

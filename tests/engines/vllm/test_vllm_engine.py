@@ -128,6 +128,7 @@ def drawn(directories: list[Path]) -> list[list[Sample]]:
     return found
 
 
+@pytest.mark.promise("vllm-logprobs-equal-megatron")
 def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(pool, tmp_path):
     """Of Qwen3's mixture of experts; a Llama's are looked at in `tests/system/test_vllm_run.py`."""
     directories = [families.save("qwen3_moe", tmp_path / "first"), tmp_path / "second"]
@@ -150,6 +151,7 @@ def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(po
                 )
 
 
+@pytest.mark.promise("vllm-logprobs-equal-megatron")
 def test_draws_follow_the_exact_distribution(tmp_path):
     directory = engines.save_tiny(tmp_path, seed=0, head_dim=32, tied=True)
     (prompt,) = engines.prompts(1)
@@ -206,6 +208,7 @@ def _leader(engine: GenerationEngine) -> int:
     return engine._replica.client._program.process.pid  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise("killed-vllm-is-replaced")
 def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine):
     """A worker of vLLM's is killed in `tests/system/test_vllm_run.py`."""
     leader = _leader(engine)
