@@ -94,6 +94,7 @@ def test_too_many_triton_restarts_end_the_server():
         host.check()
 
 
+@pytest.mark.promise("lost-triton-costs-no-update")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["paused stubs", "killed stub", "killed triton", "killed gateway"]
