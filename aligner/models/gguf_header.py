@@ -4,6 +4,7 @@ The gguf package's reader wraps every one of the tokenizer's 150,000 strings in 
 seconds; a configuration check may not, so the few fields wanted are read here.
 """
 
+import functools
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,8 +84,22 @@ def _read(path: Path) -> tuple[Mapping[str, Any], set[str]]:
 
 
 def gguf_shape(path: Path) -> ModelShape:
-    """The shape of the model in a GGUF file; raises ConfigError for a damaged file or an
-    unsupported architecture."""
+    """Return the shape of the model in a GGUF file.
+
+    Raises:
+        ConfigError: The file is damaged, or its architecture is not supported.
+    """
+    status = path.stat()
+    return _shape_of_version(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(32)
+def _shape_of_version(path: Path, inode: int, size: int, modified_ns: int) -> ModelShape:
+    """Return the shape in one version of a file, which `inode`, `size` and `modified_ns`
+    identify.
+
+    Several checks of one command need the shape, and the header contains the whole vocabulary.
+    """
     try:
         fields, tensors = _read(path)
     except (struct.error, KeyError, UnicodeDecodeError) as error:

@@ -195,19 +195,35 @@ def only_read(config: Config) -> Config:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with other values of some dotted keys, entries of mappings among them."""
-    for name, value in values.items():
-        config = _replaced(config, name.split("."), value)
-    return config
+    """Return the configuration with other values of some dotted keys.
+
+    Later values take precedence. A name may also be a section, or an entry of a mapping.
+    """
+    changed: Config = _replaced(config, values)
+    return changed
 
 
-def _replaced(section: Any, parts: Sequence[str], value: Any) -> Any:
-    if not parts:
+def _replaced(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a value with changes by dotted names, which are relative to it; an empty name is the
+    value itself.
+
+    Each section is copied only once, because the names are grouped by their first part.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name, new in changes.items():
+        if not name:
+            value, groups = new, {}
+            continue
+        part, _, rest = name.partition(".")
+        groups.setdefault(part, {})[rest] = new
+
+    if not groups:
         return value
-    part, rest = parts[0], parts[1:]
-    if isinstance(section, dict):
-        return section | {part: _replaced(section.get(part), rest, value)}
-    return dataclasses.replace(section, **{part: _replaced(getattr(section, part), rest, value)})
+    if isinstance(value, dict):
+        return value | {part: _replaced(value.get(part), inner) for part, inner in groups.items()}
+    return dataclasses.replace(
+        value, **{part: _replaced(getattr(value, part), inner) for part, inner in groups.items()}
+    )
 
 
 def shown(config: Config) -> dict[str, Any]:
