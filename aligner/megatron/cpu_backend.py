@@ -261,7 +261,7 @@ def install() -> None:
     # The model-parallel random state tracker saves and restores the CUDA generator: give it the
     # CPU's.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    # `torch.manual_seed` would also record a stack trace for each kind of absent device, 6 ms a call.
+    # `torch.manual_seed` would also record a stack trace for the absent devices, in 6 ms.
     cuda.manual_seed = torch.default_generator.manual_seed
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
