@@ -22,7 +22,6 @@ from typing import Any
 
 from aligner.launcher.server_ports import FreePorts
 
-MAX_WORLD = 4
 _GROUP_TIMEOUT = timedelta(seconds=120)
 _CHECK_TIMEOUT = timedelta(seconds=30)
 _PORTS = FreePorts()
@@ -125,7 +124,7 @@ class _KeptGroups:
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
-    """Run the functions that the pipe names, until it names none."""
+    """Run the functions that the pipe names, until the pool kills this process."""
     os.environ.update(
         OMP_NUM_THREADS="1",
         OMP_WAIT_POLICY="PASSIVE",
@@ -143,8 +142,8 @@ def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
     groups = _KeptGroups()
     imported: set[str] = set()
 
-    while (message := _receive(pipe)) is not None:
-        module, name, args, kwargs = message
+    while True:
+        module, name, args, kwargs = _receive(pipe)
         try:
             function = getattr(importlib.import_module(module), name)
             if module not in imported:

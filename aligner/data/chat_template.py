@@ -311,21 +311,24 @@ class ChatTemplate:
     ) -> list[str]:
         """Return the roles that the template renders like the role of the user or the assistant,
         although it does not name them."""
-        unknown = []
+
+        def is_rendered_as(role: str, other: str) -> bool:
+            renamed = [
+                {**message, "role": other} if message.get("role") == role else message
+                for message in probe
+            ]
+            try:
+                return self._rendered(name, renamed, tools, False, variables) == text
+            except AlignerError:
+                return False
+
         roles = {str(message.get("role")) for message in probe} - {"user", "assistant"}
-        for role in sorted(role for role in roles if role not in self._texts[name]):
-            for other in ("user", "assistant"):
-                renamed = [
-                    {**message, "role": other} if message.get("role") == role else message
-                    for message in probe
-                ]
-                try:
-                    is_same = self._rendered(name, renamed, tools, False, variables) == text
-                except AlignerError:
-                    is_same = False
-                if is_same and role not in unknown:
-                    unknown.append(role)
-        return unknown
+        return [
+            role
+            for role in sorted(roles)
+            if role not in self._texts[name]
+            and (is_rendered_as(role, "user") or is_rendered_as(role, "assistant"))
+        ]
 
     def _log_once(self, level: int, message: str) -> None:
         if message not in self._warned:

@@ -299,7 +299,7 @@ class AgentSession:
         logprobs = turn.response.engine_logprobs.tolist()
         told = [tokenizer.piece(token) for token in drawn.tolist()]
         answer = Answer(
-            (self._text_after(turn.read, drawn[:-1] if ended else drawn) if text is None else text),
+            self._text_after(turn.read, drawn[:-1] if ended else drawn) if text is None else text,
             "length" if turn.response.finish_reason == "length" else "stop",
             len(turn.read),
             tuple(map(DrawnToken, told, logprobs)),

@@ -30,6 +30,21 @@ SPECIAL = [
 SPECIAL += ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>"]
 """What marks turns; `<tool_call>` and `<think>` are plain text here, as they are to a template."""
 
+QUESTION = {"role": "user", "content": "Is it raining in Lyon?"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "A city"}},
+            "required": ["city"],
+        },
+    },
+}
+"""A question and the tool that answers it, in the form that templates expect."""
+
 _BLOCK = "<|user|>{{ m.role }}\n{{ %s }}<|end|>\n"
 _CHATML = "{% for m in messages %}" + _BLOCK % "m.content" + "{% endfor %}"
 _CHATML += "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"

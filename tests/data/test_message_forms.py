@@ -21,18 +21,16 @@ from aligner.data.conversations import exchange, prompt_text
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
-from tests.data.chat_models import TEMPLATES, TOKENIZERS, tokenizer_file, write_model
+from tests.data.chat_models import (
+    QUESTION,
+    TEMPLATES,
+    TOKENIZERS,
+    WEATHER,
+    tokenizer_file,
+    write_model,
+)
 
-QUESTION = {"role": "user", "content": "Is it raining in Lyon?"}
 ANSWER = {"role": "assistant", "content": "No."}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 # Reads the content of every message, as Llama 3's; fails without one, as Qwen3's.
 CONCATENATES = (
     "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content + '' }}"

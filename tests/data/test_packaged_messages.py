@@ -14,23 +14,9 @@ import tokenizers
 
 from aligner.data.chat_template import ChatTemplate
 from aligner.errors import AlignerError
-from tests.data.chat_models import SPECIAL, tokenizer_file, write_model
+from tests.data.chat_models import QUESTION, SPECIAL, WEATHER, tokenizer_file, write_model
 from tests.data.test_packaged_templates import TEMPLATES
 from tests.data.test_packaged_templates import pytestmark as pytestmark
-
-QUESTION = {"role": "user", "content": "Is it raining in Lyon?"}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "A city"}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 def called(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
