@@ -25,8 +25,8 @@ from aligner.cli.rank_processes import ROLES, stored_config
 from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
 
-_OF_TRAINING, _OF_SERVING = ("torch._dynamo",), ("pytriton.triton", "tritonclient.grpc")
-"""What ranks import when they make an optimizer, and when they serve or ask."""
+_OF_SERVING = ("pytriton.triton", "tritonclient.grpc")
+"""Modules that ranks import when they serve or send requests."""
 
 
 def serve(config: Path, roles: list[str]) -> None:
@@ -40,7 +40,7 @@ def serve(config: Path, roles: list[str]) -> None:
         return
     for role in roles:
         load(ROLES[role])
-    for module in _OF_TRAINING + (_OF_SERVING if len(roles) > 1 else ()):
+    for module in _OF_SERVING if len(roles) > 1 else ():
         with suppress(ImportError):  # without servers there is no need of some
             importlib.import_module(module)
     gc.freeze()  # a collection would write to, and so copy, the pages that are shared

@@ -120,10 +120,12 @@ def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(
         "aligner.servers.critic_server",
         "aligner.servers.reward_server",
     }
-    assert roles | {"megatron.core", "torch._dynamo", "pytriton.triton", "tritonclient.grpc"} < set(
+    assert roles | {"megatron.core", "pytriton.triton", "tritonclient.grpc"} < set(
         second["modules"]
     )
-    assert not {"wandb", "transformers", "mlflow"} & set(second["modules"])
+    # each takes most of a second, and no rank on CPUs needs it
+    unwanted = {"torch._dynamo", "torch.distributed.tensor", "sympy", "wandb", "transformers"}
+    assert not (unwanted | {"mlflow"}) & set(second["modules"])
     assert [(fact["threads"], fact["cuda"]) for fact in (first, second)] == [(1, False)] * 2
 
 

@@ -76,3 +76,16 @@ def test_an_embeddings_gradient_goes_into_its_buffer_and_nowhere_else():
     torch.testing.assert_close(weight.main_grad, 1 + expected)
     with torch.no_grad():
         assert torch.equal(lookup(tokens, weight), rows)
+
+
+def test_adam_without_compiler_still_differentiates_its_step():
+    cpu_backend.keep_compiler_out_of_optimizers()
+    start = torch.ones(2, requires_grad=True)
+    weight = start.clone()
+    weight.grad = torch.ones(2)
+
+    torch.optim.AdamW([weight], differentiable=True).step()
+
+    weight.sum().backward()
+    assert start.grad is not None
+    assert torch.all(start.grad > 0.9)
