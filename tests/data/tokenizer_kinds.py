@@ -417,6 +417,12 @@ def _kinds() -> dict[str, Callable[[], Files]]:
             {**angle, **template},
             added_tokens__json={"<tool>": len(_file("llama2")["model"]["vocab"])},
         ),
+        "added special tokens": lambda: _kind(
+            "llama2",
+            "mistral",
+            {**angle, "additional_special_tokens": ["<Tool>"], **template},
+            added_tokens__json={"<Tool>": len(_file("llama2")["model"]["vocab"])},
+        ),
         "tokens added by the settings": lambda: _kind(
             "llama3",
             "llama",
