@@ -15,8 +15,8 @@ the test that ran it:
 - in a process that a test starts, the test in PYTEST_CURRENT_TEST at the start of the process,
 - in a rank of `tests/worker_pool.py`, the test that calls the rank.
 
-A process that several tests use is labelled with the test that started it. The lines of a process
-that is killed are lost.
+A process that several tests use is labelled with the test that started it; its lines therefore count
+as those of all tests of that file. The lines of a process that is killed are lost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_configure() -> None:
     def measured_run(
         pool: WorkerPool, function: Callable[..., Any], world: int, *args: Any, **options: Any
     ) -> list[Any]:
-        test = labelled_test(os.environ.get("PYTEST_CURRENT_TEST", ""))
+        test, _, _ = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")
         name = (function.__module__, function.__name__)
         return run(pool, _call_with_context, world, test, name, *args, **options)
 
@@ -74,17 +74,20 @@ def _switch_context(test: str) -> None:
 
 
 def labelled_test(context: str) -> str:
-    """Return the id of the test that a context names.
+    """Return the test, or the test file, that a context names.
 
     Args:
         context: Label of coverage.py: the test at the start of the process, as in
             PYTEST_CURRENT_TEST, and after a `|` the test that the plugin has reported.
 
     Returns:
-        The id that pytest accepts as an argument; empty for lines that ran outside of tests.
+        The id of the reported test. If only the test at the start of the process is known, its
+        file, because later tests of the file may use the process too. Empty for lines that ran
+        outside of tests.
     """
-    reported = context[context.rfind("|tests/") + 1 :]
-    return re.sub(r"( \((setup|call|teardown)\))?\|?$", "", reported)
+    reported = context.rfind("|tests/") + 1
+    started = re.fullmatch(r"(.*) \((setup|call|teardown)\)\|?", context[reported:], re.DOTALL)
+    return started[1].partition("::")[0] if started else context[reported:].removesuffix("|")
 
 
 class CoveredLines:
@@ -95,15 +98,15 @@ class CoveredLines:
         self._data.read()
 
     def tests(self, path: str, lines: Collection[int]) -> set[str]:
-        """Return the ids of the tests that run any of the lines.
+        """Return the tests that run any of the lines.
 
         Args:
             path: Path of the source file, relative to the repository.
             lines: Line numbers, the first line is 1.
 
         Returns:
-            The ids of the tests. An empty id stands for lines that ran outside of tests, such as
-            the lines of a module that pytest imports.
+            Ids of tests, and test files. An empty text stands for lines that ran outside of tests,
+            such as the lines of a module that pytest imports.
         """
         contexts = self._data.contexts_by_lineno(path)
         return {labelled_test(context) for line in lines for context in contexts.get(line, ())}

@@ -215,12 +215,14 @@ def _module_name(path: str) -> str:
 
 
 def covering_tests(root: Path, covered: CoveredLines, fault: Fault) -> list[str]:
-    """Return the tests that cover the line of a fault: test ids, and files or folders."""
+    """Return the tests that cover the line of a fault: test files or folders, and test ids."""
     source = (root / fault.path).read_text(encoding="utf-8")
     tests = covered.tests(fault.path, statement_lines(source, fault.line))
     named = tests - {""}
-    files = importing_test_files(root, fault.path) if "" in tests or not named else []
-    return files + sorted(test for test in named if test.partition("::")[0] not in files)
+    files = {test for test in named if "::" not in test}
+    if "" in tests or not named:
+        files.update(importing_test_files(root, fault.path))
+    return sorted(files) + sorted(test for test in named if test.partition("::")[0] not in files)
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,11 @@ def test_importing_test_files_include_imports_of_helpers(tmp_path: Path) -> None
     ("context", "test"),
     [
         ("", ""),
-        ("tests/a.py::test_a[x (y)] (setup)", "tests/a.py::test_a[x (y)]"),
+        ("tests/a.py::test_a[x (y)]", "tests/a.py::test_a[x (y)]"),
+        ("tests/a.py::test_a[x] (setup)", "tests/a.py"),
         ("tests/a.py::test_a[1|2]", "tests/a.py::test_a[1|2]"),
         ("tests/a.py::test_a (call)|tests/b.py::test_b", "tests/b.py::test_b"),
-        ("tests/a.py::test_a (call)|", "tests/a.py::test_a"),
+        ("tests/a.py::test_a (call)|", "tests/a.py"),
     ],
 )
 def test_context_names_the_test_that_ran_the_line(context: str, test: str) -> None:
