@@ -3,61 +3,98 @@ CONFIG ROLE…`.
 
 To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A
 request is a line of JSON on the input, of `aligner.launcher.forks`; the answer is the rank's
-process id. The end of the input ends this process.
+process id. A request waits only for the modules that its role needs. The end of the input ends this
+process.
 """
 
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
 from aligner.cli import run as run_command
-from aligner.cli.command_table import load
 from aligner.cli.rank_processes import ROLES, stored_config
 from aligner.errors import AlignerError
 from aligner.exit_codes import STOP_SIGNAL
+from aligner.placement.roles import computes_on_devices
+from aligner.schema import Config
 
-_OF_SERVING = ("pytriton.triton", "tritonclient.grpc")
-"""Modules that ranks import when they serve or send requests."""
+_OF_SERVERS = "pytriton.triton"
+"""What server ranks import when they start Triton."""
 
 
-def serve(config: Path, roles: list[str]) -> None:
-    """Fork ranks as they are asked for: the one that prepares the run before all is imported.
-    Returns in each rank."""
+@dataclass
+class _Imports:
+    """Modules of a run's roles in the order of their import."""
+
+    waiting: deque[str]
+    """Modules that are not imported yet."""
+    last: Mapping[str, str]
+    """The last module that each role needs whose ranks need not wait for all of them."""
+
+    def import_next(self) -> None:
+        """Import the next module."""
+        with suppress(ImportError):  # PyTriton is optional for a run without servers
+            importlib.import_module(self.waiting[0])
+        self.waiting.popleft()
+
+    def import_for(self, role: str) -> None:
+        """Import what a role still needs, which is everything unless it is in `last`."""
+        while self.waiting and (role not in self.last or self.last[role] in self.waiting):
+            self.import_next()
+
+
+def _plan_imports(config: Config | None, roles: list[str]) -> _Imports:
+    """Order the imports so that the ranks of a reward function need not wait for those of models:
+    they start Triton on another core meanwhile."""
+    modules = {role: ROLES[role].partition(":")[0] for role in ("prepare", *roles)}
+    waiting, last = deque([modules["prepare"]]), {"prepare": modules["prepare"]}
+    if config is not None and "reward" in roles and not computes_on_devices(config, "reward"):
+        waiting += [modules["reward"], _OF_SERVERS]
+        last["reward"] = _OF_SERVERS
+
+    waiting += [modules[role] for role in roles]
+    waiting += [_OF_SERVERS] if len(roles) > 1 else []
+    return _Imports(deque(dict.fromkeys(waiting)), last)
+
+
+def serve(file: Path, roles: list[str]) -> None:
+    """Fork ranks as they are requested. Returns in each rank."""
     gc.disable()  # looking for garbage takes a fifth of the time of imports, and there is none
-    load(ROLES["prepare"])
+    config = None
     with suppress(AlignerError):  # the ranks will say it
-        stored_config(config)
-    if _is_fork():
-        return
-    for role in roles:
-        load(ROLES[role])
-    for module in _OF_SERVING if len(roles) > 1 else ():
-        with suppress(ImportError):  # without servers there is no need of some
-            importlib.import_module(module)
-    gc.freeze()  # a collection would write to, and so copy, the pages that are shared
-    while not _is_fork():
-        pass
+        config = stored_config(file)
+    imports = _plan_imports(config, roles)
+    # Unbuffered, because `select` knows nothing of a request in a buffer.
+    requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
-
-def _is_fork() -> bool:
-    """Fork a rank for the next request; true in it, false here."""
-    if not (line := sys.stdin.readline()):
-        os._exit(0)
-    if (pid := _fork()) is not None:
-        # Told by this process: the rank may be suspended from its first moment on.
+    while True:
+        if imports.waiting and not select.select([requests], [], [], 0)[0]:
+            imports.import_next()
+            continue
+        if not (line := requests.readline()):
+            os._exit(0)
+        request = json.loads(line)
+        imports.import_for(request["role"])
+        # A collection would write to, and so copy, the pages that a rank shares with this process.
+        gc.freeze()
+        if (pid := _fork()) is None:
+            _become(request)
+            return
+        # Reported by this process: the rank may be suspended from its first moment on.
         os.write(1, f"{pid}\n".encode())
-        return False
-    _become(json.loads(line))
-    return True
 
 
 def _fork() -> int | None:

@@ -62,18 +62,20 @@ class ForkServer:
         )
 
     def fork(
-        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+        self, role: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> AdoptedProcess | None:
-        """A rank with this command and environment, in a session of its own, its output appended to
-        `log`.
+        """Fork a rank with this command and environment, in a session of its own, its output
+        appended to `log`.
 
-        None where that cannot be had: the command is another program's, or the server has ended or
-        does not answer.
+        Returns:
+            The rank; None if the command is another program's, or if the server has exited or does
+            not answer.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         if tuple(command[: len(_PROGRAM)]) != _PROGRAM or self._process.poll() is not None:
             return None
         request = {
+            "role": role,
             "arguments": [*command[len(_PROGRAM) :]],
             "environment": dict(environment),
             "log": str(log.absolute()),

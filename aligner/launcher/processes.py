@@ -1,9 +1,11 @@
 """Processes of this machine: ranks and all that comes of them, started, ended, and tied to their
 launcher's life."""
 
+import contextlib
 import ctypes
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -94,7 +96,9 @@ class Processes:
         environment = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark}
         with log.open("ab") as output:
             process = (
-                self._forks.fork(command, environment, log) if self._forks is not None else None
+                None
+                if self._forks is None
+                else self._forks.fork(role.partition(".")[0], command, environment, log)
             )
             started = RankProcess(
                 role,
@@ -117,6 +121,13 @@ class Processes:
         """See `Ranks`."""
         for rank in self._ranks:
             rank.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Ranks`."""
+        try:
+            _wait_for_exit([rank.process.pid for rank in self.running], timeout_s)
+        except OSError:  # the kernel, or a sandbox, has no descriptors of processes
+            time.sleep(timeout_s)
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
         """See `Ranks`."""
@@ -145,7 +156,7 @@ class Processes:
         self.send(signal.SIGTERM, self._ranks)
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.poll() for rank in self._ranks):
-            time.sleep(_POLL_S)
+            self.wait(_POLL_S)
         if self._forks is not None:
             self._forks.close()
         # Repeated, because a process may fork between being listed and being killed.
@@ -196,6 +207,17 @@ def _start(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for_exit(pids: Iterable[int], timeout_s: float) -> None:
+    """Return when one of these children exits, or after the timeout."""
+    exits = select.poll()
+    with contextlib.ExitStack() as opened:
+        for pid in pids:
+            descriptor = os.pidfd_open(pid)
+            opened.callback(os.close, descriptor)
+            exits.register(descriptor, select.POLLIN)
+        exits.poll(timeout_s * 1000)
 
 
 def _mark(process: psutil.Process) -> str | None:

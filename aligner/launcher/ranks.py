@@ -83,6 +83,10 @@ class Ranks(ABC):
     def poll(self) -> None:
         """Notice which ranks have ended since the last call."""
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a time, or only until the next rank ends if that can be noticed."""
+        time.sleep(timeout_s)
+
     @abstractmethod
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
         """A signal to those that still run, as often as one likes; not to helpers such as Triton,

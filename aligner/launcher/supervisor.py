@@ -28,6 +28,7 @@ from aligner.observability.metrics import FileFollower
 from aligner.observability.stages import StageWatch, forget_stages
 from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
+from aligner.placement.roles import computes_on_devices
 from aligner.placement.tls import renew_certificate
 from aligner.schema import Config
 
@@ -131,9 +132,10 @@ class Supervisor:
         save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
         forget_stages(run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
-            for name, endpoint in endpoints.items():
+            # First those without a model: their ranks need less to start (cli/fork_server.py).
+            for name in sorted(endpoints, key=partial(computes_on_devices, self.config)):
                 self._servers.append(
-                    ServerGroup(name, endpoint, self.config, self._ranks, view.note)
+                    ServerGroup(name, endpoints[name], self.config, self._ranks, view.note)
                 )
             trainer = self._trainer = TrainerGroup(
                 self.config, self._ranks, view.note, self._forget_critic
@@ -179,7 +181,7 @@ class Supervisor:
     def _tick(self) -> None:
         self.interrupts.check()
         self._state.beat()
-        time.sleep(_POLL_S)
+        self._ranks.wait(_POLL_S)
         self._ranks.poll()
 
     def _shorten_logs(self) -> None:

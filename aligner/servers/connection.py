@@ -42,10 +42,10 @@ _CHANNEL = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A server that is started again is found soon.
+    # A server that starts, or is started again, is found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
 ]
 # gRPC's words for a connection that broke under a request, where its status is the one that Triton
 # uses for model errors.

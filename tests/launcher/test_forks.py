@@ -30,7 +30,8 @@ facts = []
 def rank_of(number, role="prepare"):
     told.unlink(missing_ok=True)
     environment = {"RANK": str(number), "TOLD": str(told)}
-    rank = processes.spawn(role, number, role_command(role, file), environment, root / f"rank-{number}.log")
+    command = role_command("prepare", file)  # the probe runs in this command, whatever the role imports
+    rank = processes.spawn(role, number, command, environment, root / f"rank-{number}.log")
     while not told.exists() and rank.poll():
         time.sleep(0.02)
     process = psutil.Process(rank.process.pid)
@@ -41,9 +42,9 @@ def rank_of(number, role="prepare"):
 
 with closing(Processes(5)) as processes:
     processes.fork_ranks(file, ["critic", "reward", "trainer"], library_environment(1))
-    first, second = rank_of(0), rank_of(1)
-    processes.send(signal.SIGTERM, [first])
-    while first.poll():
+    first, reward, second = rank_of(0), rank_of(3, "reward"), rank_of(1, "trainer")
+    processes.send(signal.SIGTERM, [first, reward])
+    while first.poll() or reward.poll():
         time.sleep(0.02)
     while not processes.kill([second]) or second.poll():
         pass
@@ -51,7 +52,8 @@ with closing(Processes(5)) as processes:
     server.kill()
     server.wait()
     third = rank_of(2)
-print(json.dumps({"facts": facts, "codes": [first.exit_code, second.exit_code, third.exit_code],
+reward_facts = facts.pop(1)
+print(json.dumps({"facts": facts, "reward": reward_facts, "codes": [first.exit_code, second.exit_code, third.exit_code],
                   "left": len(psutil.Process().children(recursive=True))}))
 """
 PROBE = """
@@ -127,6 +129,14 @@ def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(
     unwanted = {"torch._dynamo", "torch.distributed.tensor", "sympy", "wandb", "transformers"}
     assert not (unwanted | {"mlflow"}) & set(second["modules"])
     assert [(fact["threads"], fact["cuda"]) for fact in (first, second)] == [(1, False)] * 2
+
+
+@pytest.mark.slow
+def test_reward_function_rank_waits_for_no_models_modules(told):
+    modules = set(told["reward"]["modules"])
+
+    assert {"aligner.servers.reward_server", "pytriton.triton"} <= modules
+    assert "megatron.core" not in modules
 
 
 @pytest.mark.slow
