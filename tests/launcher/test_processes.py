@@ -1,33 +1,54 @@
-"""Processes of this machine as the launcher sees them."""
+"""Processes of a launcher on this machine: what the end of one rank does to the others."""
 
 from __future__ import annotations
 
+import json
 import subprocess
-import time
+import sys
+from pathlib import Path
 
-import pytest
+# Each rank starts a helper, in a session of its own as tritonserver is.
+LAUNCHER = """
+import json, os, sys, time
+from contextlib import closing
+from pathlib import Path
 
-from aligner.launcher import processes
+import psutil
+
+from aligner.launcher.processes import Processes
+
+root = Path(sys.argv[1])
+command = ["bash", "-c", "setsid sleep 60 & echo $! > helper.new; mv helper.new helper-$RANK; wait"]
 
 
-def test_wait_ends_when_a_child_exits():
-    began = time.monotonic()
-    child = subprocess.Popen(["sleep", "0.2"])
-
-    processes._wait_for_exit([child.pid], timeout_s=30)
-
-    assert child.wait(timeout=0.1) == 0
-    assert time.monotonic() - began < 20
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("has_child", [False, True])
-def test_wait_ends_at_its_timeout(has_child):
-    began = time.monotonic()
-    child = subprocess.Popen(["sleep", "60"]) if has_child else None
+with closing(Processes(stop_timeout_s=0)) as processes:
+    os.chdir(root)
+    ranks, helpers = [], []
+    for number in (0, 1):
+        rank = processes.spawn("critic", number, command, {"RANK": str(number)}, root / "log")
+        file = root / f"helper-{number}"
+        while not file.exists():
+            time.sleep(0.01)
+        ranks.append(rank)
+        helpers.append(int(file.read_text()))
+    while not processes.kill([ranks[0]]):
+        pass
+    running = {
+        "ranks": [is_running(rank.process.pid) for rank in ranks],
+        "helpers": [is_running(helper) for helper in helpers],
+    }
+print(json.dumps(running))
+"""
 
-    processes._wait_for_exit([child.pid] if child else [], timeout_s=0.05)
 
-    assert time.monotonic() - began >= 0.04
-    if child:
-        child.kill()
-        child.wait()
+def test_killing_a_rank_kills_its_helpers_and_no_other_rank(tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 0, finished.stderr
+    running = json.loads(finished.stdout)
+    assert running == {"ranks": [False, True], "helpers": [False, True]}

@@ -509,6 +509,17 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     ]
 
 
+def test_slurm_checks_the_script_of_the_job_before_it_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sbatch", f'{ACCEPTS} && cp "$2" "$0.checked"; echo 7')
+    stand_in(tmp_path, monkeypatch, "squeue", "")
+    given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run"]
+    submit(plan_run(compose_config(given)))
+    queued = RunPaths(tmp_path / "run").job_script
+    assert (tmp_path / "sbatch.checked").read_text() == queued.read_text()
+
+
 @pytest.mark.parametrize(
     ("cluster", "code", "told"),
     [
