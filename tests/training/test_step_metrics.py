@@ -76,17 +76,21 @@ def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
     )
 
 
-def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
-    """Of a response of two tokens and one of a single one; what is outside the mask does not
-    count."""
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    policy = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, math.nan, math.nan]])
-    teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
-    rows, nothing = torch.zeros(2, dtype=torch.int64), torch.zeros(mask.shape)
-    experience = Experience(
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+POLICY = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, math.nan, math.nan]])
+
+
+def two_responses(reference: torch.Tensor) -> Experience:
+    """Return a response of two tokens and one of a single token.
+
+    Args:
+        reference: Log-probs of the reference model, [2, 3]; those of the policy are POLICY.
+    """
+    rows, nothing = torch.zeros(2, dtype=torch.int64), torch.zeros(MASK.shape)
+    return Experience(
         tokens=torch.zeros(2, 4, dtype=torch.int64),
         lengths=torch.tensor([3, 2]),
-        mask=mask,
+        mask=MASK,
         prompt_lengths=rows + 1,
         engine_logprobs=nothing,
         weight_versions=nothing.long(),
@@ -95,11 +99,23 @@ def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
         scores=torch.zeros(2),
         rewards=nothing,
         values=None,
-        old_logprobs=policy,
-        reference_logprobs=policy,
+        old_logprobs=POLICY,
+        reference_logprobs=reference,
         advantages=nothing,
         returns=None,
     )
+
+
+def test_reference_kl_is_positive_where_the_policy_prefers_its_responses():
+    reference = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
+    metrics = experience_metrics(two_responses(reference))
+    assert metrics["kl/reference"] == pytest.approx((2.0 - 0.5 + 0.25) / 2)
+
+
+def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
+    """What is outside the mask does not count."""
+    teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
+    experience = two_responses(reference=POLICY)
     assert not any(name.startswith("distill/") for name in experience_metrics(experience))
     metrics = experience_metrics(dataclasses.replace(experience, teacher_logprobs=teacher))
     assert metrics["distill/reverse_kl"] == pytest.approx((2.0 - 0.5 + 0.25) / 3)
