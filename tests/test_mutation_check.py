@@ -244,6 +244,6 @@ def test_check_continues_and_reports_survivors(
     assert state.read_text().splitlines()[:3] == records
     assert Faults(state).with_result("found") == [Faults(state)[found.id]]
     assert Faults(state)[survivor.id].result == "survived"
-    assert Faults(state)[survivor.id].reason == "covering tests of the package"
+    assert Faults(state)[survivor.id].reason == "all tests of the covering files"
     assert "1 of 2 faults found" in capsys.readouterr().out
     assert (repository / "aligner/sums.py").read_text() == SUMS
