@@ -1,10 +1,9 @@
-"""Ranks as forks of a process that has imported for all of them: `python -m aligner.cli.fork_server
-CONFIG ROLE…`.
+"""Ranks as forks of a process that imports for all of them: `python -m aligner.cli.fork_server`.
 
-To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. A
-request is a line of JSON on the input, of `aligner.launcher.forks`; the answer is the rank's
-process id. A request waits only for the modules that its role needs. The end of the input ends this
-process.
+To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. The
+input has a line of JSON each from `aligner.launcher.forks`: the run, which may follow some time
+after the start, and then a request for each rank; the answer is the rank's process id. A request
+waits only for the modules that its role needs. The end of the input ends this process.
 """
 
 import gc
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ from aligner.exit_codes import STOP_SIGNAL
 from aligner.placement.roles import computes_on_devices
 from aligner.schema import Config
 
+_TITLE = "aligner.cli.fork_server"
 _OF_SERVERS = "pytriton.triton"
 """What server ranks import when they start Triton."""
 
@@ -70,23 +71,24 @@ def _plan_imports(config: Config | None, roles: list[str]) -> _Imports:
     return _Imports(deque(dict.fromkeys(waiting)), last)
 
 
-def serve(file: Path, roles: list[str]) -> None:
+def serve() -> None:
     """Fork ranks as they are requested. Returns in each rank."""
     gc.disable()  # looking for garbage takes a fifth of the time of imports, and there is none
+    # Unbuffered, because `select` knows nothing of a request in a buffer.
+    messages = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    run = _next_message(messages)
+    os.environ.update(run["environment"])
+    setproctitle(" ".join([_TITLE, run["config"], *run["roles"]]))
     config = None
     with suppress(AlignerError):  # the ranks will say it
-        config = stored_config(file)
-    imports = _plan_imports(config, roles)
-    # Unbuffered, because `select` knows nothing of a request in a buffer.
-    requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+        config = stored_config(Path(run["config"]))
+    imports = _plan_imports(config, run["roles"])
 
     while True:
-        if imports.waiting and not select.select([requests], [], [], 0)[0]:
+        if imports.waiting and not select.select([messages], [], [], 0)[0]:
             imports.import_next()
             continue
-        if not (line := requests.readline()):
-            os._exit(0)
-        request = json.loads(line)
+        request = _next_message(messages)
         imports.import_for(request["role"])
         # A collection would write to, and so copy, the pages that a rank shares with this process.
         gc.freeze()
@@ -95,6 +97,13 @@ def serve(file: Path, roles: list[str]) -> None:
             return
         # Reported by this process: the rank may be suspended from its first moment on.
         os.write(1, f"{pid}\n".encode())
+
+
+def _next_message(messages: RawIOBase) -> dict[str, Any]:
+    """Return the next line of the input; its end ends this process."""
+    if not (line := messages.readline()):
+        os._exit(0)
+    return json.loads(line)
 
 
 def _fork() -> int | None:
@@ -144,8 +153,8 @@ def run() -> NoReturn:
     # a title has the command line's place alone: by their environment processes are found
     os.environ["SPT_NOENV"] = "1"
     # finds that place: not once the environment differs
-    setproctitle(" ".join(["aligner.cli.fork_server", *sys.argv[1:]]))
-    serve(Path(sys.argv[1]), sys.argv[2:])
+    setproctitle(_TITLE)
+    serve()
     run_command()
 
 

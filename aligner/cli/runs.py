@@ -14,7 +14,9 @@ from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
 from aligner.launcher.dry_run_launch import launch_dry_run, validate_dry_run
+from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
+from aligner.launcher.local import start_fork_server
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
@@ -28,7 +30,7 @@ from aligner.models.model_source import (
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_needs, memory_table
 from aligner.placement.placement_table import layer_notes, placement_table
-from aligner.placement.roles import describe_model
+from aligner.placement.roles import describe_model, has_gpu
 from aligner.schema import Config
 
 _WATCH_S = 5.0
@@ -36,14 +38,22 @@ _WATCH_S = 5.0
 
 def launch(parsed: argparse.Namespace) -> None:
     """Start every role of a run and wait for its end, or queue it as a Slurm job."""
-    plan, is_dry = _plan(parsed), parsed.dry_run
+    if parsed.dry_run or has_gpu():
+        _launch(_plan(parsed), is_dry=parsed.dry_run)
+        return
+    # It imports on another core while this process composes the configuration.
+    with contextlib.closing(start_fork_server()) as forks:
+        _launch(_plan(parsed), is_dry=False, forks=forks)
+
+
+def _launch(plan: RunPlan, *, is_dry: bool, forks: ForkServer | None = None) -> None:
     if plan.config.dry_run.scale != "none":
         if is_dry:
             raise ConfigError(
                 "--dry-run: is not supported with dry_run.scale=tiny; --dry-run prints the Slurm"
                 " job script, and dry_run.scale=tiny runs a tiny model on this machine"
             )
-        launch_dry_run(plan)
+        launch_dry_run(plan, forks)
     elif plan.config.cluster.kind == "slurm":
         if is_dry:
             print(checked_script(plan, _described(plan)), end="")
@@ -55,7 +65,7 @@ def launch(parsed: argparse.Namespace) -> None:
             " configuration, use `aligner validate`"
         )
     else:
-        launch_here(plan)
+        launch_here(plan, forks=forks)
 
 
 def validate(parsed: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import RunPlan
+from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
@@ -22,11 +23,13 @@ from aligner.schema import Config
 _CONNECT_S = 2.0
 
 
-def launch_dry_run(plan: RunPlan) -> None:
-    """Plan the dry run, print its changes, run it, and print what it has exercised. Raises what
-    `launch` raises."""
+def launch_dry_run(plan: RunPlan, forks: ForkServer | None = None) -> None:
+    """Plan the dry run, print its changes, run it, and print what it has exercised.
+
+    Takes `forks` and raises errors as `launch` does.
+    """
     dry_run = _plan_here(plan)
-    launch(dry_run.plan, tell=partial(_show, dry_run))
+    launch(dry_run.plan, tell=partial(_show, dry_run), forks=forks)
     config = dry_run.plan.config
     print(_exercised(config, read_metrics(run_paths(config).metrics)), flush=True)
 

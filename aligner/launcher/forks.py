@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,6 +22,8 @@ _SUSPENDED_S = 5.0
 """A fork server that is suspended for longer is not used any more: ranks then start by
 themselves."""
 _LOOK_S = 0.5
+_ROOM_FOR_TITLES = " " * 1024
+"""The title of a process, which `ps` shows, has the place of the command line that started it."""
 
 
 class AdoptedProcess:
@@ -46,20 +49,35 @@ class AdoptedProcess:
 
 
 class ForkServer:
-    """A process that forks ranks. This one must be a child subreaper: it gets them as its
-    children."""
+    """A process that forks ranks.
 
-    def __init__(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
-        """Starts it, for ranks of a run's roles; `environment` is what a library reads when it is
-        imported."""
+    This process must be a child subreaper: it gets the ranks as its children.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start the process, which imports what every run needs and then waits for `set_up`.
+
+        Args:
+            environment: Variables that are read when a process starts, and the mark of the launch.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "aligner.cli.fork_server", str(config), *roles],
+            [sys.executable, "-m", "aligner.cli.fork_server", _ROOM_FOR_TITLES],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def set_up(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
+        """Have the process import what the ranks of a run's roles need.
+
+        Args:
+            config: The run's `config.yaml`.
+            roles: The run's roles without `prepare`.
+            environment: Variables that libraries read when they are imported.
+        """
+        self._send({"config": str(config), "roles": [*roles], "environment": dict(environment)})
 
     def fork(
         self, role: str, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -71,7 +89,7 @@ class ForkServer:
             The rank; None if the command is another program's, or if the server has exited or does
             not answer.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdout is not None
         if tuple(command[: len(_PROGRAM)]) != _PROGRAM or self._process.poll() is not None:
             return None
         request = {
@@ -80,13 +98,17 @@ class ForkServer:
             "environment": dict(environment),
             "log": str(log.absolute()),
         }
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        self._send(request)
         if self._answers() and (answer := self._process.stdout.readline()):
             return AdoptedProcess(int(answer))
         self.close()
         return None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
 
     def _answers(self) -> bool:
         """Wait for an answer; False if there is none in time, or if the server is suspended."""

@@ -16,10 +16,12 @@ from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import new_directory
 from aligner.launcher.failure import failure_error
+from aligner.launcher.forks import ForkServer
 from aligner.launcher.heartbeats import LifeWatch, heartbeat_environment
 from aligner.launcher.interrupts import Interrupts
 from aligner.launcher.lock import LockedError, locked, refuse_locked
-from aligner.launcher.processes import Processes, RankProcess
+from aligner.launcher.orphans import START
+from aligner.launcher.processes import Processes, RankProcess, launch_mark
 from aligner.launcher.rank_environment import (
     Command,
     library_environment,
@@ -45,14 +47,32 @@ from aligner.schema import Config
 _POLL_S = 0.1
 
 
-def launch(
-    plan: RunPlan, command: Command = role_command, tell: Callable[[Console], None] | None = None
-) -> None:
-    """Run a whole configuration on this machine, what it needs first.
+def start_fork_server() -> ForkServer:
+    """Start a process that imports for the ranks of a run whose configuration may follow later."""
+    # The number of threads is the run's: `ForkServer.set_up` replaces it before it is read.
+    return ForkServer({**library_environment(threads=1), START: f"{launch_mark()}-0"})
 
-    Prints the run directory first, and then what `tell` does. Raises ConfigError before any role
-    starts, with nothing left behind, AlignerError when a role fails, Stopped when told to stop,
-    with a checkpoint, and Interrupted when told to end at once; by then every process has ended.
+
+def launch(
+    plan: RunPlan,
+    command: Command = role_command,
+    tell: Callable[[Console], None] | None = None,
+    forks: ForkServer | None = None,
+) -> None:
+    """Run a whole configuration and its prerequisite experiments on this machine.
+
+    Args:
+        plan: The run and its prerequisite experiments.
+        command: Makes the command of a role's ranks.
+        tell: Prints more about the run, after its directory.
+        forks: A process for the first run, started before the configuration was known.
+
+    Raises:
+        ConfigError: Something is wrong with the configuration. No rank was started, and nothing is
+            left behind.
+        AlignerError: A role failed. Every process has ended, as for the other errors.
+        Stopped: The launcher was told to stop, and the run has saved a checkpoint.
+        Interrupted: The launcher was told to end at once.
     """
     if told := os.environ.get(PRETENDED_GPUS):
         raise ConfigError(
@@ -66,12 +86,12 @@ def launch(
     if tell is not None:
         tell(console)
     with Interrupts(console) as interrupts:
+        servers = [] if forks is None else [forks]
 
         def run(config: Config) -> None:
             RunPlan(config, ()).check()
-            Supervisor(
-                config, console, interrupts, partial(LocalRanks, command), local_hosts(config)
-            ).run()
+            make_ranks = partial(LocalRanks, command, forks=servers.pop() if servers else None)
+            Supervisor(config, console, interrupts, make_ranks, local_hosts(config)).run()
 
         for first in plan.prerequisites:
             _complete(first, run, interrupts, console)
@@ -168,16 +188,19 @@ def _make(
 class LocalRanks(Processes, Ranks):
     """The ranks of a run as processes of this machine."""
 
-    def __init__(self, command: Command, config: Config, ports: FreePorts) -> None:
+    def __init__(
+        self, command: Command, config: Config, ports: FreePorts, forks: ForkServer | None = None
+    ) -> None:
         super().__init__(config.cluster.stop_timeout_s)
         self._command, self._config, self._ports = command, config, ports
         # What CUDA has begun in a process does not go on in its forks. Other commands than
         # aligner's own are not forked.
         if command is role_command and not uses_gpus(config):
+            server = forks or start_fork_server()
+            self.fork_ranks(server)
             roles = dict.fromkeys(role.partition(".")[0] for role in role_ranks(config))
-            self.fork_ranks(
-                run_paths(config).config, roles, library_environment(threads_per_rank(config))
-            )
+            environment = library_environment(threads_per_rank(config))
+            server.set_up(run_paths(config).config, roles, environment)
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""

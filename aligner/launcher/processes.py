@@ -3,6 +3,7 @@ launcher's life."""
 
 import contextlib
 import ctypes
+import functools
 import os
 import secrets
 import select
@@ -60,9 +61,7 @@ class Processes:
         self._started = 0
         self._ranks: list[RankProcess] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        # Other launchers may have had this process's number, and other containers do: a kill by
-        # mark must not reach theirs.
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._mark = launch_mark()
         self._watcher = subprocess.Popen(
             [sys.executable, "-m", "aligner.launcher.orphans", self._mark, str(stop_timeout_s)],
             stdin=subprocess.PIPE,
@@ -73,12 +72,9 @@ class Processes:
         self._not_ours = set(psutil.Process().children(recursive=True))
         self._forks: ForkServer | None = None
 
-    def fork_ranks(
-        self, config: Path, roles: Iterable[str], environment: Mapping[str, str]
-    ) -> None:
-        """From now on ranks of this run's roles are forked; `environment` is what all of them have
-        in common."""
-        self._forks = ForkServer(config, roles, {**environment, START: f"{self._mark}-0"})
+    def fork_ranks(self, server: ForkServer) -> None:
+        """Fork ranks from now on, and end the server with them."""
+        self._forks = server
 
     def spawn(
         self,
@@ -188,6 +184,18 @@ class Processes:
             for child in psutil.Process().children(recursive=True)
             if child not in self._not_ours
         ]
+
+
+def launch_mark() -> str:
+    """Return the beginning of the marks of all that this process starts (`START`)."""
+    return _mark_of(os.getpid())
+
+
+@functools.cache
+def _mark_of(pid: int) -> str:
+    # Other launchers may have had this process's number, and other containers do: a kill by mark
+    # must not reach theirs.
+    return f"{pid}-{secrets.token_hex(8)}"
 
 
 def _start(

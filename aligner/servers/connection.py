@@ -45,7 +45,7 @@ _CHANNEL = [
     # A server that starts, or is started again, is found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 100),
 ]
 # gRPC's words for a connection that broke under a request, where its status is the one that Triton
 # uses for model errors.

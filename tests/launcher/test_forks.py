@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
+
+from aligner.cli import runs
+from aligner.errors import ConfigError
+from aligner.launcher.forks import ForkServer
+from aligner.launcher.local import start_fork_server
 
 LAUNCHER = """
 import json, os, signal, sys, time
@@ -18,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from aligner.config.compose import compose_config, save_config
+from aligner.launcher.local import start_fork_server
 from aligner.launcher.processes import Processes
 from aligner.launcher.rank_environment import library_environment, role_command
 
@@ -41,7 +49,9 @@ def rank_of(number, role="prepare"):
 
 
 with closing(Processes(5)) as processes:
-    processes.fork_ranks(file, ["critic", "reward", "trainer"], library_environment(1))
+    forks = start_fork_server()
+    processes.fork_ranks(forks)
+    forks.set_up(file, ["critic", "reward", "trainer"], library_environment(1))
     first, reward, second = rank_of(0), rank_of(3, "reward"), rank_of(1, "trainer")
     processes.send(signal.SIGTERM, [first, reward])
     while first.poll() or reward.poll():
@@ -171,3 +181,32 @@ def test_a_rank_suspended_from_its_first_moment_is_reported() -> None:
         [sys.executable, "-c", SUSPENDED], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "reported\n"
+
+
+def test_refused_launch_ends_its_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(parsed: argparse.Namespace) -> NoReturn:
+        raise ConfigError("run.steps=0: must be > 0")
+
+    def start() -> ForkServer:
+        started.append(start_fork_server())
+        return started[-1]
+
+    started: list[ForkServer] = []
+    monkeypatch.setattr(runs, "_plan", refuse)
+    monkeypatch.setattr(runs, "has_gpu", lambda: False)
+    monkeypatch.setattr(runs, "start_fork_server", start)
+
+    with pytest.raises(ConfigError):
+        runs.launch(argparse.Namespace(dry_run=False))
+
+    (server,) = started
+    assert server._process.returncode == -signal.SIGKILL
+
+
+def test_fork_server_without_a_run_ends_with_its_launcher() -> None:
+    server = start_fork_server()
+    assert server._process.stdin is not None
+    server._process.stdin.close()
+
+    assert server._process.wait(60) == 0
+    server.close()
