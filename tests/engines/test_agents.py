@@ -4,6 +4,7 @@ drawn."""
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -233,6 +234,16 @@ def test_requests_go_on_from_the_tokens_that_the_same_messages_had(models):
         for each in (first, other)
     }
     assert texts == {"one", "two"}
+
+
+def test_first_branch_of_each_reason_is_logged(models, caplog):
+    one, two = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
+    settings = {**agent("steps"), "max_turn_tokens": 3}
+    with caplog.at_level(logging.INFO, "aligner"):
+        episodes(models["qwen"], [{"requests": [[one], [two]]}] * 2, settings)
+    logged = [text for text in caplog.messages if "starts a new branch" in text]
+    assert len(logged) == 1
+    assert "the request does not continue an earlier turn" in logged[0]
 
 
 def test_a_text_goes_on_from_the_tokens_that_it_had(models):
