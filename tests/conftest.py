@@ -13,7 +13,7 @@ import pytest
 # parallel region.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
 
-from tests.worker_pool import WorkerPool
+from tests.worker_pool import GC_THRESHOLD, WorkerPool
 
 # A shell's background job and `nohup` have these ignored, and every process that a test starts
 # inherits that.
@@ -30,9 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Looking for garbage among all that was imported and collected took an eighth of the time of
-    tests in this process."""
+    """Look for garbage less often, and not among all that was imported and collected."""
     gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 @pytest.hookimpl(optionalhook=True)
