@@ -557,7 +557,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
     return with_values(config, values), None
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(runs())
 def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(
     run: tuple[Config, ModelShape | None],

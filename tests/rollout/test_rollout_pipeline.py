@@ -196,7 +196,7 @@ schedules = {
 
 
 @pytest.mark.promise("async-batches-ignore-timing")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(**schedules)
 @pytest.mark.slow
 def test_batches_do_not_depend_on_timing(seed, max_staleness, steps, rounds):
@@ -222,7 +222,7 @@ def test_batches_do_not_depend_on_timing(seed, max_staleness, steps, rounds):
 
 @pytest.mark.promise("staleness-is-bounded")
 @pytest.mark.slow
-@settings(max_examples=350, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(**schedules)
 def test_no_token_exceeds_max_staleness(seed, max_staleness, steps, rounds):
     world = World(seed, max(1, max_staleness), steps, rounds, interrupts=True, evaluates=True)
@@ -241,7 +241,7 @@ def test_no_token_exceeds_max_staleness(seed, max_staleness, steps, rounds):
 
 @pytest.mark.promise("killed-async-run-keeps-samples")
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(**schedules, stopped=st.integers(1, 8))
 def test_killed_run_resumes_with_the_same_samples(seed, max_staleness, steps, rounds, stopped):
     stopped = min(stopped, steps)

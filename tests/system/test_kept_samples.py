@@ -31,12 +31,15 @@ TWO_SOURCES = (
     "+reward.sources.fewer={kind: function, function: digit_fraction, weight: -1, bias: 1}",
 )
 RUNS = {
-    "dapo on two pipeline stages with samples one version old": (
+    "grpo on two pipeline stages": (
+        "tiny_ppo",
+        ("algorithm=grpo", "actor.parallel.pipeline=2", "engine.parallel.data=2"),
+    ),
+    "dapo with samples one version old": (
         "tiny_ppo",
         (
             *BESIDE,
             "algorithm=dapo",
-            "actor.parallel.pipeline=2",
             "rollout.max_response_tokens=2",
             *TWO_SOURCES,
         ),
