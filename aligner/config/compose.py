@@ -48,6 +48,11 @@ _WITHOUT_EXPERIMENT = (
     "without an experiment, set your own model, data and reward: model.path=DIRECTORY_OR_NAME"
     " algorithm=grpo data.path=FILE reward.function=NAME"
 )
+_HYDRAS_OWN_GROUPS = [
+    f"~hydra/{group}"
+    for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
+]
+"""Groups of Hydra's command line, without which a composition takes a sixth less time."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -283,7 +288,8 @@ def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]
     quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"):
-        return pickle.dumps(compose(root, overrides=[f"hydra.searchpath=[{quoted}]", *options]))
+        overrides = [f"hydra.searchpath=[{quoted}]", *_HYDRAS_OWN_GROUPS, *options]
+        return pickle.dumps(compose(root, overrides=overrides))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from aligner.observability.timeline import Timeline
 from aligner.servers.rank_commands import Command, Handler, RowJoin, rows_of, take_together
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.int32, torch.float32, torch.bool)}
-_POLL_S = 0.2  # how soon a shutdown that a signal handler asked for is seen
+_POLL_S = 0.05  # how soon a shutdown that a signal handler asked for is seen
 _HEARTBEAT, _SHUTDOWN = "_heartbeat", "_shutdown"
 
 

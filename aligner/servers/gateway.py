@@ -7,7 +7,7 @@ and the rest for nobody; it has the run's key checked before any of a request's 
 bounds that.
 
 `python -m aligner.servers.gateway` reads its settings as a line of JSON from its input, says
-`ready`, and ends with its input.
+`ready`, and ends with its input, when it has handed over the answers under way.
 """
 
 import asyncio
@@ -51,6 +51,8 @@ _OF_A_CONNECTION = frozenset(
 """Headers that are not handed on."""
 _CONNECTIONS = 64
 """To Triton, which says a line of each."""
+_DRAIN_S = 5.0
+"""For the requests in flight at the end of the input; whoever waits for it may kill it earlier."""
 _READ_AHEAD_BYTES = 2**20
 _NO_KEY = "the run's access key is missing or wrong"
 _CLOSED = "this method or path is not served"
@@ -178,7 +180,8 @@ async def _listen_http(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     runner = web.ServerRunner(
-        web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True)
+        web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True),
+        shutdown_timeout=_DRAIN_S,
     )
     await runner.setup()
     closing.push_async_callback(runner.cleanup)
@@ -229,7 +232,7 @@ async def _serve(settings: GatewaySettings) -> None:
         else:
             server.add_secure_port(where, _credentials(tls))
         await server.start()
-        closing.push_async_callback(server.stop, 0)
+        closing.push_async_callback(server.stop, _DRAIN_S)
         http, secure = await session(triton["http"]), None if tls is None else tls.server_context()
         await _listen_http(http.handle, settings.address, settings.http, closing, secure)
         await _listen_http(
@@ -247,5 +250,7 @@ def _credentials(tls: TLSFiles) -> grpc.ServerCredentials:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(GatewaySettings.from_json(sys.stdin.readline())))
+    # The server process sends the settings when Triton is ready, unless it ends before that.
+    if line := sys.stdin.readline():
+        asyncio.run(_serve(GatewaySettings.from_json(line)))
     os._exit(0)

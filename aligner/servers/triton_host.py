@@ -1,11 +1,12 @@
 """PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
 
+import asyncio
 import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from aligner.servers.gateway_settings import (
 )
 from aligner.servers.private_child import private_children
 from aligner.servers.restart_budget import RestartBudget
+from aligner.servers.tensor_payload import serializer_of
 from aligner.servers.triton_workspace import create_workspace
 from aligner.servers.wire_protocol import (
     REQUEST_NUMBER,
@@ -54,13 +57,14 @@ from aligner.triton_cleanup import (
     triton_environments,
 )
 
-_LAST_ANSWERS_S = 0.5
-"""For what was answered last to reach its caller, through Triton and the gateway."""
+_DRAIN_S = 0.5
+"""Time at a stop for the last answers to reach their callers, through Triton and the gateway."""
 Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 """A request's tensors to the response's; an AlignerError goes to the caller."""
 
 _LOOK_S = 0.5
 _POLL_S = 0.05
+_POLL_MS = 50
 _STARTS = 3
 """Attempts to start Triton. PyTriton's handshakes with Triton time out after one second, which a
 busy or suspended machine may need longer for."""
@@ -71,23 +75,7 @@ _START_ENDS_S = 5.0
 _RESTARTS_PER_HOUR = 60
 """Restarts of Triton and its gateway after which this process ends, to be restarted itself."""
 _MODEL_FILE, _PYTRITON_FILE = "model.py", "pytriton_model.py"
-_NUMBERED_MODEL = """
-import os
-
-from .pytriton_model import TritonPythonModel as PyTritonModel
-
-
-class TritonPythonModel(PyTritonModel):
-    def initialize(self, args):
-        super().initialize(args)
-        self._id_counter = int.from_bytes(os.urandom(4), "big")
-"""
-"""PyTriton's model in Triton's stub process, but with request numbers that begin at random.
-
-PyTriton's numbers begin at 1 in every stub. If Triton replaces a stub, an answer to a request of
-the old stub would be taken for the answer to the new stub's request of the same number. With this
-model the new stub does not know the number, and drops the answer.
-"""
+"""Names of our model and of PyTriton's in Triton's model repository."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +127,7 @@ class TritonHost:
         self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
         self._directories: list[Path] = []
-        self._last_answer = -math.inf
+        self._threads: list[ThreadPoolExecutor] = []
         self._endpoints: Mapping[EndpointSpec, Serve] = {}
         self._sockets = Path()
         self._restarts = RestartBudget(_RESTARTS_PER_HOUR)
@@ -166,7 +154,7 @@ class TritonHost:
         _prepare_environment()
         self._endpoints = endpoints
         self._sockets = claim_triton_files()
-        self._gateway = self._start_gateway(self._sockets)
+        self._gateway = _start_gateway()
         deadline = time.monotonic() + self._start_timeout_s
         self._start_triton(lambda: self._interrupted_when_triton_fails(deadline))
         self._watcher.start()
@@ -191,12 +179,15 @@ class TritonHost:
     def _start_triton_once(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
+        import pytriton.proxy.types
+
         workspace = create_workspace()
         claim_paths([workspace.path])
         self._triton = self._bound_triton(workspace, self._sockets, self._endpoints)
         # PyTriton would send the models to Triton, which reports an error for each that is not in
         # a directory.
         for model in self._triton._model_manager.models:
+            model._serializer_deserializer = serializer_of(pytriton.proxy.types)()
             _write_model(model, workspace.model_store_path)
         before = triton_environments()
         gateway = self._gateway
@@ -207,7 +198,7 @@ class TritonHost:
             with guard():
                 self._load_models(triton_sockets(self._sockets)["grpc"])
                 close_triton_memory()  # where the kernel has no filters
-                _await_gateway(gateway)
+                self._open_gateway(gateway)
         finally:
             self._directories = [workspace.path, *(triton_environments() - before)]
             claim_paths(self._directories)
@@ -282,9 +273,9 @@ class TritonHost:
         triton = [process for process in self._processes if process.pid != gateway.pid]
         if gateway.poll() is not None:
             gateway.communicate()
-            gateway = self._gateway = self._start_gateway(self._sockets)
+            gateway = self._gateway = _start_gateway()
         if self._triton.is_alive() and all(map(is_alive, triton)):
-            _await_gateway(gateway)
+            self._open_gateway(gateway)
             self._processes = [psutil.Process(gateway.pid), *triton]
         else:
             self._discard_triton()
@@ -302,12 +293,20 @@ class TritonHost:
         remove_claimed_paths(os.getpid())
         for socket_file in triton_sockets(self._sockets).values():
             Path(socket_file).unlink(missing_ok=True)
+        self._cancel_waiting_requests()
         models = [] if self._triton is None else self._triton._model_manager.models
         for model in models:
             # Ends when the requests that its threads work on have ended: nobody waits for that.
             threading.Thread(
                 target=_clean_model, args=(model,), name="triton-cleaner", daemon=True
             ).start()
+
+    def _cancel_waiting_requests(self) -> None:
+        """Drop the requests of a Triton that is gone and that no thread serves yet: their callers
+        send them again to the next Triton."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads = []
 
     def _kill_triton(self, processes: Sequence[psutil.Process]) -> None:
         servers = _triton_processes()
@@ -316,27 +315,29 @@ class TritonHost:
         # it for alive until it was waited for.
         psutil.wait_procs(servers[:1], timeout=_LOOK_S)
 
-    def _start_gateway(self, sockets: Path) -> "subprocess.Popen[str]":
-        """Beside Triton's start, which takes longer."""
+    def _open_gateway(self, gateway: "subprocess.Popen[str]") -> None:
+        """Have the gateway listen, if it does not yet. Raises AlignerError if it has exited."""
+        assert gateway.stdin is not None and gateway.stdout is not None
+        if gateway.stdout.closed:  # it has listened before
+            return
+
         guard, here = self._guard, self.endpoint
         settings = GatewaySettings(
             address=here.host,
             http=here.http,
             grpc=here.grpc,
             metrics=here.metrics,
-            sockets=str(sockets),
+            sockets=str(self._sockets),
             max_request_bytes=guard.max_request_bytes,
             key=guard.key,
             tls=guard.tls,
         )
-        command = [sys.executable, "-m", "aligner.servers.gateway"]
-        gateway = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert gateway.stdin is not None
-        gateway.stdin.write(settings.to_json())
-        gateway.stdin.flush()
-        return gateway
+        with contextlib.suppress(BrokenPipeError):
+            gateway.stdin.write(settings.to_json())
+            gateway.stdin.flush()
+        if gateway.stdout.readline().strip() != READY:
+            raise AlignerError(f"the server's gateway process exited with code {gateway.wait()}")
+        gateway.stdout.close()
 
     def _bound_triton(
         self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, Serve]
@@ -362,11 +363,9 @@ class TritonHost:
             spec = with_request_number(endpoint)
             triton.bind(
                 model_name=spec.name,
-                # PyTriton tells a model's instances apart by their functions.
-                infer_func=[
-                    self._answering(serve)
-                    for _ in range(self._concurrent if spec.batching else spec.instances)
-                ],
+                infer_func=self._answering(
+                    serve, self._concurrent if spec.batching else spec.concurrent_requests
+                ),
                 inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
                 # PyTriton refuses the word at outputs, and takes answers without them.
                 outputs=[
@@ -387,16 +386,37 @@ class TritonHost:
         from tritonclient.utils import InferenceServerException
 
         triton = self._triton
-        with InferenceServerClient(f"unix:{socket}") as client:
+        # gRPC would look for Triton's socket once a second.
+        backoff = [
+            (f"grpc.{which}_reconnect_backoff_ms", _POLL_MS) for which in ("initial", "min", "max")
+        ]
+        with InferenceServerClient(f"unix:{socket}", channel_args=backoff) as client:
             while triton._triton_server.is_alive():
                 with contextlib.suppress(InferenceServerException):
                     if client.is_server_live(client_timeout=_LOOK_S):
                         break
                 time.sleep(_POLL_S)
-            for model in triton._model_manager.models:
+
+            def load(model: Any) -> None:
                 # A stub that was suspended in its start can make Triton wait for ever.
                 client.load_model(model.model_name, client_timeout=self._start_timeout_s / _STARTS)
                 model.setup()
+
+            def load_together(models: Sequence[Any]) -> None:
+                with ThreadPoolExecutor(max(1, len(models))) as loaders:
+                    for loaded in [loaders.submit(load, model) for model in models]:
+                        loaded.result()
+
+            models = triton._model_manager.models
+            if self._watcher.is_alive():
+                # Clients are connected while Triton restarts, and take all models for ready when
+                # `control` is: it is loaded last.
+                *others, control = models
+                load_together(others)
+                load(control)
+            else:
+                # The gateway does not listen yet.
+                load_together(models)
 
     @contextlib.contextmanager
     def _interrupted_when_triton_fails(self, deadline: float) -> Iterator[None]:
@@ -443,41 +463,57 @@ class TritonHost:
             raise self._failure
         claim_paths([*self._directories, *shared_memory()])
 
-    def _answering(self, serve: Serve) -> Callable[[list[Any]], list[dict[str, NDArray]]]:
-        def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
+    def _answering(self, serve: Serve, concurrent: int) -> Callable[[list[Any]], Any]:
+        """Return the function that PyTriton calls with a request; `concurrent` requests are served
+        at a time, the others wait in the order of their arrival."""
+        threads = ThreadPoolExecutor(concurrent, thread_name_prefix="endpoint")
+        self._threads.append(threads)
+
+        def serve_requests(requests: list[Any]) -> list[dict[str, NDArray]]:
             try:
                 return [_answer(serve, request) for request in requests]
             except AlignerError as error:
                 raise EndpointError(error) from None
-            finally:
-                self._last_answer = time.monotonic()
+
+        async def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, serve_requests, requests)
 
         return answer
 
     def stop(self) -> None:
         """End Triton with all its processes and remove what it leaves behind: its requests have
         been drained before."""
-        time.sleep(max(0.0, self._last_answer + _LAST_ANSWERS_S - time.monotonic()))
         self._stops.set()
+        self._drain_gateway()
         self._kill_triton(self._processes)  # its own end would take two seconds
         if self._watcher.is_alive():  # it may have been restarting Triton, which fails now
             self._watcher.join(_START_ENDS_S)
             self._kill_triton(self._processes)
         if self._gateway is not None:
-            self._gateway.kill()
-            self._gateway.communicate()
+            with self._gateway as gateway:
+                gateway.kill()
+        self._cancel_waiting_requests()
         if self._triton is not None:
             remove_triton_files(os.getpid())
 
+    def _drain_gateway(self) -> None:
+        """Let the gateway hand over the last answers: without an input it ends when it has."""
+        gateway = self._gateway
+        if gateway is None:
+            return
+        assert gateway.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            gateway.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            gateway.wait(_DRAIN_S)
 
-def _await_gateway(gateway: "subprocess.Popen[str]") -> None:
-    """Return once it listens. Raises AlignerError where it has ended instead."""
-    assert gateway.stdout is not None
-    if gateway.stdout.closed:  # it has listened before
-        return
-    if gateway.stdout.readline().strip() != READY:
-        raise AlignerError(f"the server's gateway process exited with code {gateway.wait()}")
-    gateway.stdout.close()
+
+def _start_gateway() -> "subprocess.Popen[str]":
+    """Start the gateway's process, which imports while Triton starts, and then waits for its
+    settings."""
+    command = [sys.executable, "-m", "aligner.servers.gateway"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _triton_arguments(server_config: Any) -> list[str]:
@@ -500,11 +536,13 @@ def _triton_arguments(server_config: Any) -> list[str]:
 
 
 def _write_model(model: Any, repository: Path) -> None:
-    """Write PyTriton's files of a model for Triton, with `_NUMBERED_MODEL` for its class."""
+    """Write PyTriton's files of a model for Triton, and `triton_model` for the model itself."""
     model.generate_model(repository)
     files = repository / model.model_name / str(model.model_version)
     (files / _MODEL_FILE).rename(files / _PYTRITON_FILE)
-    (files / _MODEL_FILE).write_text(_NUMBERED_MODEL)
+    source = Path(__file__).parent
+    shutil.copyfile(source / "triton_model.py", files / _MODEL_FILE)
+    shutil.copyfile(source / "tensor_payload.py", files / "tensor_payload.py")
 
 
 def _answer(serve: Serve, request: Any) -> dict[str, NDArray]:
@@ -561,11 +599,8 @@ def _prepare_environment() -> None:
     start.
 
     The dynamic linker reads LD_LIBRARY_PATH when a process starts, so setting it here reaches the
-    stub, and a restart of this process is not needed. A model's instances start one after another:
-    PyTriton's others wait a second for the first to tell them its settings, and on a busy machine
-    the first is not up by then if all start at once.
+    stub, and a restart of this process is not needed.
     """
-    os.environ["TRITON_PARALLEL_INSTANCE_LOADING"] = "0"
     own = sysconfig.get_config_var("LIBDIR")
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if own and paths[:1] != [own]:

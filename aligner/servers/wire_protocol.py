@@ -61,9 +61,8 @@ class EndpointSpec:
     batching: bool
     """Batching models are called with `infer_batch` and have B as their first dimension, the others
     with `infer_sample`."""
-    instances: int = 1
-    """Requests that are taken at a time; for a batching model it is `server.concurrent_requests`.
-    """
+    concurrent_requests: int = 1
+    """Requests that are served at a time; for a batching model, `server.concurrent_requests`."""
 
 
 def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
@@ -226,7 +225,7 @@ CONTROL = EndpointSpec(
     (TensorSpec("response", np.bytes_, (1,)),),
     batching=False,
     # a trainer has one operation at a time that waits for the ranks; health need not wait for it
-    instances=2,
+    concurrent_requests=2,
 )
 
 

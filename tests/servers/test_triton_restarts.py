@@ -3,8 +3,12 @@ request gets its own answer."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -51,24 +55,35 @@ def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch, tmp_path
     """PyTriton numbers the requests of each stub from 1 on: a late answer would be handed to the
     first request of the next stub."""
     pytriton = (
+        "class BatchResponsesHandler: ...\n"
         "class TritonPythonModel:\n    def initialize(self, args):\n        self._id_counter = 0"
     )
     _write_model(PyTritonModel(pytriton), tmp_path)
     files = tmp_path / "critic_infer" / "1"
     assert (files / "pytriton_model.py").read_text() == pytriton
-    source = (files / "model.py").read_text()
-    local = source.replace("from .pytriton_model import", "from pytriton_model import")
-    stub: dict[str, object] = {}
-    exec(pytriton, stub)
-    monkeypatch.setitem(__import__("sys").modules, "pytriton_model", type("M", (), stub))
+
+    # Triton imports a version's directory as a package, too.
+    package = ModuleType("stub_of_triton")
+    package.__path__ = [str(files)]
+    for name in ("stub_of_triton", "triton_python_backend_utils"):
+        monkeypatch.setitem(sys.modules, name, package)
+    stub = importlib.import_module("stub_of_triton.model")
+
     starts = set()
     for _ in range(8):
-        module: dict[str, type] = {}
-        exec(local, module)
-        model = module["TritonPythonModel"]()
+        model = stub.TritonPythonModel()
         model.initialize({})
         starts.add(model._id_counter)
     assert len(starts) == 8
+
+
+def test_each_endpoint_has_one_helper_process(critic: RunningRole):
+    """However many requests it serves at a time: a helper process costs a third of a second of a
+    processor at the start."""
+    processes = psutil.Process(critic.ranks[0].pid).children(recursive=True)
+    helpers = [each for each in processes if each.cmdline() and _STUB in each.cmdline()[0]]
+    models = sorted(each.cmdline()[1].split("/")[-3] for each in helpers)
+    assert models == ["control", "critic_infer", "critic_save", "critic_train"]
 
 
 def test_triton_arguments_keep_spaces_and_need_no_old_flag():
@@ -83,6 +98,32 @@ def test_triton_arguments_keep_spaces_and_need_no_old_flag():
         "--backend-config=a,b=c",
         "--backend-config=d",
     ]
+
+
+def test_request_that_waited_for_the_old_triton_is_not_served():
+    """Its caller sends it again to the new Triton."""
+    served: list[int] = []
+    begun, finish = threading.Event(), threading.Event()
+
+    def serve(tensors):
+        served.append(tensors["number"])
+        begun.set()
+        finish.wait(30)
+        return tensors
+
+    async def restart_triton() -> None:
+        answer = host._answering(serve, concurrent=1)
+        requests = [asyncio.create_task(answer([{"number": number}])) for number in (1, 2)]
+        await asyncio.to_thread(begun.wait, 30)
+
+        host._cancel_waiting_requests()
+        finish.set()
+        await asyncio.wait(requests, timeout=30)
+        assert [request.cancelled() for request in requests] == [False, True]
+
+    host = TritonHost("127.0.0.1", PortsConfig(), 16)
+    asyncio.run(restart_triton())
+    assert served == [1]
 
 
 def test_too_many_triton_restarts_end_the_server():
