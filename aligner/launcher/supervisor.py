@@ -279,7 +279,8 @@ class RunView:
         self._pending: list[dict[str, Any]] = []
 
     def waiting_for(self, roles: list[str]) -> None:
-        """Tell which servers are not healthy yet, when that has changed."""
+        """Show which servers are not healthy yet, by name, when that has changed."""
+        roles = sorted(roles)
         if roles == self._waiting:
             return
         is_first, self._waiting = self._waiting is None, roles

@@ -172,7 +172,8 @@ def _disturb(rank: psutil.Process, fault: str) -> None:
         return
     stubs = [each for each in started if each.cmdline()[:1] and _STUB in each.cmdline()[0]]
     if fault == "killed stub":
-        stubs[0].kill()
+        # Without another model's stub, the updates would end before Triton is restarted.
+        next(stub for stub in stubs if "/critic_train/" in stub.cmdline()[1]).kill()
         return
     for stub in stubs:
         stub.suspend()
