@@ -231,8 +231,8 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
     assert status.note == f"stopped by SIGTERM; restart the run with: sbatch {job.paths.job_script}"
 
 
-def shared_memory_of(role: str, job: Job) -> list[Path]:
-    """What a server's rank 0 has said that it shares, as soon as there is some."""
+def claimed_paths(role: str, job: Job) -> list[Path]:
+    """Return Triton's directories and shared memory that a server's rank 0 has listed."""
     words = {f"role={role}", str(job.paths.config)}
     # srun's, too
     pids = [
@@ -244,9 +244,7 @@ def shared_memory_of(role: str, job: Job) -> list[Path]:
         claim for pid in pids for claim in Path("/dev/shm").glob(f"aligner-server-*-{pid}-*")
     ]
     deadline = time.monotonic() + _TIMEOUT_S
-    while not (
-        found := [path for path in (claim / "paths").read_text().splitlines() if "/psm_" in path]
-    ):
+    while not (found := (claim / "paths").read_text().splitlines()):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     return [*map(Path, found)]
@@ -279,7 +277,7 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
             assert time.monotonic() < deadline, job.log
             time.sleep(0.2)
 
-    shared = shared_memory_of("critic", job)
+    shared = claimed_paths("critic", job)
     kill("critic")
     wait_for("critic is healthy again")
     assert not [path for path in shared if path.exists()], "Slurm has killed who else removes it"
