@@ -64,7 +64,6 @@ Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
 
 _LOOK_S = 0.5
 _POLL_S = 0.05
-_POLL_MS = 50
 _STARTS = 3
 """Attempts to start Triton. PyTriton's handshakes with Triton time out after one second, which a
 busy or suspended machine may need longer for."""
@@ -387,8 +386,9 @@ class TritonHost:
 
         triton = self._triton
         # gRPC would look for Triton's socket once a second.
+        poll_ms = round(1000 * _POLL_S)
         backoff = [
-            (f"grpc.{which}_reconnect_backoff_ms", _POLL_MS) for which in ("initial", "min", "max")
+            (f"grpc.{which}_reconnect_backoff_ms", poll_ms) for which in ("initial", "min", "max")
         ]
         with InferenceServerClient(f"unix:{socket}", channel_args=backoff) as client:
             while triton._triton_server.is_alive():

@@ -277,10 +277,10 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
             assert time.monotonic() < deadline, job.log
             time.sleep(0.2)
 
-    shared = claimed_paths("critic", job)
+    claimed = claimed_paths("critic", job)
     kill("critic")
     wait_for("critic is healthy again")
-    assert not [path for path in shared if path.exists()], "Slurm has killed who else removes it"
+    assert not [path for path in claimed if path.exists()], "Slurm has killed who else removes it"
     assert (
         "critic rank 0 was killed by SIGKILL; restarting critic (1 of 3 in the last hour)"
         in job.log
