@@ -345,6 +345,8 @@ class TrainingLoop:
         if self.checkpoints is None:  # the run goes on behind the last step that has metrics
             self.recorder.settle(step)
         judged = {} if self.recorder.judges is None else self.recorder.judges.metrics()
+        # A run that is killed once a step is in metrics.jsonl still has the step's spans.
+        self.timeline.flush()
         self.recorder.metrics.write(step, result.metrics | judged | times | throughput)
 
     def _begin_save(

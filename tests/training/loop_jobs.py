@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from aligner.exit_codes import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.observability.timeline import PhaseTimer, Timeline
-from aligner.paths import run_paths
+from aligner.paths import RunPaths, run_paths
 from aligner.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from aligner.training.loop import StopCondition, TrainingLoop
 from aligner.training.recorder import Recorder, StepResult
@@ -70,7 +72,8 @@ class ScriptedLoop(TrainingLoop):
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         if step + 1 == self.told_after:
             signal.raise_signal(STOP_SIGNAL)
-        self.done.append(step + 1)
+        with timer.phase("generate"):
+            self.done.append(step + 1)
         return StepResult({"kl/reference": self._known(self.kls[step])}, {"samples": 1})
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
@@ -91,6 +94,43 @@ class ScriptedLoop(TrainingLoop):
 
     def _known(self, value: float) -> float:
         return value if self.rank == 0 else -value
+
+
+class TimelineReadingWriter(MetricsWriter):
+    """Notes which steps have spans in the timeline's file when metrics are written."""
+
+    def __init__(self, paths: RunPaths, timeline: Path) -> None:
+        super().__init__(paths)
+        self._timeline = timeline
+        self.steps_with_spans: dict[int, set[int]] = {}
+
+    def write(self, step: int, stats: Mapping[str, float]) -> None:
+        spans = [json.loads(line) for line in self._timeline.read_text().splitlines()]
+        self.steps_with_spans[step] = {span["step"] for span in spans if "step" in span}
+        super().write(step, stats)
+
+
+def steps_with_spans(root: str) -> dict[int, set[int]]:
+    """Train two steps; for each, the steps with spans in the timeline when its metrics are
+    written."""
+    world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
+    config = Config(run=RunConfig(name="timed", dir=root, steps=2))
+    paths, file = run_paths(config), Path(root, "trainer-0.jsonl")
+    writer = TimelineReadingWriter(paths, file)
+    loop = ScriptedLoop(
+        config=config,
+        checkpoints=None,
+        recorder=Recorder(writer, RecordWriter(paths.samples), tokenizer=None),  # type: ignore[arg-type]
+        timeline=Timeline(file),
+        stop=StopCondition(config, world),
+        rank=0,
+        kls=[0.0, 0.0],
+        scores=[0.0, 0.0, 0.0],
+        told_after=None,
+    )
+    loop.run()
+    worlds.shutdown()
+    return writer.steps_with_spans
 
 
 def scripted(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.training import loop_jobs
 from tests.worker_pool import WorkerPool
 
@@ -11,3 +13,11 @@ def test_when_the_time_for_a_checkpoint_has_come_on_one_rank_all_take_it(pool: W
     # and after two more.
     assert pool.run(loop_jobs.saves, 2, 1.0) == [[False, True, False, True, False, True]] * 2
     assert pool.run(loop_jobs.saves, 2, 0.0) == [[False] * 6] * 2
+
+
+def test_a_step_whose_metrics_are_written_has_its_spans_in_the_timeline(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    # A run that is killed between the two would leave a trace without the step.
+    [steps_with_spans] = pool.run(loop_jobs.steps_with_spans, 1, str(tmp_path))
+    assert steps_with_spans == {0: set(), 1: {1}, 2: {1, 2}}
