@@ -19,6 +19,10 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _no_places() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
@@ -145,10 +149,8 @@ class _Attend(Function):
         scale: float | None,
     ) -> Tensor:
         """As `attend`."""
-        attended, normalizer = (
-            torch.empty_like(query),
-            query.new_empty(query.shape[:2], dtype=torch.float32),
-        )
+        attended = torch.empty_like(query)
+        normalizer = query.new_empty(query.shape[:2], dtype=_at_least_float32(query))
         for block in tree.own:
             rows, sums = _kernel(
                 *(block.take(each) for each in (query, key, value)), is_causal=True, scale=scale
@@ -173,18 +175,19 @@ class _Attend(Function):
         """Gradients of queries, keys and values."""
         query, key, value, attended, normalizer = context.saved_tensors
         # The kernel's backward pass in bfloat16 is up to twenty times slower.
+        exact = _at_least_float32(query)
         for_query, for_key, for_value = (
-            torch.empty_like(each, dtype=torch.float32) for each in (query, key, value)
+            torch.empty_like(each, dtype=exact) for each in (query, key, value)
         )
         tree: AttentionTree = context.tree
         for queries, keys in (*((block, block) for block in tree.own), *tree.shared):
             # A padded query has no gradient, and its scores no share.
             found = _kernel_backward(
-                queries.take(gradient, 0.0).float(),
-                queries.take(query).float(),
-                keys.take(key).float(),
-                keys.take(value).float(),
-                queries.take(attended).float(),
+                queries.take(gradient, 0.0).to(exact),
+                queries.take(query).to(exact),
+                keys.take(key).to(exact),
+                keys.take(value).to(exact),
+                queries.take(attended).to(exact),
                 queries.take(normalizer, torch.inf),
                 0.0,
                 queries is keys,
