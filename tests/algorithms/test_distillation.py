@@ -3,12 +3,8 @@ algorithm makes of them."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +18,10 @@ from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, ScoredSa
 from aligner.schema import Config, ParallelConfig, TeacherConfig
 from aligner.schema.derived import asks_before_update
 from aligner.schema.keys import with_values
-from benchmarks.peer_environment import installed_python
 from tests.algorithms import jobs
 from tests.megatron.jobs import TEMPERATURE, make_experience
 from tests.megatron.reference import save_llama
+from tests.trl_source import needs_trl, trl_functions
 
 ROWS, PROMPT, WIDTH = 6, 2, 9
 
@@ -316,38 +312,21 @@ def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kl
         divergence("kl", teacher, policy)
 
 
-@cache
-def of_trl() -> dict[str, Callable[..., Any]] | None:
-    """TRL's divergence and its tail of a teacher's top k, where its environment is here."""
-    python = installed_python("trl")
-    place = (
-        "lib/*/site-packages/trl/experimental/server_distillation/server_distillation_trainer.py"
-    )
-    found = [] if python is None else list(python.parents[1].glob(place))
-    if not found:
-        return None
-    tree = ast.parse(found[0].read_text(encoding="utf-8"))
-    wanted = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and node.name in ("_jsd_divergence", "_add_tail_bucket")
-    ]
-    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
-    exec(compile(ast.Module(wanted, []), str(found[0]), "exec"), names)
-    return names
-
-
 @pytest.mark.promise("divergences-equal-trl")
-@pytest.mark.skipif(of_trl() is None, reason="TRL's environment is not here")
+@needs_trl
 @pytest.mark.parametrize(
     ("kind", "beta", "theirs"),
     [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jensen_shannon", 0.3, 0.3)],
 )
 def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
     """200 random cases of the k most probable tokens and a tail."""
-    trl = of_trl()
-    assert trl is not None
+    trl = trl_functions(
+        "experimental/server_distillation/server_distillation_trainer.py",
+        "_jsd_divergence",
+        "_add_tail_bucket",
+        torch=torch,
+        F=torch.nn.functional,
+    )
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         logits, its = (

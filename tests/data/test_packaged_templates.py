@@ -17,7 +17,6 @@ from aligner.data.chat_turns import Conversation, Unsafe
 from aligner.data.tokenizer import ChatTemplate, Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.errors import AlignerError
-from benchmarks.peer_environment import installed_python
 from tests.data.chat_models import SPECIAL, TOKENIZERS, tokenizer_file, write_model
 from tests.data.test_chat_turns import (
     ASKED,
@@ -29,23 +28,15 @@ from tests.data.test_chat_turns import (
     turn_of_any,
     turns_of,
 )
+from tests.trl_source import needs_trl, trl_files
 
 
 def packaged() -> dict[str, Path]:
-    """TRL's copies of models' templates, where its environment is here: `python -m
-    benchmarks.peer_environment trl`.
-
-    Without those that take parts alone, pictures among them, and no text.
-    """
-    python = installed_python("trl")
-    found = (
-        []
-        if python is None
-        else python.parents[1].glob("lib/*/site-packages/trl/chat_templates/*.jinja")
-    )
+    """TRL's copies of models' templates, without those that take only parts, among them pictures,
+    and no text."""
     return {
         file.stem: file
-        for file in sorted(found)
+        for file in trl_files("chat_templates/*.jinja")
         if not file.stem.startswith(("idefics", "smolvlm", "llava"))
     }
 
@@ -53,7 +44,7 @@ def packaged() -> dict[str, Path]:
 TEMPLATES = packaged()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not TEMPLATES, reason="TRL's environment is not here"),
+    needs_trl,
 ]
 _MARK = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?[A-Z_]+\]|<end_of_utterance>"

@@ -1,12 +1,7 @@
-"""Token ids and loss masks of SFT and DPO records equal those of TRL's own code.
-
-The code is read from TRL's environment (`python -m benchmarks.peer_environment trl`), and runs with
-the transformers of this environment.
-"""
+"""Token ids and loss masks of SFT and DPO records equal those of TRL's own code."""
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 from collections.abc import Callable
@@ -21,8 +16,8 @@ import torch
 from aligner.data.examples import open_demonstrations, open_preferences
 from aligner.data.tokenizer import Tokenizer
 from aligner.schema import DataConfig
-from benchmarks.peer_environment import installed_python
 from tests.data.tokenizer_kinds import KINDS, write_kind
+from tests.trl_source import needs_trl, trl_functions
 
 BYTE_LEVEL = ("gpt2", "qwen", "llama3", "neox")
 SENTENCEPIECE = ("llama2", "llama2 legacy", "mistral", "gemma", "phi3")
@@ -49,47 +44,33 @@ PAIRS = (
 )
 
 
-def _functions(*names: str, file: str) -> dict[str, Callable[..., Any]]:
-    """Functions of a file of TRL, also nested ones, by their names."""
-    python = installed_python("trl")
-    found = (
-        [] if python is None else list(python.parents[1].glob(f"lib/*/site-packages/trl/{file}"))
-    )
-    if not found:
-        return {}
+@cache
+def of_trl(trainer: str) -> dict[str, Callable[..., Any]]:
+    """TRL's `tokenize_fn` and `add_eos` of a trainer."""
     from transformers import ProcessorMixin
 
     logger = logging.getLogger("trl")
     logger.warning_once = lambda *texts: None  # type: ignore[attr-defined]
-    scope: dict[str, Any] = {"json": json, "logger": logger, "ProcessorMixin": ProcessorMixin}
-    tree = ast.parse(found[0].read_text(encoding="utf-8"))
-    wanted = [
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    future = ast.parse("from __future__ import annotations").body
-    exec(compile(ast.Module([*future, *wanted], []), str(found[0]), "exec"), scope)
-    return scope
-
-
-@cache
-def of_trl(trainer: str) -> dict[str, Callable[..., Any]]:
-    """TRL's `tokenize_fn` and `add_eos` of a trainer; empty without TRL's environment."""
-    shared = (
+    helpers = trl_functions(
+        "data_utils.py",
         "_tokenize",
         "common_prefix_length",
         "is_conversational",
         "is_conversational_from_value",
+        json=json,
+        logger=logger,
+        ProcessorMixin=ProcessorMixin,
     )
-    helpers = _functions(*shared, file="data_utils.py")
-    own = _functions("tokenize_fn", "add_eos", file=f"trainer/{trainer}_trainer.py")
-    if helpers and own:
-        own.update({name: helpers[name] for name in shared if name in helpers})
-    return own
+    return trl_functions(
+        f"trainer/{trainer}_trainer.py",
+        "tokenize_fn",
+        "add_eos",
+        logger=logger,
+        **helpers,
+    )
 
 
-pytestmark = pytest.mark.skipif(
-    "tokenize_fn" not in of_trl("sft"), reason="TRL's environment is not here"
-)
+pytestmark = needs_trl
 
 
 @cache
