@@ -8,7 +8,6 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -52,25 +51,6 @@ def claim_paths(paths: Iterable[Path]) -> None:
     for claim in _claims(os.getpid()):
         (written := claim / f"{_PATHS}.new").write_text("".join(f"{path}\n" for path in paths))
         written.replace(claim / _PATHS)  # a process may be killed at any time
-
-
-def shared_memory() -> set[Path]:
-    """What this process shares by Python's own means, as PyTriton has it do.
-
-    Python's resource tracker removes it behind a killed process, but not where Slurm has killed all
-    processes of a step.
-    """
-    return _mapped(os.getpid())
-
-
-def _mapped(pid: int) -> set[Path]:
-    """What a process has mapped of the memory that Python's processes share; nothing if it has
-    ended."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return set()
-    return {Path(name) for name in re.findall(rf"{_PLACE}/psm_\w+", maps)}
 
 
 def close_triton_memory() -> None:
@@ -120,30 +100,6 @@ def kill_processes(processes: Sequence[psutil.Process]) -> None:
         for process in group:
             with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
                 process.kill()
-
-
-def kill_with_shared_memory(processes: Sequence[psutil.Process]) -> None:
-    """Kill these and remove the memory that they share by Python's means.
-
-    Their resource trackers would remove the memory, too, but would warn of it: a tracker takes
-    memory for leaked whose owner was killed. So does this process's tracker, at this process's end,
-    for what this process has mapped of it.
-    """
-    trackers = [process for process in processes if _is_resource_tracker(process)]
-    others = [process for process in processes if process not in trackers]
-    for process in others:  # what is stopped creates nothing more
-        with contextlib.suppress(psutil.Error):
-            process.suspend()
-    files = set[Path]().union(*(_mapped(process.pid) for process in others), shared_memory())
-    for process in (*trackers, *others):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    for file in files:
-        _unlink(file)
-    for file in shared_memory():
-        # registered first: it may not be, and a tracker fails for what it does not know
-        resource_tracker.register(f"/{file.name}", "shared_memory")
-        resource_tracker.unregister(f"/{file.name}", "shared_memory")
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -65,40 +65,6 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
     assert not used.exists() and not [*tmp_path.iterdir()]
 
 
-_SHARES = """
-import time
-from multiprocessing.shared_memory import SharedMemory
-from aligner.triton_cleanup import claim_paths, claim_triton_files, shared_memory
-claim_triton_files()
-memory = SharedMemory(create=True, size=100)
-(path,) = shared_memory()
-claim_paths([path])
-print(path, flush=True)
-time.sleep(60)
-"""
-
-
-def test_shared_memory_of_a_server_that_was_killed_with_pythons_tracker_goes_with_the_next_one() -> (
-    None
-):
-    with subprocess.Popen(
-        [sys.executable, "-c", _SHARES], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            shared = Path(process.stdout.readline().strip())
-            (tracker,) = psutil.Process(process.pid).children()
-        finally:
-            for each in (tracker, process):
-                each.kill()
-    assert shared.name.startswith("psm_") and shared.exists()
-    try:
-        claim_triton_files()
-        assert not shared.exists()
-    finally:
-        remove_triton_files(os.getpid())
-
-
 def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> None:
     process, _ = server(tmp_path / "python_env_full")  # of whoever started in the same moment
     process.kill()

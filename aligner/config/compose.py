@@ -279,7 +279,7 @@ def _times_as_text() -> Iterator[None]:
         constructors.update(numbers)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(512)
 def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
     """Return the composition of a root and options of groups, pickled, the fast way to copy it.
 

@@ -50,10 +50,8 @@ from aligner.triton_cleanup import (
     claim_triton_files,
     close_triton_memory,
     is_alive,
-    kill_with_shared_memory,
     remove_claimed_paths,
     remove_triton_files,
-    shared_memory,
     triton_environments,
 )
 
@@ -125,7 +123,6 @@ class TritonHost:
         self._triton: Any = None
         self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
-        self._directories: list[Path] = []
         self._threads: list[ThreadPoolExecutor] = []
         self._endpoints: Mapping[EndpointSpec, Serve] = {}
         self._sockets = Path()
@@ -199,8 +196,7 @@ class TritonHost:
                 close_triton_memory()  # where the kernel has no filters
                 self._open_gateway(gateway)
         finally:
-            self._directories = [workspace.path, *(triton_environments() - before)]
-            claim_paths(self._directories)
+            claim_paths([workspace.path, *(triton_environments() - before)])
         self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
 
     def _may_start_again(self, is_late: bool) -> bool:
@@ -309,7 +305,9 @@ class TritonHost:
 
     def _kill_triton(self, processes: Sequence[psutil.Process]) -> None:
         servers = _triton_processes()
-        kill_with_shared_memory([*{*servers, *processes}])
+        for process in {*servers, *processes}:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.kill()
         # What had ended by itself has left stubs that are nobody's children by now, and that take
         # it for alive until it was waited for.
         psutil.wait_procs(servers[:1], timeout=_LOOK_S)
@@ -457,11 +455,9 @@ class TritonHost:
             timer.cancel()
 
     def check(self) -> None:
-        """Raise AlignerError when Triton has ended and could not be restarted; claim what is shared
-        by now."""
+        """Raise AlignerError when Triton has ended and could not be restarted."""
         if self._failure is not None:
             raise self._failure
-        claim_paths([*self._directories, *shared_memory()])
 
     def _answering(self, serve: Serve, concurrent: int) -> Callable[[list[Any]], Any]:
         """Return the function that PyTriton calls with a request; `concurrent` requests are served
