@@ -93,8 +93,11 @@ class Link:
         # gloo ends a group's connections when nothing refers to the group or to an operation of it
         # any more. The traceback of an error refers to every local variable, so none may hold them.
         self._pending: deque[list[_Operation]] = deque()
-        self._await_all()
+        self._await_all("arrived")
         self._group: _Group | None = self._connect()
+        # A rank whose first transfer fails closes its connections. gloo would fail with that on a
+        # rank that still connects, instead of with the cause.
+        self._await_all("connected")
         if self._nccl:
             # all join the communicator, also who sends nothing at first
             self.all_reduce(torch.zeros(1, device=self.device))
@@ -225,15 +228,16 @@ class Link:
     def _nccl(self) -> bool:
         return self.device.type == "cuda"
 
-    def _await_all(self) -> None:
-        arrivals = [f"arrived/{rank}" for rank in range(self.size)]
-        self._store.set(arrivals[self.rank], "")
+    def _await_all(self, stage: str) -> None:
+        """Wait until every rank has reached a stage of connecting."""
+        reached = [f"{stage}/{rank}" for rank in range(self.size)]
+        self._store.set(reached[self.rank], "")
         try:
-            self._store.wait(arrivals, self.timeout)
+            self._store.wait(reached, self.timeout)
         except dist.DistStoreError as error:
             missing = [
                 label
-                for label, key in zip(self.labels, arrivals, strict=True)
+                for label, key in zip(self.labels, reached, strict=True)
                 if not self._store.check([key])
             ]
             raise AlignerError(

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -258,6 +259,27 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
     fresh.check(4)
     dist.barrier()
     return result | {"again": again["error"]}
+
+
+def connect_slowly() -> tuple[float, float]:
+    """When this rank was connected, and when its link was usable; rank 0 takes longer to
+    connect."""
+    connect = Link._connect
+    connected_at = 0.0
+
+    def slow_connect(link: Link) -> Any:
+        nonlocal connected_at
+        group = connect(link)
+        time.sleep(0.5 if link.rank == 0 else 0)
+        connected_at = time.monotonic()
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "_connect", slow_connect)
+        Link.of_world(["zero", "one"], timeout=TIMEOUT)
+    usable_at = time.monotonic()
+    dist.barrier()
+    return connected_at, usable_at
 
 
 def fail_to_commit(at: int) -> dict[str, Any]:

@@ -180,6 +180,12 @@ def test_ranks_that_do_not_come_are_named(pool):
     )
 
 
+def test_link_is_usable_once_every_rank_is_connected(pool):
+    # A rank that fails at once would otherwise close its connections while another still connects.
+    times = pool.run(jobs.connect_slowly, 2)
+    assert min(usable for _, usable in times) >= max(connected for connected, _ in times)
+
+
 def test_a_view_that_is_the_source_is_not_copied():
     plan = jobs.make_plan(ParallelConfig(), EngineParallelConfig())
     whole = jobs.whole_weights(plan.table)
