@@ -1,4 +1,4 @@
-"""Certificates for tests, made by the openssl command."""
+"""TLS certificates for tests, created with the openssl command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files of a server and of the authority that signed its certificate."""
+    """PEM files of a server and of the certificate authority that signed its certificate."""
 
     authorities: Path
     certificate: Path
     key: Path
 
     def overrides(self) -> tuple[str, ...]:
-        """The keys that turn TLS on."""
+        """Return the overrides that enable TLS."""
         return tuple(
             f"server.tls.{name}={getattr(self, name)}"
             for name in ("certificate", "key", "authorities")
@@ -27,7 +27,7 @@ class Certificates:
 
 
 def make_certificates(directory: Path, address: str = "127.0.0.1") -> Certificates:
-    """An authority of its own, and a certificate of it for an IP address."""
+    """Create a certificate authority and a server certificate for an IP address."""
     if shutil.which("openssl") is None:
         pytest.skip("the openssl command is not installed")
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,3 +1,5 @@
+"""Settings of all tests: threads, signals, the order of tests, and the pool of worker ranks."""
+
 from __future__ import annotations
 
 import gc
@@ -9,19 +11,19 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported anywhere: two spinning thread pools on two cores cost milliseconds a
+# Set before torch is imported: two spinning thread pools on two cores cost milliseconds for each
 # parallel region.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
 
 from tests.worker_pool import GC_THRESHOLD, WorkerPool
 
 # Batch processes do not preempt each other when they wake up. Otherwise a thread of gloo preempts the
-# one that holds the lock of its connection, and spins until that one is scheduled again: a fifth of
-# the time of tests with several ranks on two cores.
+# thread that holds the lock of its connection, and spins until that thread is scheduled again. This
+# takes a fifth of the time of tests with several ranks on two cores.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# A shell's background job and `nohup` have these ignored, and every process that a test starts
-# inherits that.
+# A shell's background jobs and `nohup` ignore these signals, and every process that a test starts
+# would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -29,23 +31,23 @@ _LONGEST_FIRST = ("system", "servers", "launcher", "gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first: `make test` gives two processes a file at a time."""
+    """Run the slowest folders first, because `make test` assigns one file at a time to a process."""
     tests = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in _LONGEST_FIRST)
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage less often, and not among all that was imported and collected."""
+    """Collect garbage less often, and exclude all imported modules and collected tests."""
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The first round of `servers` is handed out as one file: its servers and worker ranks then
-    start in one process alone.
+    """Assign all fast tests of `servers` to one process, as if they were one file.
 
-    The second round's tests there have servers of their own.
+    The servers and worker ranks that they share then start in one process only. The slow tests of
+    this folder start their own servers.
     """
     if config.option.dist != "loadfile" or config.option.markexpr != "not slow":
         return None

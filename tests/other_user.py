@@ -1,4 +1,4 @@
-"""What another user of the machine tries."""
+"""Commands that run as another user of the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 def succeeds(*command: str) -> bool:
-    """Whether a command does what the other user wants of it."""
+    """Whether a command of the other user succeeds."""
     done = subprocess.run(
         command,
         user=UID,
@@ -39,7 +39,7 @@ def connects(address: str, port: int) -> bool:
 
 @contextmanager
 def open_directory() -> Iterator[Path]:
-    """A directory that everyone may look into, as pytest's own are not."""
+    """Create a directory that all users may read, unlike those of pytest."""
     directory = Path(tempfile.mkdtemp())
     try:
         directory.chmod(0o755)

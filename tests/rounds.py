@@ -1,4 +1,4 @@
-"""Tables of tests of which typical rows are of the first round, and the others of the second."""
+"""Parametrized tests whose typical rows run in the fast round, and the other rows in the slow round."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import pytest
 
 
 def typical(rows: Iterable[Any], first: Collection[Any]) -> list[Any]:
-    """Rows for `pytest.mark.parametrize`, those that are not among `first` marked as slow; tuples
-    are a row of several."""
+    """Return rows for `pytest.mark.parametrize`, with rows that are not in `first` marked as slow.
+
+    A tuple is a row of several values.
+    """
     return [
         row if row in first else slow(*row) if isinstance(row, tuple) else slow(row) for row in rows
     ]
 
 
 def slow(*values: Any) -> Any:
-    """A row of the second round."""
+    """Return a row that is marked as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 bounds_seconds = pytest.mark.flaky(reruns=2)
-"""A test that bounds seconds: other tests run beside it, so that it may fail where the machine was
-busy; not three times."""
+"""Marker of a test with a time limit. It may fail on a busy machine, and is repeated up to twice."""

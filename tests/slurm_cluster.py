@@ -1,5 +1,4 @@
-"""A real Slurm of four nodes on this machine, for as long as a test needs it: its own daemons, key,
-ports and files."""
+"""A Slurm cluster of four nodes on this machine, with its own daemons, key, ports and files."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _START_S, _STOP_S = 30, 20
 
 
 def why_not() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
+    """Return the reason why Slurm cannot run on this machine, or None if it can."""
     missing = [
         name
         for name in _NEEDED
@@ -34,13 +33,12 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Nodes n1 to n4 of eight CPUs each, and of as many files that Slurm counts as GPUs, in the
-    partition `main`.
+    """Nodes n1 to n4 in the partition `main`, each with 8 CPUs and 8 files that stand for GPUs.
 
-    Jobs of the partition `urgent` preempt those of `main`, whose steps are told so with SIGTERM, a
-    minute before.
+    Jobs of the partition `urgent` preempt jobs of `main`, whose steps get SIGTERM one minute
+    before.
 
-    Commands reach it through `environment`.
+    Commands use the cluster through the variables in `environment`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -53,7 +51,7 @@ class SlurmCluster:
 
     def __enter__(self) -> SlurmCluster:
         (self._directory / "state").mkdir(parents=True)
-        # munged wants a way to its socket for everyone
+        # munged requires that all users can reach its socket.
         for above in (self._directory, *self._directory.parents):
             if above.stat().st_uid == 0 and above != Path("/"):
                 above.chmod(above.stat().st_mode | 0o111)
@@ -74,7 +72,7 @@ class SlurmCluster:
         self._stop()
 
     def command(self, *words: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Run one of Slurm's commands and return its output."""
         ended = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, check=False, timeout=60
         )
@@ -82,19 +80,18 @@ class SlurmCluster:
         return ended.stdout.strip()
 
     def state(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job, of a heterogeneous one's first component."""
+        """Return Slurm's fields of a job, or of the first component of a heterogeneous job."""
         line = self.command("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
         return dict(field.partition("=")[::2] for field in line.split())
 
     def start_soon(self, job: str) -> None:
-        """Have the scheduler look at a job that is queued again: without a change it does so every
-        few minutes."""
+        """Make the scheduler consider a requeued job now instead of within a few minutes."""
         while self.state(job)["JobState"] == "PENDING":
             self.command("scontrol", "update", f"JobId={job}", "Comment=look")
             time.sleep(1)
 
     def steps(self, job: str) -> dict[str, str]:
-        """The steps that run, of all components, by name."""
+        """Return the numbers of the running steps of all components by name."""
         jobs = self.command("squeue", "--noheader", f"--jobs={job}", "--format=%A")
         listed = self.command(
             "squeue", "--noheader", "--steps", f"--jobs={','.join(jobs.split())}", "--format=%i %j"
@@ -105,7 +102,7 @@ class SlurmCluster:
         }
 
     def log(self, daemon: str) -> str:
-        """What a daemon has written."""
+        """Return the log of a daemon."""
         return (self._directory / f"{daemon}.log").read_text(errors="replace")
 
     def _start(self) -> None:
@@ -127,7 +124,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def _stop(self) -> None:
-        """End every job, then the daemons, by process id."""
+        """Stop all jobs, then the daemons, by process id."""
         subprocess.run(
             ["scancel", "--user=root"],
             env=self.environment,
@@ -166,7 +163,7 @@ class SlurmCluster:
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/munge",
-            # a job that is queued again waits so long
+            # the delay of a requeued job
             f"AuthInfo=socket={directory}/munged.sock,cred_expire=15",
             "CredType=cred/munge",
             "ProctrackType=proctrack/linuxproc",
@@ -179,7 +176,7 @@ class SlurmCluster:
             "MpiDefault=none",
             "GresTypes=gpu",
             "EnforcePartLimits=ALL",
-            # as by default; a supervisor that ends its ranks takes about five seconds
+            # the default; a supervisor takes about five seconds to stop its ranks
             "KillWait=30",
             "ReturnToService=2",
             *(
@@ -209,7 +206,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _is_of(process: psutil.Process, directory: Path) -> bool:
-    """Whether a daemon, a job's step or what came of it belongs to the cluster in a directory."""
+    """Whether a process is a daemon, a step or a child of a step of the cluster in a directory."""
     try:
         is_configured = process.environ().get("SLURM_CONF") == str(directory / "slurm.conf")
         return process.pid != os.getpid() and (

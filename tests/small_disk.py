@@ -1,4 +1,4 @@
-"""A disk that fills up: a tmpfs of a few megabytes, which can be made larger while it is used."""
+"""A small disk for tests: a tmpfs that can be enlarged while it is in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(directory: Path, size: str) -> Iterator[SmallDisk]:
-    """Mounted at a new directory; the test is skipped where that is not allowed."""
+    """Mount a tmpfs at a new directory; skip the test if mounting is not permitted."""
     directory.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)],

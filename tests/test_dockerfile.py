@@ -1,4 +1,4 @@
-"""The images' recipe, as far as it can be looked at without building it."""
+"""The Dockerfile and the checks of its images, without building an image."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from container.pins import pinned, plan, wanted
 
 REPOSITORY = Path(__file__).parents[1]
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
-# Without comments, a line an instruction.
+# Without comments, one line for each instruction.
 INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)).splitlines()
 PINS = pinned((REPOSITORY / "constraints.txt").read_text())
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
-# What tells that an extra is there; ray, tensorrt_llm's, is looked up only.
+# A module of each extra that shows that the extra is installed.
+# ray, the module of tensorrt_llm, is located without an import.
 MODULES = {
     "sentiment": "vaderSentiment",
     "verify": "math_verify",
@@ -31,8 +32,8 @@ MODULES = {
 }
 
 
-def copied() -> list[str]:
-    """What comes into the images from the repository."""
+def copied_paths() -> list[str]:
+    """Return the paths of the repository that are copied into the images."""
     copies = [
         line.split()[1:-1]
         for line in INSTRUCTIONS
@@ -42,7 +43,7 @@ def copied() -> list[str]:
 
 
 def stages() -> dict[str, list[str]]:
-    """The instructions of each stage."""
+    """Return the instructions of each stage."""
     found: dict[str, list[str]] = {}
     for line in INSTRUCTIONS:
         if line.startswith("FROM "):
@@ -54,7 +55,7 @@ def stages() -> dict[str, list[str]]:
 
 
 def extras(stage: str) -> list[str]:
-    """The extras that a stage installs."""
+    """Return the extras that a stage installs."""
     return [
         extra
         for line in stages()[stage]
@@ -63,9 +64,9 @@ def extras(stage: str) -> list[str]:
     ]
 
 
-def test_what_is_copied_exists_and_is_all_that_the_context_has() -> None:
-    assert copied()
-    for source in copied():
+def test_copied_files_equal_the_build_context() -> None:
+    assert copied_paths()
+    for source in copied_paths():
         assert (REPOSITORY / source).exists(), source
     lines = [
         line
@@ -73,10 +74,10 @@ def test_what_is_copied_exists_and_is_all_that_the_context_has() -> None:
         if line and not line.startswith("#")
     ]
     assert lines[0] == "*", "nothing is in the context unless it is named: no .git, .venv or runs"
-    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == set(copied())
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == set(copied_paths())
 
 
-def test_every_package_is_installed_at_the_version_that_the_tests_ran_with() -> None:
+def test_packages_are_installed_at_pinned_versions() -> None:
     named = re.findall(r"([\w-]+)==([\w.]+)", " ".join(INSTRUCTIONS))
     assert {name for name, _ in named} == {"hatchling", "megatron-core"}
     for name, version in named:
@@ -87,11 +88,11 @@ def test_every_package_is_installed_at_the_version_that_the_tests_ran_with() -> 
         assert missing.keys() >= {"torch", "hydra-core", "tritonclient"}
 
 
-def test_both_images_are_checked_for_all_that_their_extras_bring() -> None:
+def test_image_check_covers_modules_of_all_extras() -> None:
     assert set(EVERYWHERE) >= set(MODULES.values())
 
 
-def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
+def test_packages_missing_in_base_image_are_pinned() -> None:
     base = {"torch": "2.9.0a0+nv", "numpy": "1.26.3"}
     held, missing = plan(base, PINS, wanted(PROJECT, ["server"]))
     assert (
@@ -107,7 +108,7 @@ def test_what_the_base_image_has_stays_and_what_it_lacks_is_pinned() -> None:
 @pytest.mark.parametrize(
     "version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"]
 )
-def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(version: str) -> None:
+def test_invalid_base_version_is_not_replaced(version: str) -> None:
     with pytest.raises(InvalidVersion):
         Version(version)
     held, missing = plan({"torch": version, "numpy": "1.26.3"}, PINS, ["torch", "numpy"])
@@ -126,12 +127,12 @@ def test_a_version_that_pip_would_refuse_holds_nothing_and_is_not_replaced(versi
         "0.1.0+Abc_1",
     ],
 )
-def test_every_version_that_pip_reads_holds(version: str) -> None:
+def test_valid_base_version_is_held(version: str) -> None:
     Version(version)
     assert plan({"torch": version}, PINS, ["torch"])[0]["torch"] == version
 
 
-def test_the_base_image_is_one_version_and_can_be_given_with_its_digest() -> None:
+def test_base_image_is_an_argument_with_fixed_version() -> None:
     (base,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", DOCKERFILE, re.M)
     assert re.fullmatch(r"nvcr\.io/nvidia/tensorrt-llm/release:1\.2\.\d+", base)
     outside = {
@@ -141,7 +142,7 @@ def test_the_base_image_is_one_version_and_can_be_given_with_its_digest() -> Non
 
 
 @pytest.mark.parametrize("target", ["trainer", "server"])
-def test_an_image_checks_itself_and_runs_as_no_root(target: str) -> None:
+def test_image_checks_itself_and_runs_as_non_root(target: str) -> None:
     lines = stages()[target]
     assert f"check_image.py {target} held.txt" in " ".join(lines)
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
@@ -149,7 +150,7 @@ def test_an_image_checks_itself_and_runs_as_no_root(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["trainer", "server"])
-def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(target: str) -> None:
+def test_source_edit_does_not_reinstall_dependencies(target: str) -> None:
     lines = stages()["common"] + stages()[target]
     last = max(
         index
@@ -168,7 +169,7 @@ def test_an_edit_of_the_sources_or_of_the_check_installs_no_dependency_again(tar
 
 
 @pytest.mark.parametrize("target", ["trainer", "server"])
-def test_a_user_whom_the_image_does_not_know_has_a_name_and_a_home_to_write_to(target: str) -> None:
+def test_unknown_user_has_name_and_writable_home(target: str) -> None:
     lines = stages()[target]
     (index,) = [index for index, line in enumerate(lines) if line.startswith("ENV ")]
     assert dict(pair.split("=") for pair in lines[index].split()[1:]) == {
@@ -190,14 +191,14 @@ def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_check_passes_in_the_environment_of_the_tests(tmp_path: Path) -> None:
+def test_image_check_passes_in_test_environment(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("numpy==1.26.4\nnot-installed==1\n")
     done = check_image("server", str(tmp_path / "held.txt"), "--no-gpu")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
-def test_the_check_names_all_that_does_not_fit(tmp_path: Path) -> None:
+def test_image_check_reports_all_mismatches(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("Hydra_Core==1.3.0\n")
     done = check_image("trainer", str(tmp_path / "held.txt"))
     assert done.returncode == 1
@@ -213,7 +214,7 @@ def test_the_check_names_all_that_does_not_fit(tmp_path: Path) -> None:
     )
 
 
-def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     linter = Path(sys.executable).with_name("hadolint")
     if not linter.exists():
         pytest.skip("hadolint is not installed: make test installs it")
@@ -231,7 +232,7 @@ def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
     assert bad.returncode == 1 and "DL3006" in bad.stdout, "it runs"
 
 
-def test_where_no_daemon_answers_the_script_that_builds_says_so_and_builds_nothing() -> None:
+def test_build_without_container_engine_fails() -> None:
     script = [str(REPOSITORY / "container" / "build.sh")]
     done = subprocess.run(
         script,

@@ -1,5 +1,4 @@
-"""The pages of docs/: what they name exists, what they have one type is tested or listed here, and
-they make a site."""
+"""The pages of docs/: their commands, keys, metrics and links exist, and the site builds."""
 
 from __future__ import annotations
 
@@ -66,11 +65,11 @@ ELSEWHERE = {
     ),
     r"aligner:? ": "what it prints",
 }
-"""Commands that no test runs as they stand, by how they begin, and why."""
+"""Commands that no test runs unchanged: a pattern of their start, and the reason."""
 
 
 def commands() -> list[tuple[str, str]]:
-    """Each command of the pages' indented or fenced blocks, on one line, with its page."""
+    """Return page and command for each command in an indented or fenced block, on one line."""
     found = []
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text())
@@ -81,7 +80,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.promise("docs-commands-are-tested")
-def test_every_command_of_the_pages_is_composed_by_a_test_or_listed_with_a_reason() -> None:
+def test_commands_in_pages_are_composed_or_listed() -> None:
     all_commands = commands()
     assert len(all_commands) > 100
     assert not [
@@ -92,7 +91,7 @@ def test_every_command_of_the_pages_is_composed_by_a_test_or_listed_with_a_reaso
     ]
 
 
-def test_the_pages_commands_and_options_are_those_of_the_command_line() -> None:
+def test_commands_and_options_in_pages_exist() -> None:
     options = {name: options_of(name) for name in COMMANDS}
     wrong = []
     for page, command in commands():
@@ -111,14 +110,14 @@ def test_the_pages_commands_and_options_are_those_of_the_command_line() -> None:
 
 
 def options_of(name: str) -> set[str]:
-    """The options of a command."""
+    """Return the options of a command."""
     parser = argparse.ArgumentParser()
     for add in COMMANDS[name].arguments:
         add(parser)
     return set(parser._option_string_actions)
 
 
-def test_what_settings_of_other_systems_are_called_here_exists() -> None:
+def test_keys_in_migration_page_exist() -> None:
     keys, groups = schema_keys(), group_options()
     named = set()
     for line in (DOCS / "migrating.md").read_text().splitlines():
@@ -132,7 +131,7 @@ def test_what_settings_of_other_systems_are_called_here_exists() -> None:
             )
     named = {name for name in named if "." in name or "=" in name}
     assert len(named) > 50
-    for name in named - {"data.train_batch_size"}:  # verl's
+    for name in named - {"data.train_batch_size"}:  # a key of verl
         key, _, value = name.partition("=")
         if key in groups:
             assert value in groups[key], name
@@ -173,7 +172,7 @@ BUILT_METRICS = {
     *("throughput/samples_per_s", "throughput/tokens_per_s"),
     *(f"judge/{count}" for count in JUDGE_COUNTS),
 }
-"""Names that the code builds from parts, so that they are no literals."""
+"""Names that the code builds from parts, so that they do not occur as literals."""
 
 
 def metric_names() -> set[str]:
@@ -225,7 +224,7 @@ def test_metrics_page_names_every_metric() -> None:
     page = (DOCS / "metrics.md").read_text()
     named = set(re.findall(r"`([^`\s]+)`", page))
     statistics = {f"/{name.partition('/')[2]}" for name in named if "/" in name}
-    # A number or a name is appended to some: `staleness/share_N`, `eval/pass@1`.
+    # Some names end with a number or a name: `staleness/share_N`, `eval/pass@1`.
     starts = {re.sub("(_to_N|N|[A-Z]{2,}|[0-9]+)$", "", name) for name in named}
     names = metric_names() | BUILT_METRICS
     assert len(names) > 100
@@ -245,12 +244,12 @@ def test_changelog_starts_with_the_installed_version() -> None:
 
 
 def headings_of(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes for a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_links_of_pages_outside_the_site_lead_to_files_and_headings() -> None:
+def test_links_outside_of_site_are_valid() -> None:
     # Sphinx checks the links of the pages in docs/.
     pages = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     broken = []
@@ -267,7 +266,7 @@ def test_links_of_pages_outside_the_site_lead_to_files_and_headings() -> None:
 
 @pytest.mark.promise("docs-site-builds")
 @pytest.mark.slow
-def test_the_pages_make_a_site_without_a_warning_whose_search_needs_no_network(
+def test_site_builds_without_external_resources(
     tmp_path: Path,
 ) -> None:
     command = [

@@ -1,3 +1,5 @@
+"""Exit codes of errors and signals, and the errors that exit codes stand for."""
+
 from __future__ import annotations
 
 import signal
@@ -29,22 +31,22 @@ from aligner.exit_codes import error_of, exit_code, is_stopped
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_every_end_has_its_code(error: BaseException | None, code: int) -> None:
+def test_errors_have_their_exit_codes(error: BaseException | None, code: int) -> None:
     assert exit_code(error) == code
     assert is_stopped(code) == (code in (75, 130, 143))
 
 
-def test_an_error_that_an_interrupt_caused_has_the_interrupts_code() -> None:
+def test_error_caused_by_interrupt_has_exit_code_130() -> None:
     with pytest.raises(AlignerError) as raised:
         raise AlignerError("interrupted: the job may be queued") from KeyboardInterrupt()
     assert exit_code(raised.value) == 130
 
 
 @pytest.mark.parametrize("code", [1, 2, 75, 130, 143])
-def test_a_code_stands_for_an_error_that_has_it(code: int) -> None:
+def test_error_of_an_exit_code_has_that_exit_code(code: int) -> None:
     error = error_of(code, "why")
     assert exit_code(error) == code and ("why" in str(error) or isinstance(error, Interrupted))
 
 
-def test_a_child_that_a_signal_ended_was_interrupted() -> None:
+def test_child_killed_by_signal_has_exit_code_137() -> None:
     assert exit_code(error_of(-signal.SIGKILL, "")) == 137

@@ -1,4 +1,4 @@
-"""What the extras bring is as said, and named where it is missing."""
+"""Extras install the modules that errors and docs name, and errors name a missing extra."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PACKAGES = {
     "mlflow": "mlflow-skinny",
     "pytriton": "nvidia-pytriton",
 }
-"""The packages of modules, where they are called otherwise."""
+"""Packages whose names differ from the names of their modules."""
 
 
-def test_each_extra_brings_the_modules_that_errors_and_docs_name() -> None:
+def test_extras_install_modules_named_in_errors_and_docs() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -58,7 +58,7 @@ def test_each_extra_brings_the_modules_that_errors_and_docs_name() -> None:
         ),
     ],
 )
-def test_a_run_that_needs_an_extra_which_is_not_installed_is_told_its_name(
+def test_run_without_required_extra_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, overrides: list[str]
 ) -> None:
     assert lacking(extra) is None
@@ -108,7 +108,7 @@ CALLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", CALLS)
-def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
+def test_function_without_its_extra_names_the_extra(tmp_path: Path, extra: str) -> None:
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / name).write_text("{}")
     module, function, call = CALLS[extra]
@@ -119,13 +119,13 @@ def test_what_needs_an_extra_names_it(tmp_path: Path, extra: str) -> None:
     assert f"pip install 'aligner[{extra}]'" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_numpy_that_tritons_processes_would_misread_is_told(monkeypatch, tmp_path: Path) -> None:
+def test_unsupported_numpy_is_refused_with_servers(monkeypatch, tmp_path: Path) -> None:
     assert unfit_numpy() is None
     monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
-    told = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; run pip install 'numpy<2'"
-    assert unfit_numpy() == told
+    message = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; run pip install 'numpy<2'"
+    assert unfit_numpy() == message
     with pytest.raises(
-        ConfigError, match=re.escape(f"this run starts servers (critic, reward): {told}")
+        ConfigError, match=re.escape(f"this run starts servers (critic, reward): {message}")
     ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
     monkeypatch.setattr(extras, "find_spec", lambda module: None)

@@ -1,3 +1,5 @@
+"""Atomic writes of files and directories, full disks, and logs that lose their older half."""
+
 from __future__ import annotations
 
 import subprocess
@@ -19,7 +21,7 @@ from aligner.files import (
 from tests.small_disk import small_disk
 
 
-def test_a_file_takes_the_place_of_another_and_leaves_nothing_beside_it(tmp_path):
+def test_write_file_leaves_no_temporary_file(tmp_path):
     (tmp_path / "a.json.tmp").write_text("what a killed writer left")
     for content in ("é", b"\x00"):
         write_file(tmp_path / "a.json", content)
@@ -29,7 +31,7 @@ def test_a_file_takes_the_place_of_another_and_leaves_nothing_beside_it(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     write_file(tmp_path / "a", "old")
 
     def full(descriptor):
@@ -41,7 +43,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_a_full_disk_is_told_with_the_file_and_what_was_complete_stays(tmp_path):
+def test_full_disk_error_keeps_complete_files(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         write_file(disk.directory / "manifest.json", "{}")
         append(disk.directory / "metrics.jsonl", '{"step": 1}\n')
@@ -65,14 +67,14 @@ def test_a_full_disk_is_told_with_the_file_and_what_was_complete_stays(tmp_path)
         assert (disk.directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_any_other_error_is_not_one_of_a_full_disk(tmp_path):
+def test_other_errors_are_not_reported_as_full_disk(tmp_path):
     assert full_disk(ValueError("no")) is None
     with pytest.raises(FileNotFoundError) as caught:
         append(tmp_path / "gone" / "file", "text")
     assert full_disk(caught.value) is None
 
 
-def test_a_file_that_is_written_bit_by_bit_is_there_when_it_is_complete(tmp_path):
+def test_new_file_appears_when_it_is_complete(tmp_path):
     path = tmp_path / "a.jsonl"
     with new_file(path) as file:
         file.write(b"one\n")
@@ -84,14 +86,14 @@ def test_a_file_that_is_written_bit_by_bit_is_there_when_it_is_complete(tmp_path
     assert path.read_text() == "one\ntwo\n" and [*tmp_path.iterdir()] == [path]
 
 
-def test_of_two_private_files_the_first_stays(tmp_path):
+def test_existing_private_file_is_not_replaced(tmp_path):
     for content in ("first", "second"):
         create_private_file(tmp_path / "key", content)
     assert [*tmp_path.iterdir()] == [tmp_path / "key"] and (tmp_path / "key").read_text() == "first"
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp_path):
+def test_new_directory_appears_when_it_is_complete(tmp_path):
     with new_directory(tmp_path / "new" / "model") as directory:
         (directory / "a").write_text("first")
         assert [*(tmp_path / "new").iterdir()] == [directory]
@@ -106,7 +108,7 @@ def test_a_directory_is_there_when_it_is_complete_and_the_first_of_two_stays(tmp
     assert (tmp_path / "new" / "model" / "a").read_text() == "first"
 
 
-def test_a_directory_that_several_fill_takes_the_place_of_an_older_one(tmp_path):
+def test_finished_directory_replaces_an_older_one(tmp_path):
     for content in ("old", "new"):
         left = start_directory(tmp_path / "part")
         (left / "what a killed one left").touch()
@@ -122,7 +124,7 @@ def test_a_directory_that_several_fill_takes_the_place_of_an_older_one(tmp_path)
     assert (tmp_path / "part" / "a").read_text() == "new"
 
 
-def test_a_file_that_a_process_prints_to_loses_its_older_half_and_nothing_that_follows(tmp_path):
+def test_dropping_older_half_keeps_later_output(tmp_path):
     log = tmp_path / "log"
     printing = (
         "for end in (1000, 2000):\n  for n in range(end - 1000, end): print(n, flush=True)\n "

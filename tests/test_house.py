@@ -1,4 +1,4 @@
-"""The house itself: names that occur once, no circle between files."""
+"""The structure of the package: unique file names, no import cycles, and files named in docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aligner"
 MIRRORS = (("schema", "checks"), ("engines/embedded", "engines/tensorrt_llm"))
-"""Folders that have files of the same names on purpose."""
+"""Folders that have files of the same name on purpose."""
 
 
 def _files() -> list[Path]:
@@ -31,13 +31,13 @@ def _module(file: Path) -> str:
 
 
 def _place(file: Path) -> str:
-    """The folder of a file, one name for folders that mirror each other."""
+    """Return the folder of a file, with one name for folders that mirror each other."""
     folder = str(file.parent.relative_to(PACKAGE))
     return next((mirror[0] for mirror in MIRRORS if folder in mirror), folder)
 
 
 @pytest.mark.promise("no-import-cycles")
-def test_a_file_name_occurs_once_but_where_folders_mirror_each_other() -> None:
+def test_file_names_are_unique_outside_mirrored_folders() -> None:
     places = {(file.name, _place(file)) for file in _files() if not file.name.startswith("__")}
     twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
     assert not twice, {
@@ -45,14 +45,14 @@ def test_a_file_name_occurs_once_but_where_folders_mirror_each_other() -> None:
     }
 
 
-def test_every_file_says_what_is_in_it() -> None:
+def test_every_file_has_a_docstring() -> None:
     assert not [
         str(file.relative_to(PACKAGE)) for file in _files() if not ast.get_docstring(_tree(file))
     ]
 
 
 def _imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
-    """The package's files that a file imports, wherever in it."""
+    """Yield the package's files that a file imports, also inside of functions."""
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in node.names:
@@ -64,7 +64,7 @@ def _imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
 
 
 @pytest.mark.promise("no-import-cycles")
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_package_has_no_import_cycles() -> None:
     modules = {_module(file): file for file in _files()}
     left = {file: {*_imports(file, modules)} for file in _files()}
     while free := [file for file, wanted in left.items() if not wanted & left.keys()]:
@@ -76,7 +76,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     }
 
 
-def test_the_way_from_the_launch_to_the_loss_is_as_documented() -> None:
+def test_documented_path_from_launch_to_loss_is_imported() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", page, re.MULTILINE)]
     assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and len(files) > 2
@@ -88,7 +88,7 @@ def test_the_way_from_the_launch_to_the_loss_is_as_documented() -> None:
         )
 
 
-def test_the_table_of_changes_names_files_that_there_are() -> None:
+def test_change_table_names_existing_files() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = page.split("## Files to edit for a change")[1].split("\n## ")[0]
     names = [name for name in re.findall(r"`([\w/]+\.py)`", rows) if "SECTION" not in name]
@@ -96,7 +96,7 @@ def test_the_table_of_changes_names_files_that_there_are() -> None:
     assert not [name for name in names if not (PACKAGE / name).is_file()]
 
 
-def test_tests_that_the_docs_name_are_there() -> None:
+def test_tests_named_in_docs_exist() -> None:
     root = PACKAGE.parent
     named = {
         name

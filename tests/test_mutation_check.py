@@ -1,4 +1,4 @@
-"""The mutation check chooses the same faults again, continues, and tells found from surviving."""
+"""The mutation check: reproducible faults, continuation, and found and surviving faults."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Removal of the files and shared memory of killed servers, also next to files of other users."""
+
 from __future__ import annotations
 
 import os
@@ -30,7 +32,7 @@ time.sleep(60)
 
 
 def server(directory: Path) -> tuple[subprocess.Popen[str], Path]:
-    """A process that has shared memory and a directory as a server has, and the shared memory."""
+    """Start a process with a directory and shared memory like a server, and return both."""
     (directory / "model-store").mkdir(parents=True)
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER, str(directory)], stdout=subprocess.PIPE, text=True
@@ -40,11 +42,11 @@ def server(directory: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 @pytest.mark.promise("triton-directories-are-removed")
-def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
+def test_only_files_of_killed_servers_are_removed(
     tmp_path: Path,
 ) -> None:
     (killed, lost), (living, used) = server(tmp_path / "lost"), server(tmp_path / "used")
-    # of a process that none of ours was: perhaps another container's
+    # A process id of no server of this machine, perhaps of another container.
     unknown = Path("/dev/shm/pytrtion999999999-region")
     try:
         unknown.touch()
@@ -65,8 +67,10 @@ def test_the_next_server_removes_what_killed_ones_left_and_nothing_of_any_other(
     assert not used.exists() and not [*tmp_path.iterdir()]
 
 
-def test_an_environment_that_another_triton_has_filled_stays(tmp_path: Path) -> None:
-    process, _ = server(tmp_path / "python_env_full")  # of whoever started in the same moment
+def test_filled_python_env_directory_is_not_removed(tmp_path: Path) -> None:
+    process, _ = server(
+        tmp_path / "python_env_full"
+    )  # filled by a server that started at the same time
     process.kill()
     process.wait()
     remove_triton_files(process.pid)
@@ -85,7 +89,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.slow
-def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -> None:
+def test_killed_tracker_removes_shared_memory_unless_stopped(stopped: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -100,14 +104,14 @@ def test_what_killed_processes_share_with_others_goes_with_them(stopped: bool) -
         )
         assert segment.exists()
         while not any("multiprocessing.resource_tracker" in part for part in tree[1].cmdline()):
-            time.sleep(0.01)  # it is still a copy of its owner, which is about to become one
+            time.sleep(0.01)  # until then it is a fork of its owner
         try:
             if stopped:
                 tree[1].suspend()
             kill_processes(tree[::-1])
             _, alive = psutil.wait_procs(tree, timeout=5)
             assert not alive
-            # who is stopped removes nothing, but is killed all the same
+            # A stopped tracker removes nothing, but is killed too.
             assert segment.exists() == stopped
         finally:
             segment.unlink(missing_ok=True)
@@ -132,7 +136,7 @@ print(time.monotonic() - start, tracker.status())
 """
 
 
-def test_a_tracker_that_has_ended_is_not_waited_for_until_somebody_else_has_noticed() -> None:
+def test_exited_tracker_is_not_waited_for() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _REAPER, _KILLER, _OWNER], capture_output=True, text=True, check=True
     )
@@ -141,8 +145,8 @@ def test_a_tracker_that_has_ended_is_not_waited_for_until_somebody_else_has_noti
     assert float(seconds) < 2
 
 
-def foreign(name: str, kind: str) -> Path:
-    """Something of another user's in shared memory; links lead to a file of this one's."""
+def create_as_other_user(name: str, kind: str) -> Path:
+    """Create a path in shared memory as another user; links point to a file of this user."""
     path = Path("/dev/shm") / name
     command = {"file": ["touch"], "directory": ["mkdir"], "link": ["ln", "-s", "/dev/shm/victim"]}[
         kind
@@ -153,9 +157,7 @@ def foreign(name: str, kind: str) -> Path:
 
 @other_user.needs_root
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_nobodys_way(
-    tmp_path: Path, kind: str
-) -> None:
+def test_files_of_other_users_are_not_changed(tmp_path: Path, kind: str) -> None:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     own, gone = os.getpid(), 999999999
     claims = (
@@ -172,7 +174,7 @@ def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_
     try:
         victim.write_text(f"{tmp_path / 'kept'}\n")
         victim.chmod(0o666)
-        planted += [foreign(name, kind) for name in names]
+        planted += [create_as_other_user(name, kind) for name in names]
         (tmp_path / "kept").mkdir()
         (tmp_path / "own").mkdir()
         claim_triton_files()
@@ -189,7 +191,7 @@ def test_what_another_user_has_put_there_is_neither_followed_nor_changed_and_in_
 
 
 @other_user.needs_root
-def test_nobody_else_can_name_directories_for_a_server_to_remove(tmp_path: Path) -> None:
+def test_other_user_cannot_add_directories_to_remove(tmp_path: Path) -> None:
     process, _ = server(tmp_path / "own")
     try:
         (claim,) = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*")

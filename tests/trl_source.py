@@ -1,8 +1,8 @@
 """Functions of TRL's source, for tests that compare with TRL.
 
-TRL has an environment of its own (`python -m benchmarks.peer_environment trl`), whose packages clash
-with those of this one. The functions are read from its files, and run with the packages of this
-environment.
+TRL is installed in a separate environment (`python -m benchmarks.peer_environment trl`), because its
+packages conflict with those of this environment. The functions are read from TRL's files, and run
+with the packages of this environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ needs_trl = pytest.mark.skipif(
 
 
 def trl_files(pattern: str) -> list[Path]:
-    """Files of the installed package `trl`, sorted; none where it is not installed."""
+    """Return the sorted files of the package `trl`; empty if TRL is not installed."""
     python = installed_python("trl")
     if python is None:
         return []
@@ -31,8 +31,13 @@ def trl_files(pattern: str) -> list[Path]:
 
 
 def trl_functions(path: str, *names: str, **scope: Any) -> dict[str, Callable[..., Any]]:
-    """Functions of a file of TRL by their names, also nested ones; `scope` has the names that their
-    code refers to."""
+    """Return functions of one of TRL's files by name, including nested functions.
+
+    Args:
+        path: Path in the package `trl`.
+        names: Names of the functions.
+        scope: Values of the global names that the functions use.
+    """
     [file] = trl_files(path)
     tree = ast.parse(file.read_text(encoding="utf-8"))
     wanted = [

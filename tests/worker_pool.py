@@ -1,9 +1,9 @@
-"""Process worlds that stay alive between tests, forked from a process that has imported torch and
-megatron-core.
+"""Worlds of worker ranks that stay alive between tests, forked from a process that has imported
+torch and megatron-core.
 
-Starting a world, connecting its process groups and leaving them took a third of the time of the
+Starting a world, connecting its process groups and destroying them took a third of the time of the
 tests that use one. A world is therefore started once for each number of ranks, and its process
-groups are kept.
+groups are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from aligner.launcher.server_ports import FreePorts
 
 GC_THRESHOLD = 50_000
-"""New objects between two searches for garbage. Python's 700 took a tenth of the time of tests."""
+"""New objects between two garbage collections. Python's 700 took a tenth of the time of tests."""
 _GROUP_TIMEOUT = timedelta(seconds=120)
 _CHECK_TIMEOUT = timedelta(seconds=30)
 _PORTS = FreePorts()
@@ -175,7 +175,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, is_kept: bool) -> None:
             function = getattr(importlib.import_module(module), name)
             if module not in imported:
                 imported.add(module)
-                gc.freeze()  # what an import leaves stays: collecting need not look at it
+                gc.freeze()  # exclude imported objects from garbage collection
 
             if not is_kept:
                 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
@@ -214,7 +214,7 @@ class _World:
 
         results, failures = [], []
         for rank, (_, pipe) in enumerate(self._ranks):
-            # Ranks that wait for one that has failed are not waited for.
+            # Do not wait for ranks that wait for a failed rank.
             if not pipe.poll(5 if failures else timeout):
                 failures.append(f"rank {rank} of {self.size} did not answer")
                 continue

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of this room."""
+"""Functions that worker ranks run for the tests of the algorithms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aligner.schema import AlgorithmConfig, Config, TeacherConfig
 from tests.megatron.jobs import TEMPERATURE, make_experience, policy
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
-"""An optimizer that leaves the weights as they are, so that one policy serves many algorithms."""
+"""Optimizer settings that do not change the weights, so that one policy serves many algorithms."""
 
 
 def corrected_loss(
@@ -32,7 +32,7 @@ def corrected_loss(
 
 
 def stale_experience(vocab_size: int) -> Experience:
-    """Drawn by an engine whose log-probs are not the trainer's."""
+    """Return an experience whose engine log-probs differ from the trainer's."""
     experience = make_experience(vocab_size)
     noise = torch.randn(experience.old_logprobs.shape, generator=torch.Generator().manual_seed(6))
     return dataclasses.replace(experience, engine_logprobs=experience.old_logprobs + 0.3 * noise)
@@ -41,7 +41,7 @@ def stale_experience(vocab_size: int) -> Experience:
 def corrected_update(
     directory: str, layout: dict[str, Any], level: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """The policy's log-probs, and the statistics of an update of it."""
+    """Return the policy's log-probs and the statistics of one update."""
     actor = policy(directory, layout)
     experience = stale_experience(actor.runner.shape.vocab_size)
     logprobs = actor.logprobs(experience.tokens, experience.lengths)
@@ -57,8 +57,10 @@ def taught_updates(
     micro_batch_tokens: int,
     configs: Mapping[str, Config],
 ) -> dict[str, dict[str, float]]:
-    """The statistics of a policy's update by each configuration's divergence from a teacher at the
-    same layout."""
+    """Update the policy with the teacher divergence of each configuration.
+
+    Policy and teacher have the same layout. Return the statistics of each update.
+    """
     settings = {
         "micro_batch_tokens": micro_batch_tokens,
         "optimizer": STILL,
@@ -97,8 +99,10 @@ def taught_updates(
 def updates(
     directory: str, layout: dict[str, Any], micro_batch_tokens: int, configs: Mapping[str, Config]
 ) -> dict[str, dict[str, float]]:
-    """The statistics of each algorithm's update of the same policy on the same rows, two samples a
-    prompt."""
+    """Update the same policy on the same rows with each algorithm; return the statistics.
+
+    Each prompt has two samples.
+    """
     actor = policy(
         directory, layout, {"micro_batch_tokens": micro_batch_tokens, "optimizer": STILL}
     )

@@ -1,4 +1,4 @@
-"""Samples without a score in advantages, selections, metrics and evaluations."""
+"""Test samples without a score in advantages, selections, metrics and evaluations."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def rollout() -> RolloutBatch:
     )
 
 
-def composed(name: str, *overrides: str) -> Config:
+def compose(name: str, *overrides: str) -> Config:
     settings = (f"algorithm={name}", f"rollout.samples_per_prompt={EACH}")
     return compose_config(["experiment=tiny_ppo", *settings, *overrides])
 
 
 def advantages(name: str, rows: list[int], *overrides: str) -> torch.Tensor:
-    """The advantages of the last response token of some rows."""
-    config = composed(name, "algorithm.kl_coefficient=0", *overrides)
+    """Return the advantages at the last response token of the given rows."""
+    config = compose(name, "algorithm.kl_coefficient=0", *overrides)
     algorithm = build_online_algorithm(config)
     chosen = torch.tensor(rows)
     batch, scores = rollout().batch.select(chosen), SCORES[chosen]
@@ -70,12 +70,12 @@ def advantages(name: str, rows: list[int], *overrides: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "gspo", "dapo"])
-def test_advantages_of_incomplete_groups_are_those_of_the_group_alone(name):
+def test_incomplete_groups_do_not_affect_other_groups(name):
     incomplete, complete = [0, 2, 3], [16, 17, 18, 19]
     plain = ("algorithm.whiten_advantages=false",)
-    together = advantages(name, incomplete + complete, *plain)
+    combined = advantages(name, incomplete + complete, *plain)
     alone = torch.cat([advantages(name, rows, *plain) for rows in (incomplete, complete)])
-    assert torch.equal(together, alone) and together.isfinite().all()
+    assert torch.equal(combined, alone) and combined.isfinite().all()
 
 
 def test_whitening_over_a_prompt_uses_its_scored_samples():
@@ -100,7 +100,7 @@ def test_whitening_over_a_prompt_uses_its_scored_samples():
     ],
 )
 def test_group_algorithms_need_two_scores_of_a_prompt(name, overrides, expected):
-    assert build_online_algorithm(composed(name, *overrides)).least_scores == expected
+    assert build_online_algorithm(compose(name, *overrides)).least_scores == expected
 
 
 def test_rows_of_groups_with_too_few_scores_are_left_out():

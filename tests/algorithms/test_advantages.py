@@ -1,4 +1,4 @@
-"""Advantage estimators against their formulas, in loops over the masked tokens alone."""
+"""Test advantage estimators against loops over the masked tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from aligner.algorithms.whitening import masked_mean, masked_whiten
 SEEDS = st.integers(0, 10_000)
 
 
-def draw(seed: int, rows: int = 6, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards and values [rows, width], NaN and infinite behind a random mask, which leaves a row
-    empty."""
+def random_inputs(seed: int, rows: int = 6, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random rewards, values and a mask, [rows, width] each.
+
+    Outside the mask, rewards are NaN and values are infinite. One row of the mask is empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     rewards, values = (
         torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)
@@ -45,7 +47,7 @@ def returns_of(rewards: list[float], gamma: float) -> list[float]:
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1), lam=st.floats(0, 1))
 def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
-    rewards, values, mask = draw(seed)
+    rewards, values, mask = random_inputs(seed)
     found, returns = advantages.gae(rewards, values, mask, gamma, lam)
     assert not found[~mask].any() and not returns[~mask].any()
     for row, inside in enumerate(mask):
@@ -60,18 +62,18 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(seed, gamma, lam):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
-    rewards, values, mask = draw(seed)
+def test_gae_bootstraps_truncated_responses(seed, gamma, lam):
+    rewards, values, mask = random_inputs(seed)
     last = torch.randn(6, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
-    last[seed % 5] = 0.0  # this one has ended
+    last[seed % 5] = 0.0  # this response is complete
     found, returns = advantages.gae(rewards, values, mask, gamma, lam, last)
     assert not found[~mask].any() and not returns[~mask].any()
     for row, inside in enumerate(mask):
         r, v = rewards[row][inside].tolist(), [*values[row][inside].tolist(), float(last[row])]
         expected = returns_of([r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))], gamma * lam)
         assert found[row][inside].tolist() == pytest.approx(expected)
-        # The λ-return, from its definition: every n-step return, weighed by (1 - λ)·λ^(n-1), and
-        # the longest by what is left.
+        # Definition of the λ-return: each n-step return has the weight (1 - λ)·λ^(n-1), and the
+        # longest return has the remaining weight.
         for t in range(len(r)):
             steps = [
                 sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n]
@@ -86,8 +88,8 @@ def test_a_response_that_was_cut_goes_on_with_its_value(seed, gamma, lam):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1))
-def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_batch(seed, gamma):
-    rewards, _, mask = draw(seed)
+def test_reinforce_variants_equal_loop_reference(seed, gamma):
+    rewards, _, mask = random_inputs(seed)
     found, plus_plus = (
         of(rewards, mask, gamma) for of in (advantages.reinforce, advantages.reinforce_plus_plus)
     )
@@ -103,7 +105,7 @@ def test_reinforce_is_the_discounted_return_and_plus_plus_whitens_it_over_the_ba
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, size=st.sampled_from([2, 3, 6]))
-def test_grouped_estimators_compare_a_score_with_its_own_group(seed, size):
+def test_grouped_advantages_equal_loop_reference(seed, size):
     scores = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     estimators = (advantages.rloo, advantages.grpo, advantages.dr_grpo)
     for index, values in enumerate(
@@ -121,14 +123,14 @@ def test_grouped_estimators_compare_a_score_with_its_own_group(seed, size):
 
 
 @pytest.mark.parametrize("estimator", [advantages.rloo, advantages.grpo, advantages.dr_grpo])
-def test_a_group_whose_scores_are_equal_has_no_advantage(estimator):
+def test_equal_integer_scores_have_zero_advantage(estimator):
     scores = torch.tensor([1, 1, 1, 0, 0, 0])
     assert estimator(scores, 3).tolist() == [0.0] * 6
 
 
 @settings(max_examples=60, deadline=None)
 @given(score=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 9))
-def test_equal_scores_have_no_advantage_to_the_last_bit(score, size):
+def test_equal_scores_have_exactly_zero_advantage(score, size):
     groups = torch.tensor([score] * size + [0.0, *[1.0] * (size - 1)])
     for estimator in (advantages.rloo, advantages.grpo, advantages.dr_grpo):
         found = estimator(groups, size)
@@ -136,7 +138,7 @@ def test_equal_scores_have_no_advantage_to_the_last_bit(score, size):
 
 
 @pytest.mark.parametrize("value", [0.1, -0.7, 1000.1, 123456.7])
-def test_whitening_makes_nothing_of_equal_values(value):
+def test_whitening_of_equal_values_is_zero(value):
     mask = torch.ones(3, 7).bool()
     mask[:, 5:] = False
     values = torch.where(mask, torch.full(mask.shape, value), math.nan)
@@ -167,7 +169,7 @@ def test_whitening_makes_nothing_of_equal_values(value):
         lambda scores, size: advantages.group_whiten(scores[:, None], torch.ones(6, 1), size),
     ],
 )
-def test_groups_that_are_none_are_refused(estimate):
+def test_invalid_group_size_is_refused(estimate):
     with pytest.raises(ValueError, match="group_size=1: must be >= 2"):
         estimate(torch.zeros(6), 1)
     with pytest.raises(
@@ -176,7 +178,7 @@ def test_groups_that_are_none_are_refused(estimate):
         estimate(torch.zeros(6), 4)
 
 
-def test_scores_of_tokens_are_refused():
+def test_per_token_scores_are_refused():
     with pytest.raises(
         ValueError, match=r"scores: got shape \(4, 2\), must be \[B\], one score per response"
     ):
@@ -185,8 +187,8 @@ def test_scores_of_tokens_are_refused():
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, size=st.sampled_from([2, 3, 6]))
-def test_group_whitening_sees_the_masked_tokens_of_a_group_only(seed, size):
-    values, _, mask = draw(seed)
+def test_group_whitening_uses_masked_tokens_of_group(seed, size):
+    values, _, mask = random_inputs(seed)
     found = advantages.group_whiten(values, mask, size)
     assert not found[~mask].any()
     for start in range(0, 6, size):
@@ -196,7 +198,7 @@ def test_group_whitening_sees_the_masked_tokens_of_a_group_only(seed, size):
         )
 
 
-def test_a_row_without_tokens_does_not_shift_its_group():
+def test_empty_row_does_not_shift_its_group():
     values = torch.tensor([[1.0, 3.0], [5.0, 2.0], [9.0, 9.0], [4.0, 6.0]])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
     found = advantages.group_whiten(values, mask, 2)
@@ -208,8 +210,8 @@ def test_a_row_without_tokens_does_not_shift_its_group():
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, shift=st.booleans())
-def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shift):
-    values, _, mask = draw(seed)
+def test_whitening_uses_masked_population_variance(seed, shift):
+    values, _, mask = random_inputs(seed)
     chosen = values[mask].tolist()
     mean = sum(chosen) / len(chosen)
     assert float(masked_mean(values, mask)) == pytest.approx(mean)
@@ -224,10 +226,12 @@ def test_whitening_is_by_the_population_variance_of_the_masked_values(seed, shif
 
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS)
-def test_grpo_of_steps_is_the_sum_of_the_normalized_rewards_of_the_steps_to_come(seed):
-    """What a response got beside its steps counts with its last one, or is the one step of a
-    response without."""
-    rewards, _, mask = draw(seed)
+def test_grpo_steps_equals_loop_reference(seed):
+    """Rewards outside step ends count at the last step end of their response.
+
+    In a response without step ends, they count at the last token.
+    """
+    rewards, _, mask = random_inputs(seed)
     mask[seed % 6, seed % 8] = True
     rewards = torch.where(mask, rewards.nan_to_num(0.5), math.nan)
     ends = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed + 1)) > 0.6
@@ -253,7 +257,7 @@ def test_grpo_of_steps_is_the_sum_of_the_normalized_rewards_of_the_steps_to_come
                 )
 
 
-def test_grpo_of_steps_that_are_all_worth_the_same_is_0_and_of_one_step_each_is_grpo():
+def test_grpo_steps_is_0_for_equal_steps_and_grpo_for_one_step():
     mask = torch.ones(4, 3, dtype=torch.bool)
     ends = torch.tensor(
         [[False, True, True], [True, False, True], [False, False, True], [True, True, True]]

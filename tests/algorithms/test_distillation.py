@@ -1,5 +1,4 @@
-"""Distillation's advantages and divergences against loops in float64 and against TRL's; what an
-algorithm makes of them."""
+"""Test advantages and divergences of distillation against float64 loops, TRL and transformers."""
 
 from __future__ import annotations
 
@@ -26,9 +25,11 @@ from tests.trl_source import needs_trl, trl_functions
 ROWS, PROMPT, WIDTH = 6, 2, 9
 
 
-def draw(seed: int = 0):
-    """Log-probs of policy and teacher, float64 [rows, width], not a number outside the mask, which
-    leaves a row empty."""
+def random_logprobs(seed: int = 0):
+    """Return random log-probs of policy and teacher, float64, and a mask, [rows, width] each.
+
+    Log-probs outside the mask are NaN. The first row of the mask is empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     policy, teacher = (
         -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64) * 5 for _ in range(2)
@@ -39,8 +40,8 @@ def draw(seed: int = 0):
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25, 3.0])
-def test_each_token_has_its_own_reverse_kl_and_no_later_ones(weight):
-    policy, teacher, mask = draw()
+def test_token_advantage_is_its_negative_reverse_kl(weight):
+    policy, teacher, mask = random_logprobs()
     found = distillation_advantages(policy, teacher, mask, weight)
     for row in range(ROWS):
         for place in range(WIDTH):
@@ -52,8 +53,8 @@ def test_each_token_has_its_own_reverse_kl_and_no_later_ones(weight):
     assert torch.equal(found, -weight * reverse_kl(policy, teacher, mask))
 
 
-def test_their_policy_gradient_is_that_of_the_reverse_kl_at_a_prefix():
-    """In the mean over all tokens that may come next, each as often as the policy draws it."""
+def test_policy_gradient_equals_reverse_kl_gradient():
+    """The expectation is over all next tokens, weighted by the policy's probabilities."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
     policy = logits.log_softmax(0)
@@ -71,7 +72,7 @@ ALONE = "algorithm=on_policy_distillation"
 
 
 def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experience, torch.Tensor]:
-    """Of random samples, the configuration, and the teacher's log-probs."""
+    """Return a configuration, the experience of random samples, and the teacher's log-probs."""
     given = ("teacher.path=somewhere",) if teacher else ()
     config = compose_config(
         ["experiment=tiny_ppo", "rollout.samples_per_prompt=2", *given, *overrides]
@@ -102,7 +103,7 @@ def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experienc
     return config, algorithm.experience(samples), its
 
 
-def test_alone_the_advantages_are_the_teachers_whatever_the_scores_are():
+def test_distillation_advantages_ignore_scores():
     _, found, teacher = experience(ALONE, "teacher.weight=0.5")
     expected = torch.where(found.mask, 0.5 * (teacher - found.old_logprobs), 0.0)
     torch.testing.assert_close(found.advantages, expected)
@@ -110,7 +111,7 @@ def test_alone_the_advantages_are_the_teachers_whatever_the_scores_are():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_plus_plus", "dapo"])
-def test_beside_a_reward_they_are_added_to_the_estimators_whitened_ones(algorithm):
+def test_teacher_and_reward_advantages_are_summed(algorithm):
     _, rewarded, _ = experience(f"algorithm={algorithm}", teacher=False)
     _, both, teacher = experience(f"algorithm={algorithm}", "teacher.weight=0.1")
     expected = rewarded.advantages + torch.where(
@@ -120,14 +121,14 @@ def test_beside_a_reward_they_are_added_to_the_estimators_whitened_ones(algorith
     assert rewarded.teacher_logprobs is None
 
 
-def test_the_policys_log_probs_are_those_that_the_ratio_is_against():
+def test_sampler_ratio_makes_advantages_use_engine_logprobs():
     _, found, teacher = experience("algorithm=grpo", "algorithm.ratio_against=sampler")
     _, plain, _ = experience("algorithm=grpo", "algorithm.ratio_against=sampler", teacher=False)
     expected = torch.where(found.mask, teacher - found.engine_logprobs, 0.0)
     torch.testing.assert_close(found.advantages - plain.advantages, expected)
 
 
-def test_a_step_with_a_teacher_knows_the_policys_log_probs_before_its_only_update():
+def test_teacher_advantages_need_extra_logprob_pass():
     config = compose_config(["experiment=tiny_ppo", ALONE, "algorithm.minibatches=1"])
     assert not asks_before_update(config)
     assert asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere")))
@@ -136,7 +137,7 @@ def test_a_step_with_a_teacher_knows_the_policys_log_probs_before_its_only_updat
     )
 
 
-def test_rows_that_are_selected_keep_their_own():
+def test_selected_rows_keep_their_teacher_logprobs():
     _, found, teacher = experience(ALONE)
     rows = torch.tensor([4, 1])
     chosen = found.select(rows)
@@ -148,8 +149,10 @@ def test_rows_that_are_selected_keep_their_own():
 def random_samples(
     algorithm: OnlineAlgorithm, mask: torch.Tensor, old: torch.Tensor, teacher: torch.Tensor
 ) -> ScoredSamples:
-    """One token before the first that the mask may hold, scores that say nothing, and the policy
-    its own reference."""
+    """Return samples with prompts of one token and random scores.
+
+    The policy is its own reference model.
+    """
     rows, width = mask.shape
     whole, ones = torch.full((rows,), width + 1), torch.ones(rows, dtype=torch.int64)
     versions = torch.zeros(mask.shape, dtype=torch.int64)
@@ -163,17 +166,19 @@ def random_samples(
     )
 
 
-def test_a_teachers_loss_and_its_gradient_are_those_of_loops_over_tokens():
-    """200 random steps: PPO's clipped surrogate of each token with the teacher's advantage, the
-    mean over all tokens."""
+def test_distillation_loss_equals_token_loop():
+    """Compare 200 random steps with the mean of PPO's clipped surrogate over all tokens.
+
+    The advantage of each token is the teacher's.
+    """
     config = compose_config(
         ["experiment=tiny_ppo", "algorithm=on_policy_distillation", "teacher.path=somewhere"]
     )
     algorithm = build_online_algorithm(with_values(config, {"teacher.weight": 0.7}))
     low, high = config.algorithm.clip_low, config.algorithm.clip_high
     for seed in range(200):
-        drawn = draw(seed)
-        old, teacher, mask = (values[drawn[2].any(1)] for values in drawn)
+        inputs = random_logprobs(seed)
+        old, teacher, mask = (values[inputs[2].any(1)] for values in inputs)
         generator = torch.Generator().manual_seed(1000 + seed)
         new = (
             old + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
@@ -199,7 +204,7 @@ KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 
 def by_loops(kind: str, teacher: list[Tensor], policy: list[Tensor], beta: float) -> Tensor:
-    """Of probabilities, outcome by outcome."""
+    """Return the divergence of two distributions as a sum over outcomes."""
     total = torch.zeros((), dtype=torch.float64)
     for one, other in zip(teacher, policy, strict=True):
         mixture = beta * one + (1 - beta) * other
@@ -214,8 +219,12 @@ def by_loops(kind: str, teacher: list[Tensor], policy: list[Tensor], beta: float
 
 
 def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs of some tokens and of all others together: logits [..., V] and ids [..., k] to
-    [..., k+1]."""
+    """Return log-probs of the given tokens and of the sum of all others, [..., k+1].
+
+    Args:
+        logits: [..., V].
+        ids: Token ids, [..., k].
+    """
     every = logits.log_softmax(-1)
     others = torch.ones_like(every, dtype=torch.bool).scatter(-1, ids, False)
     rest = torch.where(others, every, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-500)
@@ -223,11 +232,13 @@ def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_tokens_and_outcomes(
+def test_divergence_loss_equals_token_loop(
     kind,
 ):
-    """200 random steps of vocabularies of 2 to 9 tokens, of which the teacher tells 1 to all, with
-    a reward's loss beside."""
+    """Compare 200 random steps, in which the divergence is added to the loss of a reward.
+
+    The vocabularies have 2 to 9 tokens; the teacher returns log-probs of 1 to all of them.
+    """
     composed = compose_config(
         ["experiment=tiny_ppo", "algorithm=reinforce_plus_plus", "teacher.path=somewhere"]
     )
@@ -245,12 +256,14 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
         )
         logits.requires_grad_()
         ids = its.topk(count).indices
-        drawn = torch.where(mask, logits.log_softmax(-1)[..., 0], 0.0)
+        token_logprobs = torch.where(mask, logits.log_softmax(-1)[..., 0], 0.0)
         taught = algorithm.experience(
-            random_samples(algorithm, mask, drawn.detach(), torch.zeros_like(drawn))
+            random_samples(
+                algorithm, mask, token_logprobs.detach(), torch.zeros_like(token_logprobs)
+            )
         )
         plain = algorithm.loss(taught, 0.0)(
-            drawn, torch.zeros_like(drawn), taught, float(mask.sum())
+            token_logprobs, torch.zeros_like(token_logprobs), taught, float(mask.sum())
         )[0]
         seen = {
             "candidates": ids,
@@ -261,15 +274,15 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
             taught, **{name: torch.where(mask[..., None], each, 0) for name, each in seen.items()}
         )
         found, stats = algorithm.loss(rows, 0.0)(
-            drawn, torch.zeros_like(drawn), rows, float(mask.sum())
+            token_logprobs, torch.zeros_like(token_logprobs), rows, float(mask.sum())
         )
 
         terms = []
         teacher, policy = its.softmax(-1), logits.softmax(-1)
         for row, place in mask.nonzero().tolist():
-            told = ids[row, place].tolist()
-            others = [token for token in range(size) if token not in told]
-            both = [[of[row, place, token] for token in told] for of in (teacher, policy)]
+            candidate_ids = ids[row, place].tolist()
+            others = [token for token in range(size) if token not in candidate_ids]
+            both = [[of[row, place, token] for token in candidate_ids] for of in (teacher, policy)]
             if others:
                 both = [
                     [*each, of[row, place, others].sum()]
@@ -278,11 +291,11 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
             terms.append(by_loops(kind, *both, beta))
         mean = torch.stack(terms).mean()
         assert float(stats["teacher_divergence"]) == pytest.approx(float(mean), rel=1e-9)
-        offline, told = taught_loss(
-            drawn, rows, with_values(composed, settings).teacher, float(mask.sum())
+        offline, offline_stats = taught_loss(
+            token_logprobs, rows, with_values(composed, settings).teacher, float(mask.sum())
         )
         torch.testing.assert_close(offline, found - plain, rtol=1e-9, atol=1e-12)
-        assert told["teacher_divergence"] == stats["teacher_divergence"]
+        assert offline_stats["teacher_divergence"] == stats["teacher_divergence"]
         gradients = [
             torch.autograd.grad(loss, logits, retain_graph=True)[0]
             for loss in (found, plain + weight * mean)
@@ -291,13 +304,13 @@ def test_a_divergence_in_the_loss_and_its_gradient_are_those_of_loops_over_token
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
-def test_the_advantages_are_then_the_rewards_alone():
+def test_divergence_loss_keeps_advantages():
     _, plain, _ = experience("algorithm=grpo", teacher=False)
     _, found, _ = experience("algorithm=grpo", "teacher.loss=reverse_kl")
     assert torch.equal(found.advantages, plain.advantages)
 
 
-def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kls():
+def test_scaled_jensen_shannon_approaches_both_kls():
     generator = torch.Generator().manual_seed(4)
     teacher, policy = (
         torch.randn(5, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -318,8 +331,8 @@ def test_over_its_share_a_generalized_jensen_shannon_divergence_tends_to_both_kl
     ("kind", "beta", "theirs"),
     [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jensen_shannon", 0.3, 0.3)],
 )
-def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
-    """200 random cases of the k most probable tokens and a tail."""
+def test_divergences_and_gradients_equal_trl(kind, beta, theirs):
+    """Compare 200 random cases of the top-k tokens and a tail bucket."""
     trl = trl_functions(
         "experimental/server_distillation/server_distillation_trainer.py",
         "_jsd_divergence",
@@ -347,9 +360,7 @@ def test_divergences_and_their_gradients_are_trls(kind, beta, theirs):
 
 
 @pytest.mark.slow
-def test_through_megatron_a_divergence_and_the_norm_of_its_gradients_are_those_of_transformers_at_every_layout(
-    pool, tmp_path
-):
+def test_megatron_divergence_equals_transformers(pool, tmp_path):
     from transformers import LlamaForCausalLM
 
     directories = [

@@ -1,3 +1,5 @@
+"""Test preference losses of pairs and of labeled answers against the papers' formulas."""
+
 from __future__ import annotations
 
 import math
@@ -17,7 +19,7 @@ REFERENCE = torch.tensor([[-12.0, 0.0, 5.0], [-11.5, math.nan, -1.0]])
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [
-        # the walk-through's number: policy (-10, -11), reference (-12, -11.5), beta 0.1
+        # A published example: policy (-10, -11), reference (-12, -11.5), beta 0.1.
         (PreferenceConfig(), 0.620957),
         (PreferenceConfig(kind="ipo"), (1.5 - 5.0) ** 2),
         (
@@ -27,9 +29,7 @@ REFERENCE = torch.tensor([[-12.0, 0.0, 5.0], [-11.5, math.nan, -1.0]])
     ],
     ids=["sigmoid", "ipo", "conservative"],
 )
-def test_a_pairs_loss_is_that_of_its_answers_own_tokens(
-    settings: PreferenceConfig, loss: float
-) -> None:
+def test_pair_loss_uses_only_masked_tokens(settings: PreferenceConfig, loss: float) -> None:
     value, stats = pair_loss(LOGPROBS, REFERENCE, MASK, settings, pairs=1)
     assert value.item() == pytest.approx(loss, abs=1e-5)
     assert stats["loss"].item() == value.item()
@@ -37,7 +37,7 @@ def test_a_pairs_loss_is_that_of_its_answers_own_tokens(
     assert stats["accuracy"].item() == 1
 
 
-def test_parts_of_a_batch_add_up_to_it() -> None:
+def test_pair_losses_of_parts_sum_to_batch_loss() -> None:
     generator = torch.Generator().manual_seed(2)
     logprobs, reference = (-torch.rand(8, 5, generator=generator) for _ in range(2))
     mask = torch.rand(8, 5, generator=generator) < 0.6
@@ -66,10 +66,11 @@ KINDS = {
 
 
 def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin: float) -> float:
-    """A pair's loss by the papers' formulas, in Python's own numbers.
+    """Compute the loss of a pair with the papers' formulas, in Python floats.
 
-    `answers` are the policy's and the reference's log-probs of the chosen and the rejected answer's
-    tokens.
+    Args:
+        answers: Log-probs of the policy and of the reference model; for each model, those of the
+            chosen and of the rejected answer's tokens.
     """
     (chosen, rejected), (reference_chosen, reference_rejected) = answers
     beta, cross_entropy = settings.beta, -sum(chosen) / len(chosen)
@@ -111,9 +112,11 @@ def by_hand(answers: list[list[list[float]]], settings: PreferenceConfig, margin
 
 @pytest.mark.promise("losses-equal-their-formulas")
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_loss_and_its_gradient_are_the_papers_formula(name: str) -> None:
-    """Two hundred random pairs, their losses weighed; the gradient of one token's log-prob by
-    differences of the formula's."""
+def test_preference_losses_equal_paper_formulas(name: str) -> None:
+    """Compare 200 random pairs with weights.
+
+    The expected gradient of a token's log-prob is a finite difference of the formula.
+    """
     generator, settings = torch.Generator().manual_seed(5), KINDS[name]
     pairs, width, step = 200, 6, 1e-6
     logprobs, reference = (
@@ -150,7 +153,7 @@ def test_every_kind_of_loss_and_its_gradient_are_the_papers_formula(name: str) -
 
 
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_a_loss_without_a_reference_does_not_look_at_one(kind: str) -> None:
+def test_reference_free_loss_ignores_reference(kind: str) -> None:
     settings = PreferenceConfig(kind=kind)
     logprobs = torch.where(MASK, LOGPROBS, 0.0)
     nowhere = torch.full_like(REFERENCE, math.nan)
@@ -158,9 +161,7 @@ def test_a_loss_without_a_reference_does_not_look_at_one(kind: str) -> None:
     assert value.isfinite() and stats["margin"].item() == pytest.approx(settings.beta * (-5 + 11))
 
 
-def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_asks_for_them() -> (
-    None
-):
+def test_orpo_is_finite_and_rpo_requires_margins() -> None:
     certain = torch.zeros(2, 3, requires_grad=True)
     value, _ = pair_loss(certain, certain, MASK, PreferenceConfig(kind="orpo"), pairs=1)
     value.backward()
@@ -171,7 +172,7 @@ def test_odds_of_a_certain_answer_are_finite_and_a_kind_that_goes_by_margins_ask
 
 @pytest.mark.promise("losses-equal-their-formulas")
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
-def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
+def test_kto_loss_equals_paper_formula(baseline: float) -> None:
     generator, pieces, width = torch.Generator().manual_seed(6), 200, 5
     logprobs, reference = (
         -3 * torch.rand(pieces, width, generator=generator, dtype=torch.float64) for _ in range(2)
@@ -220,6 +221,6 @@ def test_kto_and_its_gradient_are_the_papers_formula(baseline: float) -> None:
         for part in torch.arange(pieces).split(60)
     ]
     assert sum(part.item() for part, _ in parts) == pytest.approx(expected)
-    assert sum(float(told["accuracy"]) for _, told in parts) == pytest.approx(
+    assert sum(float(part_stats["accuracy"]) for _, part_stats in parts) == pytest.approx(
         stats["accuracy"].item()
     )

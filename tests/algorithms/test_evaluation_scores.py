@@ -1,4 +1,4 @@
-"""The measures of an evaluation against enumeration, independent formulas and published numbers."""
+"""Test evaluation metrics against enumeration, independent formulas and published values."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from aligner.algorithms.evaluation_scores import (
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
-def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(samples: int) -> None:
+def test_pass_at_k_equals_enumeration_of_subsets(samples: int) -> None:
     correct = torch.arange(samples + 1)
     for k in range(1, samples + 1):
-        draws = list(itertools.combinations(range(samples), k))
+        subsets = list(itertools.combinations(range(samples), k))
         shares = [
-            sum(min(draw) < right for draw in draws) / len(draws) for right in correct.tolist()
+            sum(min(subset) < right for subset in subsets) / len(subsets)
+            for right in correct.tolist()
         ]
         assert pass_at_k(correct, samples, k).tolist() == pytest.approx(shares, abs=1e-12)
 
 
 def test_pass_at_k_stays_exact_where_factorials_are_huge() -> None:
-    # 1 - C(197, 100) / C(200, 100), by hand: 1 - (100 * 99 * 98) / (200 * 199 * 198).
+    # 1 - C(197, 100) / C(200, 100), expanded manually: 1 - (100 * 99 * 98) / (200 * 199 * 198).
     assert float(pass_at_k(torch.tensor([3]), 200, 100)) == pytest.approx(
         1 - 970200 / 7880400, abs=1e-12
     )
 
 
-def test_pass_at_k_is_unbiased_where_one_less_the_power_of_failures_is_not() -> None:
-    """Over all outcomes of 4 samples, each right with probability 0.3, it averages to the
-    probability of one in 2."""
+def test_pass_at_k_is_unbiased() -> None:
+    """The expectation of pass@2 equals the probability of a correct one of 2 samples.
+
+    It is computed over all outcomes of 4 samples; each sample is correct with probability 0.3.
+    """
     outcomes = [
         (math.comb(4, right) * 0.3**right * 0.7 ** (4 - right), right) for right in range(5)
     ]
@@ -50,12 +53,12 @@ def test_pass_at_k_is_unbiased_where_one_less_the_power_of_failures_is_not() -> 
 
 
 @pytest.mark.parametrize(("correct", "k"), [(1, 0), (1, 5), (-1, 2), (5, 2)])
-def test_pass_at_k_refuses_what_is_not_there(correct: int, k: int) -> None:
+def test_pass_at_k_refuses_invalid_counts(correct: int, k: int) -> None:
     with pytest.raises(ValueError, match=r"must be in \["):
         pass_at_k(torch.tensor([correct]), 4, k)
 
 
-def test_a_win_counts_one_and_a_tie_half() -> None:
+def test_win_counts_one_and_tie_counts_half() -> None:
     assert win_rate(torch.tensor([1.0, 0.5, -2.0]), torch.tensor([0.0, 0.5, 0.0])).tolist() == [
         1.0,
         0.5,
@@ -64,7 +67,7 @@ def test_a_win_counts_one_and_a_tie_half() -> None:
     assert win_rate(torch.tensor([[1.0, 0.5, -2.0, 3.0]]), torch.tensor([0.5])).tolist() == [0.625]
 
 
-def test_perplexity_is_that_of_the_masked_tokens_whatever_lies_outside() -> None:
+def test_perplexity_uses_only_masked_tokens() -> None:
     probabilities = torch.tensor([[0.5, 0.25, 0.9], [0.125, 0.1, 0.9]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     logprobs = torch.where(mask, probabilities.log(), torch.nan)
@@ -83,7 +86,7 @@ def test_perplexity_is_that_of_the_masked_tokens_whatever_lies_outside() -> None
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_wilsons_interval_is_the_published_one(
+def test_wilson_interval_equals_published_values(
     successes: int, count: int, low: float, high: float
 ) -> None:
     assert wilson_interval(successes, count) == pytest.approx((low, high), abs=5e-5)
@@ -91,7 +94,7 @@ def test_wilsons_interval_is_the_published_one(
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_wilsons_bounds_are_where_the_normal_test_just_rejects() -> None:
+def test_wilson_bounds_solve_the_normal_test() -> None:
     for successes, confidence in ((3.5, 0.95), (9, 0.8)):
         z = {0.95: 1.959964, 0.8: 1.281552}[confidence]
         for bound in wilson_interval(successes, 12, confidence):
@@ -102,7 +105,7 @@ def test_wilsons_bounds_are_where_the_normal_test_just_rejects() -> None:
         wilson_interval(13, 12)
 
 
-def test_the_bootstrap_of_many_values_is_the_normal_interval_and_the_same_every_time() -> None:
+def test_bootstrap_approximates_normal_interval() -> None:
     values = torch.randn(400, generator=torch.Generator().manual_seed(2)) * 3 + 1
     low, high = bootstrap_interval(values, resamples=8000)
     half = 1.96 * float(values.std()) / 20
@@ -114,14 +117,16 @@ def test_the_bootstrap_of_many_values_is_the_normal_interval_and_the_same_every_
     assert bootstrap_interval(torch.ones(3)) == (1.0, 1.0)
 
 
-def test_the_bootstrap_of_two_values_is_found_by_enumeration() -> None:
-    """Means 0, 1/2 and 1 with probabilities 1/4, 1/2, 1/4: half the probability lies above 0 and
-    below 1."""
+def test_bootstrap_of_two_values_equals_enumeration() -> None:
+    """The bootstrap means are 0, 1/2 and 1 with probabilities 1/4, 1/2 and 1/4.
+
+    Half of the probability is strictly between 0 and 1.
+    """
     assert bootstrap_interval(torch.tensor([0.0, 1.0]), confidence=0.4) == (0.5, 0.5)
     assert bootstrap_interval(torch.tensor([0.0, 1.0]), confidence=0.6) == (0.0, 1.0)
 
 
-def test_an_evaluation_speaks_of_prompts() -> None:
+def test_evaluation_metrics_are_means_over_prompts() -> None:
     scores = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [2.0, 1.0, 0.5], [0.0, 1.0, 0.0]])
     metrics = evaluation_metrics(scores, 1.0, torch.tensor([0.5, 0.0, 1.0, 2.0]))
     assert metrics["eval/score"] == pytest.approx(6.5 / 12)
@@ -136,7 +141,7 @@ def test_an_evaluation_speaks_of_prompts() -> None:
     assert not any(name.startswith("eval/win_rate") for name in evaluation_metrics(scores, 1.0))
 
 
-def test_each_group_has_the_measures_of_its_own_prompts() -> None:
+def test_group_metrics_use_prompts_of_the_group() -> None:
     scores = torch.tensor([[1.0, 0.0], [0.2, 0.4], [1.0, 1.0], [0.0, 1.0]])
     metrics = group_metrics(scores, 1.0, ["a", "b", "a", "b"])
     for group, own in (("a", scores[[0, 2]]), ("b", scores[[1, 3]])):
@@ -148,20 +153,20 @@ def test_each_group_has_the_measures_of_its_own_prompts() -> None:
     assert len(metrics) == 8
 
 
-def test_what_a_judge_says_in_both_orders_becomes_wins_ties_and_order_bias() -> None:
-    """Against sums in a loop; what could not be read is in none of them."""
-    told = [
-        [(1.0, 1.0), (1.0, 0.0), None],  # won, tie for the place, unreadable
+def test_judged_metrics_equal_loop_over_verdicts() -> None:
+    """Unreadable verdicts are in no sum."""
+    verdicts = [
+        [(1.0, 1.0), (1.0, 0.0), None],  # win, tie due to order bias, unreadable
         [(0.5, 0.5), (0.0, 0.0), (0.5, 1.0)],
         [None, None, None],
         [(0.0, 1.0), (1.0, 1.0), (0.0, 0.5)],
     ]
     wins = torch.tensor(
-        [[[math.nan] * 2 if pair is None else pair for pair in prompt] for prompt in told]
+        [[[math.nan] * 2 if pair is None else pair for pair in prompt] for prompt in verdicts]
     )
-    read = [[pair for pair in prompt if pair is not None] for prompt in told]
-    rates = [sum((a + b) / 2 for a, b in prompt) / len(prompt) for prompt in read if prompt]
-    pairs = [pair for prompt in read for pair in prompt]
+    readable = [[pair for pair in prompt if pair is not None] for prompt in verdicts]
+    rates = [sum((a + b) / 2 for a, b in prompt) / len(prompt) for prompt in readable if prompt]
+    pairs = [pair for prompt in readable for pair in prompt]
     metrics = judged_metrics(wins)
     low, high = wilson_interval(sum(rates), 3)
     assert metrics == pytest.approx(

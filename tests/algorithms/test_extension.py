@@ -1,5 +1,4 @@
-"""A user's own estimator, loss and selection: the same numbers as built-in ones, and errors that
-say whose they are."""
+"""Test custom estimators, losses and selections: results and error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import FINISH_REASONS, Sample, collate
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
-from tests.algorithms.test_online_algorithm import EACH, composed, gradient, step
+from tests.algorithms.test_online_algorithm import EACH, compose, gradient, step
 
 HERE = "tests.algorithms.test_extension"
 
@@ -29,7 +28,7 @@ def own_gae(samples, settings):
 
 
 def own_clip(logprobs, rows, context):
-    """PPO's surrogate, written out."""
+    """Compute PPO's clipped surrogate from its formula."""
     difference = torch.where(rows.mask, logprobs - rows.old_logprobs, 0.0)
     ratio = difference.exp()
     surrogate = ratio * rows.advantages
@@ -49,21 +48,21 @@ def own_best(samples):
 
 
 def near_the_reference(samples):
-    """What only log-probs, rewards and values tell."""
+    """Select the five rows whose old log-probs are lowest relative to the reference."""
     assert samples.values is not None and samples.rewards.shape == samples.mask.shape
     difference = torch.where(samples.mask, samples.old_logprobs - samples.reference_logprobs, 0.0)
     return difference.sum(1).argsort()[:5]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo"])
-def test_built_in_numbers_come_out_bit_for_bit_through_a_users_functions(name):
+def test_user_functions_equal_built_in_bit_for_bit(name):
     own = "own_gae" if name == "ppo" else "own_grpo"
     settings = ("algorithm.truncated_importance=none", "algorithm.kl_coefficient=0")
     functions = (f"algorithm.advantage={HERE}:{own}", f"algorithm.loss={HERE}:own_clip")
     critic = ("algorithm.with_critic=true",) if name == "ppo" else ()
     found = []
     for overrides in (settings, (*settings, *functions, *critic)):
-        algorithm, experience, _, after = step(composed(name, *overrides))
+        algorithm, experience, _, after = step(compose(name, *overrides))
         found.append(
             (experience, *gradient(algorithm, experience, after, [torch.arange(len(after))]))
         )
@@ -77,17 +76,17 @@ def test_built_in_numbers_come_out_bit_for_bit_through_a_users_functions(name):
     )
 
 
-def test_a_users_selection_chooses_the_rows():
-    config = composed("best_of_n", f"algorithm.train_on={HERE}:own_best")
-    chosen, expected = step(config)[1], step(composed("best_of_n"))[1]
+def test_user_selection_chooses_the_rows():
+    config = compose("best_of_n", f"algorithm.train_on={HERE}:own_best")
+    chosen, expected = step(config)[1], step(compose("best_of_n"))[1]
     assert torch.equal(chosen.tokens, expected.tokens) and torch.equal(
         chosen.groups, expected.groups
     )
 
 
-def test_a_users_selection_sees_what_the_estimator_sees_and_comes_before_whitening():
-    all_of_them = step(composed("ppo"))[1]
-    config = composed(
+def test_user_selection_precedes_reward_whitening():
+    all_of_them = step(compose("ppo"))[1]
+    config = compose(
         "ppo", f"algorithm.train_on={HERE}:near_the_reference", "algorithm.whiten_rewards=true"
     )
     chosen = step(config)[1]
@@ -99,7 +98,7 @@ def test_a_users_selection_sees_what_the_estimator_sees_and_comes_before_whiteni
     assert torch.equal(chosen.rewards, expected)
 
 
-def test_what_a_function_sees_is_there():
+def test_batch_fields_for_user_functions_are_set():
     def sample(prompt, index, length, reason):
         tokens = torch.arange(2 + length)
         return Sample(
@@ -126,7 +125,7 @@ def test_what_a_function_sees_is_there():
     assert batch.select(torch.tensor([2, 3])).groups.tolist() == [1, 1]
     with pytest.raises(ValueError, match="prompts have 1 or 2 samples, must all have"):
         batch.select(torch.tensor([0, 1, 3])).samples_per_prompt  # noqa: B018
-    _, experience, _, _ = step(composed("ppo"))
+    _, experience, _, _ = step(compose("ppo"))
     seen = (
         "tokens",
         "mask",
@@ -191,16 +190,16 @@ def rows_twice(samples):
         ("train_on", "rows_twice", r"returned \[0, 0\], must be distinct row indices from 0 to 11"),
     ],
 )
-def test_a_function_that_goes_wrong_is_told_by_its_name(key, function, told):
+def test_user_function_error_names_its_key(key, function, told):
     plain = ("algorithm.train_on=all", "algorithm.loss=clip") if key == "advantage" else ()
-    config = composed("grpo", *plain, f"algorithm.{key}={HERE}:{function}")
+    config = compose("grpo", *plain, f"algorithm.{key}={HERE}:{function}")
     with pytest.raises(AlignerError, match=rf"algorithm\.{key}={HERE}:{function}: .*{told}"):
         algorithm, experience, _, after = step(config)
         gradient(algorithm, experience, after, [torch.arange(len(after))])
 
 
-def test_a_critic_has_to_be_told_what_to_learn():
-    config = composed("ppo", f"algorithm.advantage={HERE}:not_finite", "algorithm.with_critic=true")
+def test_user_advantage_must_include_returns_for_critic():
+    config = compose("ppo", f"algorithm.advantage={HERE}:not_finite", "algorithm.with_critic=true")
     with pytest.raises(
         AlignerError, match="must be a tuple of advantages and returns, because a critic is trained"
     ):
@@ -221,12 +220,12 @@ def test_a_critic_has_to_be_told_what_to_learn():
         (f"{HERE}:EACH", "'EACH' must be callable, got int"),
     ],
 )
-def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):
+def test_missing_or_uncallable_function_is_refused(name, told):
     with pytest.raises(ConfigError, match=f"algorithm.loss={name}: .*{told}"):
         extension.require_functions(AlgorithmConfig(loss=name))
 
 
-def test_total_is_the_mean_over_a_minibatchs_tokens():
+def test_total_is_masked_sum_over_denominator():
     terms, mask = torch.tensor([[1.0, 2.0, math.nan]]), torch.tensor([[True, True, False]])
     context = extension.LossContext(
         AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None

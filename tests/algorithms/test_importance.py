@@ -1,5 +1,4 @@
-"""Importance weights of the behavior policy, against numbers worked out by hand and against the
-formulas in plain Python."""
+"""Test importance weights of the behavior policy against hand-computed values and loops."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ LLAMA = {
 }
 ALL = torch.ones(1, 3, dtype=torch.bool)
 TERMS = (-1.1, -2.4, 0.8)
-"""-min(r·A, clip(r)·A) of the ratios 1.1, 1.25 and 0.5, clipped to 0.8 and 1.2."""
+"""-min(r·A, clip(r)·A) of the ratios 1.1, 1.25 and 0.5, clipped to [0.8, 1.2]."""
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,7 @@ TERMS = (-1.1, -2.4, 0.8)
         (10.0, "sequence", "drop", (6.4, 6.4, 6.4), 0.0),
     ],
 )
-def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(
-    cap, level, above, weights, truncated
-):
+def test_loss_terms_have_capped_importance_weights(cap, level, above, weights, truncated):
     new = NEW.clone().requires_grad_()
     loss, stats = policy_loss(
         new,
@@ -72,15 +69,15 @@ def test_each_term_is_weighed_by_the_capped_ratio_of_trainer_to_engine(
     )
     assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / 3)
     assert float(stats["importance_truncated"]) == pytest.approx(truncated)
-    # Of r = exp(new - proximal) alone, and only where it is not clipped: d(-w·r·A)/d(new) = -w·r·A.
+    # Only an unclipped r = exp(new - proximal) has a gradient: d(-w·r·A)/d(new) = -w·r·A.
     (gradient,) = torch.autograd.grad(loss, new)
     torch.testing.assert_close(gradient, tensor([[-weights[0] * 1.1 / 3, 0.0, 0.0]]))
     assert float(stats["clip_fraction"]) == pytest.approx(2 / 3)
     assert float(stats["ratio_max"]) == pytest.approx(1.25)
 
 
-def drawn(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
-    """New, behavior and proximal log-probs, advantages and a mask, all [rows, width]."""
+def random_inputs(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
+    """Return random new, behavior and proximal log-probs, advantages and a mask, [rows, width]."""
     generator = torch.Generator().manual_seed(0)
     proximal = -torch.rand(rows, width, generator=generator, dtype=torch.float64) * 3
     new, behavior = (
@@ -90,8 +87,8 @@ def drawn(rows: int = 6, width: int = 9) -> tuple[Tensor, ...]:
     return new, behavior, proximal, advantages, torch.rand(rows, width, generator=generator) > 0.4
 
 
-def plainly(new, behavior, proximal, advantages, mask, cap, level) -> float:
-    """The loss in probabilities and loops."""
+def loss_in_loops(new, behavior, proximal, advantages, mask, cap, level) -> float:
+    """Compute the loss from probabilities, in loops."""
     total, count = 0.0, 0
     for n, b, p, a, m in zip(
         *(part.tolist() for part in (new, behavior, proximal, advantages, mask)), strict=True
@@ -107,8 +104,8 @@ def plainly(new, behavior, proximal, advantages, mask, cap, level) -> float:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
-    new, behavior, proximal, advantages, mask = drawn()
+def test_corrected_loss_and_its_parts_equal_formula(level):
+    new, behavior, proximal, advantages, mask = random_inputs()
     new.requires_grad_()
 
     def loss(rows: slice, denominator: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,7 +120,7 @@ def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
 
     whole, stats = loss(slice(None))
     assert whole.item() == pytest.approx(
-        plainly(new, behavior, proximal, advantages, mask, 1.5, level), rel=1e-6
+        loss_in_loops(new, behavior, proximal, advantages, mask, 1.5, level), rel=1e-6
     )
     assert 0 < stats["importance_truncated"] < 1
     parts = [loss(slice(start, start + 2), float(mask.sum())) for start in (0, 2, 4)]
@@ -138,8 +135,8 @@ def test_the_loss_is_the_formulas_and_parts_of_a_batch_add_up_to_it(level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_where_engine_and_trainer_agree_not_a_bit_of_the_loss_changes(level):
-    new, _, old, advantages, mask = drawn()
+def test_equal_logprobs_make_correction_exactly_neutral(level):
+    new, _, old, advantages, mask = random_inputs()
     plain, _ = policy_loss(new, old, advantages, mask)
     corrected, stats = policy_loss(
         new,
@@ -155,7 +152,7 @@ def test_where_engine_and_trainer_agree_not_a_bit_of_the_loss_changes(level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_what_is_outside_the_mask_enters_no_weight(level):
+def test_importance_weights_ignore_masked_out_tokens(level):
     outside = tensor([[math.nan, math.inf, 7.0]])
     mask = torch.cat((ALL, ~ALL), 1)
     settings = {"behavior_weight_cap": 3.0, "behavior_level": level}
@@ -177,13 +174,13 @@ def test_what_is_outside_the_mask_enters_no_weight(level):
     assert torch.isfinite(gradient).all() and not gradient[:, 3:].any()
 
 
-def test_weights_above_the_cap_drop_out_of_the_loss_unless_asked_otherwise():
+def test_weights_above_cap_are_dropped_by_default():
     settings = {"proximal_logprobs": PROXIMAL, "behavior_weight_cap": 3.0}
     loss, _ = policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, **settings)
     assert loss.item() == pytest.approx((-2.2 - 1.92) / 3)
 
 
-def test_a_cap_without_a_proximal_policy_is_refused():
+def test_cap_without_proximal_logprobs_is_refused():
     with pytest.raises(ValueError, match=r"behavior_weight_cap=2\.0: requires proximal_logprobs"):
         policy_loss(NEW, BEHAVIOR, ADVANTAGES, ALL, behavior_weight_cap=2.0)
 
@@ -215,7 +212,7 @@ def objective(**keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(NEW, EXPERIENCE, context)
 
 
-def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proximal():
+def test_engine_is_behavior_and_trainer_is_proximal_policy():
     plain, stats = objective()
     assert float(plain) == pytest.approx(sum(TERMS) / 3)
     assert "importance_mean" not in stats
@@ -226,9 +223,7 @@ def test_the_policys_loss_takes_the_engine_as_behavior_and_the_trainer_as_proxim
 
 
 @pytest.mark.parametrize("level", typical(["token", "sequence"], ["sequence"]))
-def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over_ranks(
-    pool, tmp_path_factory, level
-):
+def test_importance_weights_do_not_depend_on_layout(pool, tmp_path_factory, level):
     directory = families.save("llama3", tmp_path_factory.mktemp("llama3"))
     experience = jobs.stale_experience(72)
     for layout in ({}, {"context": 2, "data": 2}, {"tensor": 2, "pipeline": 2}):
@@ -244,7 +239,7 @@ def test_weights_are_of_whole_responses_however_an_update_is_packed_and_cut_over
                 assert stats[name] == pytest.approx(value.item(), rel=1e-4), name
 
 
-def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
+def test_keys_reach_loss_and_sampling_options():
     loss, _ = objective(
         truncated_importance="sequence", truncated_importance_cap=4.0, clip_high=0.3
     )
@@ -253,11 +248,11 @@ def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
         truncated_importance="token", truncated_importance_cap=3.0, above_importance_cap="drop"
     )
     assert float(loss) == pytest.approx((-2.2 - 1.92) / 3)
-    drawing = {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5}
-    settings = RolloutConfig(**drawing, min_response_tokens=3, max_response_tokens=12)
+    sampling = {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5}
+    settings = RolloutConfig(**sampling, min_response_tokens=3, max_response_tokens=12)
     shape = read_config({**LLAMA, "eos_token_id": [1, 3]}, "test")
     expected = SamplingOptions(
-        12, min_new_tokens=3, **drawing, stop_token_ids=(1, 3), renormalize=True
+        12, min_new_tokens=3, **sampling, stop_token_ids=(1, 3), renormalize=True
     )
     assert build_options(settings, shape) == expected
     assert not build_options(dataclasses.replace(settings, renormalize=False), shape).renormalize
@@ -267,9 +262,11 @@ def test_the_keys_of_the_configuration_reach_the_loss_and_the_sampling():
 
 
 def random_experience() -> tuple[Tensor, Experience]:
-    """Log-probs now and rows in double precision, whose engine, trainer and advantages have nothing
-    to do with each other."""
-    new, behavior, proximal, advantages, mask = drawn()
+    """Return new log-probs and an experience in float64.
+
+    Engine log-probs, trainer log-probs and advantages are independent of each other.
+    """
+    new, behavior, proximal, advantages, mask = random_inputs()
     rows, width = new.shape
     unused, of_rows = torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)
     experience = dataclasses.replace(
@@ -293,10 +290,10 @@ def random_experience() -> tuple[Tensor, Experience]:
     return torch.where(mask, new, 0.0).requires_grad_(), experience
 
 
-def found(
+def evaluate_loss(
     loss: str, parts: tuple[slice, ...] = (slice(None),), **keys: Any
 ) -> tuple[float, Tensor, dict[str, Tensor]]:
-    """A built-in loss, its gradient and its statistics, of the random rows taken in parts."""
+    """Return the value, gradient and statistics of a loss, summed over parts of the random rows."""
     new, experience = random_experience()
     settings, count, total, stats = (
         AlgorithmConfig(loss=loss, **keys),
@@ -316,8 +313,11 @@ def found(
 
 
 def by_token() -> list[tuple[int, int, float, float, float, float, list[int]]]:
-    """Row, place, the probabilities now, of the engine and of the trainer before, the advantage,
-    and the row's places."""
+    """Return a tuple for each masked token of the random experience.
+
+    It contains the row, the position, the probability of the new policy, of the engine and of the
+    old policy, the advantage, and all masked positions of the row.
+    """
     new, rows = random_experience()
     places = [[t for t, inside in enumerate(row) if inside] for row in rows.mask.tolist()]
     inputs = [
@@ -337,7 +337,7 @@ def by_token() -> list[tuple[int, int, float, float, float, float, list[int]]]:
 
 
 def weight_of(row: int, t: int, level: str, cap: float, above: str) -> float:
-    """Trainer over engine, of a token or of its whole response, at most the cap."""
+    """Return the trainer-engine ratio of a token or of its whole response, limited by the cap."""
     ratios = {place: before / engine for r, place, _, engine, before, *_ in by_token() if r == row}
     weight = math.prod(ratios.values()) if level == "sequence" else ratios[t]
     return weight if weight <= cap else cap if above == "truncate" else 0.0
@@ -347,7 +347,7 @@ def weight_of(row: int, t: int, level: str, cap: float, above: str) -> float:
     ("level", "above"), [("token", "truncate"), ("token", "drop"), ("sequence", "truncate")]
 )
 @pytest.mark.parametrize("loss", ["cispo", "reinforce", "cross_entropy"])
-def test_every_loss_of_tokens_weighs_them_by_their_importance(loss, level, above):
+def test_token_losses_are_weighted_by_importance(loss, level, above):
     keys = {
         "truncated_importance": level,
         "truncated_importance_cap": 1.3,
@@ -364,20 +364,20 @@ def test_every_loss_of_tokens_weighs_them_by_their_importance(loss, level, above
         weights.append(weight_of(row, t, level, 1.3, above))
         gradient[row, t] = -weights[-1] * factor / len(tokens)
         value -= weights[-1] * factor * math.log(now) / len(tokens)
-    total, slope, stats = found(loss, **keys)
+    total, slope, stats = evaluate_loss(loss, **keys)
     assert total == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-12)
     assert float(stats["importance_mean"]) == pytest.approx(sum(weights) / len(tokens))
-    of_parts = found(loss, (slice(0, 2), slice(2, 3), slice(3, 6)), **keys)
+    of_parts = evaluate_loss(loss, (slice(0, 2), slice(2, 3), slice(3, 6)), **keys)
     torch.testing.assert_close(of_parts[1], slope)
     for name in ("importance_mean", "importance_truncated"):
         torch.testing.assert_close(of_parts[2][name], stats[name])
     assert 0 < stats["importance_truncated"] < 1
-    assert "importance_mean" not in found(loss)[2]
+    assert "importance_mean" not in evaluate_loss(loss)[2]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_product"])
-def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
+def test_sampler_ratio_uses_engine_logprobs(level):
     tokens, value, clipped = by_token(), 0.0, 0
     for row, _, now, engine, _, advantage, places in tokens:
         own = [n / e for r, _, n, e, *_ in tokens if r == row]
@@ -389,14 +389,14 @@ def test_against_the_sampler_the_clipped_ratio_is_the_importance_weight(level):
         }[level]
         terms = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
         value, clipped = value - min(terms) / len(tokens), clipped + (terms[1] < terms[0])
-    total, _, stats = found("clip", ratio_level=level, ratio_against="sampler")
+    total, _, stats = evaluate_loss("clip", ratio_level=level, ratio_against="sampler")
     assert total == pytest.approx(value, rel=1e-6)
     assert float(stats["clip_fraction"]) == pytest.approx(clipped / len(tokens))
-    assert total != pytest.approx(found("clip", ratio_level=level)[0], rel=1e-3)
+    assert total != pytest.approx(evaluate_loss("clip", ratio_level=level)[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("above", ["truncate", "drop"])
-def test_a_response_that_is_contrasted_with_others_counts_by_its_importance(above):
+def test_copg_weights_responses_by_importance(above):
     new, rows = random_experience()
     rows = dataclasses.replace(
         rows, rewards=torch.where(rows.mask, torch.arange(6.0)[:, None].sin().double(), 0.0)
@@ -421,16 +421,16 @@ def test_a_response_that_is_contrasted_with_others_counts_by_its_importance(abov
     assert float(stats["importance_mean"]) == pytest.approx(float(weights.mean()))
 
 
-def test_cispo_against_the_sampler_weighs_by_the_clipped_importance():
+def test_cispo_sampler_ratio_is_clipped_importance():
     tokens = by_token()
     value = sum(
         min(max(n / e, 0.8), 1.2) * a * math.log(n) for _, _, n, e, _, a, _ in tokens
     ) / len(tokens)
-    assert found("cispo", ratio_against="sampler")[0] == pytest.approx(-value, rel=1e-6)
+    assert evaluate_loss("cispo", ratio_against="sampler")[0] == pytest.approx(-value, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip", "cispo", "reinforce", "cross_entropy"])
-def test_without_age_and_mismatch_no_correction_changes_a_bit(loss):
+def test_corrections_without_mismatch_change_no_loss(loss):
     new, rows = random_experience()
     rows = dataclasses.replace(rows, engine_logprobs=rows.old_logprobs)
 

@@ -1,5 +1,4 @@
-"""Each loss and its gradient against the formula, written out token by token for the masked tokens
-alone."""
+"""Test each loss and its gradient against its formula in loops over the masked tokens."""
 
 from __future__ import annotations
 
@@ -18,27 +17,31 @@ from torch import Tensor, tensor
 from aligner.algorithms import losses, preference_losses
 from aligner.data.types import Stats
 
-Drawn = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 GROUP = 3
 
 
-def draw(seed: int, rows: int = 6, width: int = 7, dtype: torch.dtype = torch.float64) -> Drawn:
-    """Tensors [rows, width] (`scores` [rows]) with NaN and infinities behind a random mask that
-    leaves a row empty."""
+def random_tensors(
+    seed: int, rows: int = 6, width: int = 7, dtype: torch.dtype = torch.float64
+) -> Tensors:
+    """Return random tensors [rows, width] and `scores` [rows].
+
+    Values outside the random mask are NaN or infinite. One row of the mask is empty.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     proximal = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
-    drawn = {name: proximal + 0.4 * normal(rows, width) for name in ("new", "old", "reference")}
-    drawn |= {
+    tensors = {name: proximal + 0.4 * normal(rows, width) for name in ("new", "old", "reference")}
+    tensors |= {
         "proximal": proximal,
         "advantages": normal(rows, width),
         "returns": normal(rows, width),
     }
-    drawn["weights"] = torch.rand(rows, width, generator=generator, dtype=torch.float64)
-    drawn["labels"] = torch.randint(2, (rows, width), generator=generator).double()
+    tensors["weights"] = torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    tensors["labels"] = torch.randint(2, (rows, width), generator=generator).double()
     mask = torch.rand(rows, width, generator=generator) > 0.4
     mask[seed % rows] = False
     poison = (
@@ -46,12 +49,14 @@ def draw(seed: int, rows: int = 6, width: int = 7, dtype: torch.dtype = torch.fl
         .repeat(rows * width)[: rows * width]
         .view(rows, width)
     )
-    drawn = {name: torch.where(mask, values, poison).to(dtype) for name, values in drawn.items()}
-    return drawn | {"mask": mask, "scores": normal(rows).to(dtype)}
+    tensors = {
+        name: torch.where(mask, values, poison).to(dtype) for name, values in tensors.items()
+    }
+    return tensors | {"mask": mask, "scores": normal(rows).to(dtype)}
 
 
-def of_rows(drawn: Drawn, rows: Any) -> Drawn:
-    return {name: values[rows] for name, values in drawn.items()}
+def of_rows(tensors: Tensors, rows: Any) -> Tensors:
+    return {name: values[rows] for name, values in tensors.items()}
 
 
 def clip(value: Tensor, low: float, high: float) -> Tensor:
@@ -59,13 +64,15 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 
 def surrogate(
-    row: Drawn,
+    row: Tensors,
     level: str = "token",
     dual: float = math.inf,
     decoupled: tuple[str, float, str] | None = None,
 ) -> Tensor:
-    """Of a row that has nothing but masked tokens: the weighted sum of the clipped surrogate's
-    terms."""
+    """Return the weighted sum of the clipped surrogate's terms.
+
+    The row contains only masked tokens.
+    """
     anchor = row["old"] if decoupled is None else row["proximal"]
     ratios = torch.exp(row["new"]) / torch.exp(anchor)
     total = row["new"].new_zeros(())
@@ -87,8 +94,8 @@ def surrogate(
     return total
 
 
-def weighted(term: Callable[[Drawn, int], Tensor]) -> Callable[[Drawn], Tensor]:
-    def total(row: Drawn) -> Tensor:
+def weighted(term: Callable[[Tensors, int], Tensor]) -> Callable[[Tensors], Tensor]:
+    def total(row: Tensors) -> Tensor:
         return sum(
             (row["weights"][t] * term(row, t) for t in range(len(row["new"]))),
             start=row["new"].new_zeros(()),
@@ -97,13 +104,13 @@ def weighted(term: Callable[[Drawn, int], Tensor]) -> Callable[[Drawn], Tensor]:
     return total
 
 
-def unweighted(term: Callable[[Drawn, int], Tensor]) -> Callable[[Drawn], Tensor]:
+def unweighted(term: Callable[[Tensors, int], Tensor]) -> Callable[[Tensors], Tensor]:
     return lambda row: sum(
         (term(row, t) for t in range(len(row["new"]))), start=row["new"].new_zeros(())
     )
 
 
-def cispo_term(row: Drawn, t: int) -> Tensor:
+def cispo_term(row: Tensors, t: int) -> Tensor:
     return (
         -clip(torch.exp(row["new"][t] - row["old"][t]).detach(), 0.8, 1.3)
         * row["advantages"][t]
@@ -111,52 +118,54 @@ def cispo_term(row: Drawn, t: int) -> Tensor:
     )
 
 
-def value_term(row: Drawn, t: int) -> Tensor:
+def value_term(row: Tensors, t: int) -> Tensor:
     value, old, target = row["new"][t], float(row["old"][t]), row["returns"][t]
     return 0.5 * max((value - target) ** 2, (clip(value, old - 0.2, old + 0.2) - target) ** 2)
 
 
-def label_term(row: Drawn, t: int) -> Tensor:
+def label_term(row: Tensors, t: int) -> Tensor:
     probability = 1 / (1 + torch.exp(-row["new"][t]))
     return -torch.log(probability if row["labels"][t] == 1 else 1 - probability)
 
 
-def clipped(drawn: Drawn, denominator: float | None, **options: Any) -> tuple[Tensor, Stats]:
-    proximal = drawn["proximal"] if "behavior_level" in options else None
+def clipped(tensors: Tensors, denominator: float | None, **options: Any) -> tuple[Tensor, Stats]:
+    proximal = tensors["proximal"] if "behavior_level" in options else None
     return losses.policy_loss(
-        *(drawn[name] for name in ("new", "old", "advantages", "mask")),
+        *(tensors[name] for name in ("new", "old", "advantages", "mask")),
         clip_high=0.3,
         proximal_logprobs=proximal,
-        weights=drawn["weights"],
+        weights=tensors["weights"],
         denominator=denominator,
         **options,
     )
 
 
-def cispo(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
-    inputs = (drawn[name] for name in ("new", "old", "advantages", "mask"))
+def cispo(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
+    inputs = (tensors[name] for name in ("new", "old", "advantages", "mask"))
     return losses.cispo_loss(
-        *inputs, clip_low=0.2, clip_high=0.3, weights=drawn["weights"], denominator=denominator
+        *inputs, clip_low=0.2, clip_high=0.3, weights=tensors["weights"], denominator=denominator
     )
 
 
-def policy_gradient(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
-    inputs = (drawn[name] for name in ("new", "advantages", "mask"))
-    return losses.reinforce_loss(*inputs, weights=drawn["weights"], denominator=denominator)
+def policy_gradient(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
+    inputs = (tensors[name] for name in ("new", "advantages", "mask"))
+    return losses.reinforce_loss(*inputs, weights=tensors["weights"], denominator=denominator)
 
 
-def value(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
+def value(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
     return losses.value_loss(
-        *(drawn[name] for name in ("new", "old", "returns", "mask")), 0.2, denominator
+        *(tensors[name] for name in ("new", "old", "returns", "mask")), 0.2, denominator
     )
 
 
-def imitation(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
-    return losses.cross_entropy_loss(drawn["new"], drawn["mask"], denominator), {}
+def imitation(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
+    return losses.cross_entropy_loss(tensors["new"], tensors["mask"], denominator), {}
 
 
-def labels(drawn: Drawn, denominator: float | None) -> tuple[Tensor, Stats]:
-    return losses.token_label_loss(drawn["new"], drawn["labels"], drawn["mask"], denominator), {}
+def labels(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
+    return losses.token_label_loss(
+        tensors["new"], tensors["labels"], tensors["mask"], denominator
+    ), {}
 
 
 def case(name: str, options: dict[str, Any], formula: dict[str, Any]) -> Any:
@@ -199,48 +208,48 @@ CASES = [
 @pytest.mark.parametrize(("loss", "formula"), CASES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_loss_and_gradient_are_the_formulas_of_the_masked_tokens(loss, formula, seed):
-    drawn = draw(seed)
-    drawn["new"].requires_grad_()
-    mask = drawn["mask"]
-    value, stats = loss(drawn, None)
-    total = 0 * drawn["new"][mask].sum()  # has a gradient even where every term is clipped
+def test_loss_and_gradient_equal_formula(loss, formula, seed):
+    tensors = random_tensors(seed)
+    tensors["new"].requires_grad_()
+    mask = tensors["mask"]
+    value, stats = loss(tensors, None)
+    total = 0 * tensors["new"][mask].sum()  # has a gradient even where every term is clipped
     for row, inside in enumerate(mask):
         if inside.any():
             tokens = {
-                name: values[row][inside] for name, values in drawn.items() if name != "scores"
+                name: values[row][inside] for name, values in tensors.items() if name != "scores"
             }
             total = total + formula(tokens)
     expected = total / max(int(mask.sum()), 1)
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
-    (gradient,) = torch.autograd.grad(value, drawn["new"])
+    (gradient,) = torch.autograd.grad(value, tensors["new"])
     assert not gradient[~mask].any()
     torch.testing.assert_close(
-        gradient, torch.autograd.grad(expected, drawn["new"])[0], rtol=1e-9, atol=1e-12
+        gradient, torch.autograd.grad(expected, tensors["new"])[0], rtol=1e-9, atol=1e-12
     )
     assert all(stat.isfinite() and not stat.requires_grad for stat in stats.values())
 
 
 def contrast(
-    drawn: Drawn, denominator: float | None, group_size: int = GROUP
+    tensors: Tensors, denominator: float | None, group_size: int = GROUP
 ) -> tuple[Tensor, Stats]:
     return losses.contrastive_policy_gradient_loss(
-        *(drawn[name] for name in ("new", "reference", "scores", "mask")),
+        *(tensors[name] for name in ("new", "reference", "scores", "mask")),
         group_size=group_size,
         kl_coefficient=0.3,
         denominator=denominator,
     )
 
 
-def test_contrastive_gradient_of_a_pair_is_that_of_the_published_objective():
+def test_contrastive_gradient_equals_published_gradient():
     new, reference = (-torch.rand(2, 7, dtype=torch.float64) for _ in range(2))
     scores, beta = tensor([0.7, -0.4], dtype=torch.float64), 0.3
     new.requires_grad_()
     loss, _ = losses.contrastive_policy_gradient_loss(
         new, reference, scores, torch.ones(2, 7), group_size=2, kl_coefficient=beta, denominator=1
     )
-    # As published it is differentiated through, with half the coefficient for the square's
-    # derivative.
+    # The published objective is differentiated through its reward. It has half the coefficient,
+    # because of the derivative of the square.
     distance = (new - reference).sum(1)
     published = -(scores[0] - scores[1] - beta / 2 * (distance[0] - distance[1])) * (
         distance[0] - distance[1]
@@ -251,30 +260,30 @@ def test_contrastive_gradient_of_a_pair_is_that_of_the_published_objective():
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_contrastive_loss_compares_each_row_with_its_groups_others_that_have_tokens(seed):
-    drawn = draw(seed)
-    drawn["scores"][seed % 6] = math.nan
-    drawn["new"].requires_grad_()
-    inside = drawn["mask"]
-    expected, kl = 0 * drawn["new"][inside].sum(), 0.0
+def test_contrastive_loss_equals_loop_over_groups(seed):
+    tensors = random_tensors(seed)
+    tensors["scores"][seed % 6] = math.nan
+    tensors["new"].requires_grad_()
+    inside = tensors["mask"]
+    expected, kl = 0 * tensors["new"][inside].sum(), 0.0
     for start in (0, GROUP):
         rows = [row for row in range(start, start + GROUP) if inside[row].any()]
-        answers = {row: drawn["new"][row][inside[row]].sum() for row in rows}
+        answers = {row: tensors["new"][row][inside[row]].sum() for row in rows}
         distance = {
-            row: float(answers[row].detach() - drawn["reference"][row][inside[row]].sum())
+            row: float(answers[row].detach() - tensors["reference"][row][inside[row]].sum())
             for row in rows
         }
-        rewards = {row: float(drawn["scores"][row]) - 0.3 * distance[row] for row in rows}
+        rewards = {row: float(tensors["scores"][row]) - 0.3 * distance[row] for row in rows}
         kl += sum(distance.values())
         for row in rows:
             others = [rewards[other] for other in rows if other != row]
             if others:
                 expected = expected - (rewards[row] - sum(others) / len(others)) * answers[row] / 6
-    loss, stats = contrast(drawn, None)
+    loss, stats = contrast(tensors, None)
     torch.testing.assert_close(loss, expected)
     assert float(stats["reference_kl"]) == pytest.approx(kl / 6)
-    (gradient,) = torch.autograd.grad(loss, drawn["new"])
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, drawn["new"])[0])
+    (gradient,) = torch.autograd.grad(loss, tensors["new"])
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, tensors["new"])[0])
 
 
 ALL_LOSSES = [
@@ -288,25 +297,25 @@ ALL_LOSSES = [
 @given(
     seed=st.integers(0, 10_000), order=st.permutations(range(4)), cuts=st.sets(st.integers(1, 3))
 )
-def test_micro_batches_change_no_gradient_and_no_statistic(loss, seed, order, cuts):
-    drawn = draw(seed, rows=4 * GROUP, dtype=torch.float32)
-    drawn["new"].requires_grad_()
-    denominator = float(drawn["mask"].sum())
-    whole, stats = loss(drawn, denominator)
+def test_micro_batches_change_no_gradient_or_statistic(loss, seed, order, cuts):
+    tensors = random_tensors(seed, rows=4 * GROUP, dtype=torch.float32)
+    tensors["new"].requires_grad_()
+    denominator = float(tensors["mask"].sum())
+    whole, stats = loss(tensors, denominator)
     groups = tensor(order)[:, None] * GROUP + torch.arange(GROUP)
     edges = [0, *sorted(cuts), 4]
     parts = [
-        loss(of_rows(drawn, groups[start:end].flatten()), denominator)
+        loss(of_rows(tensors, groups[start:end].flatten()), denominator)
         for start, end in itertools.pairwise(edges)
     ]
     summed = sum(value for value, _ in parts)
     torch.testing.assert_close(summed, whole, rtol=1e-5, atol=1e-5)
-    gradients = [torch.autograd.grad(value, drawn["new"])[0] for value in (summed, whole)]
+    gradients = [torch.autograd.grad(value, tensors["new"])[0] for value in (summed, whole)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
     for name, value in stats.items():
-        together = torch.stack([part[name] for _, part in parts])
+        part_values = torch.stack([part[name] for _, part in parts])
         torch.testing.assert_close(
-            together.amax() if name.endswith("_max") else together.sum(),
+            part_values.amax() if name.endswith("_max") else part_values.sum(),
             value,
             rtol=1e-5,
             atol=1e-5,
@@ -314,40 +323,40 @@ def test_micro_batches_change_no_gradient_and_no_statistic(loss, seed, order, cu
 
 
 @pytest.mark.parametrize("loss", ALL_LOSSES)
-def test_a_batch_without_a_masked_token_costs_nothing(loss):
-    drawn = draw(0)
-    drawn["mask"] = torch.zeros_like(drawn["mask"])
-    drawn = {
+def test_batch_without_masked_tokens_has_zero_loss(loss):
+    tensors = random_tensors(0)
+    tensors["mask"] = torch.zeros_like(tensors["mask"])
+    tensors = {
         name: torch.full_like(each, math.nan) if each.is_floating_point() else each
-        for name, each in drawn.items()
+        for name, each in tensors.items()
     }
-    drawn["new"].requires_grad_()
-    value, stats = loss(drawn, None)
+    tensors["new"].requires_grad_()
+    value, stats = loss(tensors, None)
     assert value == 0 and all(
         stat == 0 for name, stat in stats.items() if not name.endswith("_mean")
     )
-    assert not torch.autograd.grad(value, drawn["new"])[0].any()
+    assert not torch.autograd.grad(value, tensors["new"])[0].any()
 
 
-def test_weights_make_the_mean_of_the_rows_means():
-    drawn = draw(2)
-    mask = drawn["mask"]
-    drawn["weights"] = 1 / mask.sum(1, keepdim=True).clamp(min=1).double().expand(mask.shape)
+def test_token_weights_give_the_mean_of_row_means():
+    tensors = random_tensors(2)
+    mask = tensors["mask"]
+    tensors["weights"] = 1 / mask.sum(1, keepdim=True).clamp(min=1).double().expand(mask.shape)
     rows = [row for row in range(6) if mask[row].any()]
     means = [
         losses.policy_loss(
-            *(drawn[n][[row]] for n in ("new", "old", "advantages", "mask")), clip_high=0.3
+            *(tensors[n][[row]] for n in ("new", "old", "advantages", "mask")), clip_high=0.3
         )
         for row in rows
     ]
-    loss, stats = clipped(drawn, float(len(rows)))
+    loss, stats = clipped(tensors, float(len(rows)))
     torch.testing.assert_close(loss, torch.stack([value for value, _ in means]).mean())
     torch.testing.assert_close(
         stats["approx_kl"], torch.stack([each["approx_kl"] for _, each in means]).mean()
     )
 
 
-def test_the_product_of_a_long_responses_ratios_overflows_into_no_gradient():
+def test_overflowing_ratio_has_zero_gradient():
     new = torch.zeros(2, 100, requires_grad=True)
     advantages = tensor([[1.0], [0.0]]).expand(2, 100)
     loss, _ = losses.policy_loss(
@@ -378,17 +387,17 @@ def test_the_product_of_a_long_responses_ratios_overflows_into_no_gradient():
         ({"dual_clip": 0.5}, r"dual_clip=0\.5: must be >= 1"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options, message):
+def test_invalid_policy_loss_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        clipped(draw(0), None, **options)
+        clipped(random_tensors(0), None, **options)
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_contrast_needs_whole_groups_of_two_or_more(size):
+def test_contrastive_loss_refuses_invalid_group_size(size):
     with pytest.raises(
         ValueError, match=f"group_size={size}: must be >= 2 and must divide the number of rows, 6"
     ):
-        contrast(draw(0), None, group_size=size)
+        contrast(random_tensors(0), None, group_size=size)
 
 
 PAIRS = {
@@ -400,7 +409,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
-def test_preference_loss_is_the_mean_of_its_formula_and_adds_up_over_parts(kind, smoothing):
+def test_preference_loss_and_its_parts_equal_formula(kind, smoothing):
     beta, total = 0.3, 0.0
     for chosen, rejected, of_chosen, of_rejected in zip(
         *(each.tolist() for each in PAIRS.values()), strict=True
@@ -421,7 +430,7 @@ def test_preference_loss_is_the_mean_of_its_formula_and_adds_up_over_parts(kind,
     assert float(sum(parts)) == pytest.approx(total / 3)
 
 
-def test_preference_statistics_tell_the_implicit_rewards():
+def test_preference_statistics_are_implicit_rewards():
     stats = preference_losses.dpo_stats(**PAIRS, beta=0.5)
     assert float(stats["chosen_reward"]) == pytest.approx(0.5 * (2.0 + 0.5 - 0.5) / 3)
     assert float(stats["rejected_reward"]) == pytest.approx(0.5 * (0.5 + 0.5 + 0.0) / 3)
@@ -430,7 +439,7 @@ def test_preference_statistics_tell_the_implicit_rewards():
 
 
 @pytest.mark.parametrize("margin", [None, 0.5, tensor([0.0, 1.0, 2.0])])
-def test_reward_loss_asks_for_the_margin(margin):
+def test_reward_loss_subtracts_the_margin(margin):
     chosen, rejected = tensor([1.0, 0.5, -2.0]), tensor([0.0, 1.0, -2.0])
     margins = margin.tolist() if isinstance(margin, Tensor) else [margin or 0.0] * 3
     differences = [
@@ -445,7 +454,7 @@ def test_reward_loss_asks_for_the_margin(margin):
     ) == pytest.approx(sum(expected) / 6)
 
 
-def test_a_pair_of_equal_answers_teaches_nothing():
+def test_pair_of_equal_answers_has_zero_gradient():
     shared = tensor([-3.0], requires_grad=True)
     for kind in ("sigmoid", "ipo"):
         loss = preference_losses.dpo_loss(
@@ -469,6 +478,6 @@ def test_a_pair_of_equal_answers_teaches_nothing():
         ),
     ],
 )
-def test_preference_options_that_mean_nothing_are_refused(options, message):
+def test_invalid_preference_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         preference_losses.dpo_loss(**PAIRS, **({"beta": 0.1} | options))

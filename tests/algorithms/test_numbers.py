@@ -1,4 +1,4 @@
-"""The algorithms against the numbers that their sources print."""
+"""Test the algorithms against values that their sources publish."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_adaptive_kl_coefficient_follows_the_published_steps():
     assert controller.coefficient == pytest.approx(0.14998427, abs=1e-8)
 
 
-def test_a_resumed_run_goes_on_with_an_adaptive_coefficient_and_takes_a_fixed_one_from_its_configuration():
+def test_resume_restores_adaptive_kl_coefficient():
     for configured, expected in (
         (KLController(0.15, target=6, horizon=100), 0.3),
         (KLController(0.15), 0.15),
@@ -51,14 +51,14 @@ def test_a_resumed_run_goes_on_with_an_adaptive_coefficient_and_takes_a_fixed_on
         assert configured.coefficient == expected
 
 
-def test_fixed_kl_coefficient_stays():
+def test_fixed_kl_coefficient_does_not_change():
     controller = KLController(0.15)
     controller.update(12, 512)
     assert controller.coefficient == 0.15
 
 
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10000), (6.0, 0)])
-def test_adaptive_kl_needs_a_target_and_a_horizon(target, horizon):
+def test_adaptive_kl_without_target_is_refused(target, horizon):
     with pytest.raises(ValueError, match=f"target={target} and horizon={horizon}: must be > 0"):
         KLController(0.15, target, horizon)
 
@@ -77,7 +77,7 @@ def test_grouped_advantages_give_the_published_values(estimator, size):
     )
 
 
-def test_dual_clip_bounds_what_a_grown_ratio_may_cost():
+def test_dual_clip_bounds_loss_of_a_large_ratio():
     one, ratio = torch.ones(1, 1), tensor([[2.0]], requires_grad=True)
     plain, _ = policy_loss(ratio, torch.zeros(1, 1), -one, one)
     assert plain.item() == pytest.approx(math.e**2)
@@ -103,7 +103,7 @@ def test_preference_loss_gives_the_published_value(options, expected):
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(None, 0.313262), (0.5, 0.474077)])
-def test_reward_loss_gives_the_logistic_of_the_difference(margin, expected):
+def test_reward_loss_is_logistic_loss_of_difference(margin, expected):
     assert pairwise_reward_loss(tensor([2.0]), tensor([1.0]), margin).item() == pytest.approx(
         expected, abs=1e-6
     )
@@ -116,7 +116,7 @@ def test_whitening_without_mean_shift_gives_the_published_values():
     torch.testing.assert_close(whitened, expected, atol=1e-4, rtol=0)
 
 
-def test_whitening_sees_only_the_mask():
+def test_whitening_uses_only_masked_values():
     values = tensor([[1.0, 2.0, 3.0, math.nan]])
     mask = tensor([[True, True, True, False]])
     whitened = masked_whiten(values, mask)
@@ -134,7 +134,7 @@ def test_gae_gives_the_published_values():
     torch.testing.assert_close(returns, tensor([[0.94575, 0.985, 1.0]]))
 
 
-def test_gae_runs_from_the_temporal_difference_error_to_the_full_return():
+def test_gae_limits_are_td_error_and_full_return():
     rewards, values = torch.rand(2, 5), torch.rand(2, 5)
     mask = torch.ones(2, 5)
     following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)
@@ -147,7 +147,7 @@ def test_gae_runs_from_the_temporal_difference_error_to_the_full_return():
     torch.testing.assert_close(gae(rewards, values, mask, 0.9, 1.0)[1], full)
 
 
-def test_gae_of_a_row_is_not_changed_by_what_is_outside_its_mask():
+def test_gae_ignores_values_outside_the_mask():
     rewards, values = torch.rand(1, 3), torch.rand(1, 3)
     alone = gae(rewards, values, torch.ones(1, 3), 0.97, 0.9)
     wide_rewards, wide_values = torch.full((1, 7), math.nan), torch.full((1, 7), math.inf)
@@ -159,7 +159,7 @@ def test_gae_of_a_row_is_not_changed_by_what_is_outside_its_mask():
         assert wide[:, [0, 1, 5, 6]].abs().sum() == 0
 
 
-def test_policy_loss_clips_on_the_side_that_would_gain():
+def test_policy_loss_clips_only_loss_lowering_ratios():
     ratio = tensor([[1.5, 1.5, 0.5, 0.5]])
     advantages = tensor([[1.0, -1.0, 1.0, -1.0]])
     mask = torch.ones(1, 4)
@@ -171,7 +171,7 @@ def test_policy_loss_clips_on_the_side_that_would_gain():
     assert stats["ratio_max"] == pytest.approx(1.5)
 
 
-def test_losses_of_parts_add_up_to_the_whole_under_a_global_denominator():
+def test_losses_of_parts_sum_to_batch_loss():
     generator = torch.Generator().manual_seed(0)
     old, advantages, returns, values = (torch.randn(6, 9, generator=generator) for _ in range(4))
     mask = torch.rand(6, 9, generator=generator) > 0.4
@@ -202,7 +202,7 @@ def test_losses_of_parts_add_up_to_the_whole_under_a_global_denominator():
 
 
 @pytest.mark.promise("masked-tokens-never-leak")
-def test_what_is_outside_the_mask_leaks_into_no_loss_or_gradient():
+def test_values_outside_mask_change_no_loss_or_gradient():
     new = tensor([[0.1, math.nan]], requires_grad=True)
     mask = tensor([[True, False]])
     loss, _ = policy_loss(new, tensor([[0.0, math.inf]]), tensor([[1.0, math.nan]]), mask)

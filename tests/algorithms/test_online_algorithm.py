@@ -1,3 +1,5 @@
+"""Test online algorithms: experience, losses, gradients, minibatches and score shaping."""
+
 from __future__ import annotations
 
 import functools
@@ -21,13 +23,13 @@ EACH, PROMPTS, LONGEST, PROMPT = 4, 3, 6, 2
 ONLINE = sorted(
     path.stem
     for path in (Path(aligner.__file__).parents[1] / "conf/algorithm").glob("*.yaml")
-    # of which test_distillation.py is
+    # test_distillation.py tests on_policy_distillation
     if "trainer:" not in path.read_text() and path.stem != "on_policy_distillation"
 )
 
 
 @functools.cache
-def composed(name, *overrides):
+def compose(name, *overrides):
     return compose_config(
         [
             "experiment=tiny_ppo",
@@ -45,10 +47,12 @@ def name(request):
 
 
 def step(config, seed=0, cut=()):
-    """An algorithm, the experience that it makes of random samples, and log-probs and entropies
-    after a small update.
+    """Build an algorithm and its experience of random samples.
 
-    Generation has cut the samples of some rows.
+    Returns the algorithm, the experience, the scores, and log-probs after a small update.
+
+    Args:
+        cut: Rows whose responses are truncated.
     """
     algorithm = build_online_algorithm(config)
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +100,7 @@ def step(config, seed=0, cut=()):
 
 
 def gradient(algorithm, experience, after, parts):
-    """Loss, statistics and gradient of the log-probs, the rows cut into parts."""
+    """Return loss, statistics and gradient of the log-probs, summed over parts of the rows."""
     logprobs = after.clone().requires_grad_()
     entropy = torch.zeros_like(after)
     loss = algorithm.loss(experience, 0.05)
@@ -119,7 +123,7 @@ def gradient(algorithm, experience, after, parts):
     return total.detach(), sums, logprobs.grad
 
 
-def test_every_online_algorithm_is_a_file_of_conf():
+def test_conf_contains_every_online_algorithm():
     assert set(ONLINE) == {
         *(
             "ppo",
@@ -138,7 +142,7 @@ def test_every_online_algorithm_is_a_file_of_conf():
 
 @pytest.mark.promise("micro-batches-change-no-update")
 def test_micro_batching_changes_no_gradient_or_statistic(name):
-    algorithm, experience, _, after = step(composed(name))
+    algorithm, experience, _, after = step(compose(name))
     rows = torch.arange(experience.tokens.shape[0])
     units = rows.view(-1, algorithm.group)
     whole = gradient(algorithm, experience, after, [rows])
@@ -154,7 +158,7 @@ def test_micro_batching_changes_no_gradient_or_statistic(name):
 
 @pytest.mark.promise("old-logprobs-from-either-forward")
 def test_single_update_uses_its_own_forward_logprobs(name):
-    algorithm, experience, _, _ = step(composed(name))
+    algorithm, experience, _, _ = step(compose(name))
     at_the_start = torch.where(experience.mask, experience.old_logprobs, 0.0)
     rows = [torch.arange(experience.tokens.shape[0])]
     known = gradient(algorithm, experience, at_the_start, rows)
@@ -177,11 +181,9 @@ def test_single_update_uses_its_own_forward_logprobs(name):
         ("grpo", ["algorithm.epochs=2"], True),
     ],
 )
-def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(
-    algorithm, overrides, asks
-):
+def test_logprob_pass_runs_only_if_needed(algorithm, overrides, asks):
     given = ["algorithm.minibatches=1", "algorithm.epochs=1", *overrides]
-    algorithm, experience, scores, _ = step(composed(algorithm, *given))
+    algorithm, experience, scores, _ = step(compose(algorithm, *given))
     assert algorithm.asks_before_update == asks
     if not asks:
         batch = SampleBatch(
@@ -200,8 +202,8 @@ def test_log_probs_before_an_update_are_asked_for_where_it_does_not_bring_them(
 )
 @pytest.mark.parametrize("over", ["batch", "prompt"])
 def test_branch_trains_with_episode_score_counted_once(branching, over):
-    """Its rows are a copy of its sample's here, so that it has to come to the same advantages."""
-    config = composed(
+    """Each branch is a copy of its sample here, so both must have the same advantages."""
+    config = compose(
         branching, "algorithm.whiten_advantages=false", "algorithm.whiten_rewards=false"
     )
     algorithm, alone, scores, _ = step(config)
@@ -221,7 +223,7 @@ def test_branch_trains_with_episode_score_counted_once(branching, over):
     )
     experience = algorithm.experience(scored)
     assert experience.samples_per_prompt == EACH
-    if branching != "reinforce_plus_plus":  # which whitens over the batch
+    if branching != "reinforce_plus_plus":  # this estimator whitens over the batch
         torch.testing.assert_close(experience.advantages, alone.advantages[rows])
     whitened = replace(
         algorithm, settings=replace(config.algorithm, whiten_advantages=True, whiten_over=over)
@@ -232,14 +234,14 @@ def test_branch_trains_with_episode_score_counted_once(branching, over):
         )
 
 
-def test_nothing_outside_the_responses_has_a_gradient(name):
-    algorithm, experience, _, after = step(composed(name))
+def test_gradient_is_zero_outside_the_responses(name):
+    algorithm, experience, _, after = step(compose(name))
     _, _, slope = gradient(algorithm, experience, after, [torch.arange(experience.tokens.shape[0])])
     assert (slope[~experience.mask] == 0).all()
 
 
-def test_rows_that_are_compared_stay_together_in_minibatches(name):
-    algorithm, experience, _, _ = step(composed(name))
+def test_minibatches_keep_compared_rows_together(name):
+    algorithm, experience, _, _ = step(compose(name))
     seen = []
     for part in algorithm.minibatches(experience, epochs=1, count=3, seed=5):
         assert part.tokens.shape[0] % algorithm.group == 0
@@ -275,8 +277,8 @@ def normalized(group):
     return (group - group.mean()) / (group.std() + 1e-4)
 
 
-def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
-    algorithm, experience, scores, after = step(composed("grpo"))
+def test_grpo_loss_equals_loop_with_k3_penalty():
+    algorithm, experience, scores, after = step(compose("grpo"))
     advantages = grouped(scores, normalized)
     rows = len(scores)
     expected = by_hand(experience, advantages, after, lambda length: 1 / (rows * length))
@@ -301,15 +303,14 @@ def test_grpo_is_the_mean_of_the_responses_means_with_a_k3_penalty():
         ("dapo", normalized, lambda rows, tokens, length: 1 / tokens, 0.2, 0.28),
     ],
 )
-def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(
-    name, baseline, weight, low, high
-):
+def test_dr_grpo_and_dapo_losses_equal_formulas(name, baseline, weight, low, high):
     algorithm, experience, scores, after = step(
-        composed(name, "algorithm.truncated_importance=none")
+        compose(name, "algorithm.truncated_importance=none")
     )
     if name == "dapo":
         lengths = experience.mask.sum(1)
-        scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)  # a fifth of 6 tokens is one
+        # The overlong buffer is a fifth of 6 tokens, rounded to one token.
+        scores = scores - ((lengths - (LONGEST - 1)) / 1).clamp(0, 1)
     rows, tokens = len(scores), int(experience.mask.sum())
     advantages = grouped(scores, baseline)
     expected = by_hand(
@@ -320,12 +321,12 @@ def test_variants_of_grpo_differ_in_baseline_aggregation_and_clip(
 
 
 @pytest.mark.parametrize(("above", "most"), [("truncate", 1.1), ("drop", 0.0)])
-def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(above, most):
+def test_online_dpo_weights_pairs_by_importance(above, most):
     overrides = (
         "algorithm.truncated_importance_cap=1.1",
         f"algorithm.above_importance_cap={above}",
     )
-    algorithm, experience, _, after = step(composed("online_dpo", *overrides))
+    algorithm, experience, _, after = step(compose("online_dpo", *overrides))
     pairs, expected, weights = len(after) // 2, 0.0, []
 
     def answer(row, logprobs):
@@ -355,13 +356,13 @@ def test_online_dpo_weighs_a_pair_by_how_likelier_the_trainer_is_to_draw_it(abov
     )
 
 
-def test_online_rpo_goes_by_how_much_better_the_one_sample_scored():
+def test_online_rpo_uses_score_differences():
     kind = (
         "algorithm.preference.kind=rpo_sq",
         "algorithm.preference.reward_scale=3",
         "algorithm.truncated_importance=none",
     )
-    algorithm, experience, _, after = step(composed("online_dpo", *kind))
+    algorithm, experience, _, after = step(compose("online_dpo", *kind))
     pairs, expected = len(after) // 2, 0.0
     assert (experience.scores[::2] > experience.scores[1::2]).all()
     for better in range(0, 2 * pairs, 2):
@@ -376,13 +377,13 @@ def test_online_rpo_goes_by_how_much_better_the_one_sample_scored():
 
 
 def ratios(experience, after, of_row):
-    """What `of_row` makes of the log-ratios of each response's tokens."""
+    """Return `of_row` of the log-ratios of each response's tokens."""
     difference = after - experience.old_logprobs
     return [of_row(difference[row][experience.mask[row]]) for row in range(len(difference))]
 
 
-def test_gspo_clips_the_geometric_mean_of_a_responses_ratios_within_a_few_ten_thousandths():
-    algorithm, experience, scores, after = step(composed("gspo"))
+def test_gspo_clips_geometric_mean_of_ratios():
+    algorithm, experience, scores, after = step(compose("gspo"))
     advantages = grouped(scores, normalized)
     terms = [
         min(ratio * float(advantage), min(max(ratio, 1 - 3e-4), 1 + 4e-4) * float(advantage))
@@ -394,8 +395,8 @@ def test_gspo_clips_the_geometric_mean_of_a_responses_ratios_within_a_few_ten_th
     assert float(loss) == pytest.approx(-sum(terms) / len(terms), rel=1e-5)
 
 
-def test_cispo_clips_a_weight_from_above_alone_and_every_token_has_a_gradient():
-    algorithm, experience, scores, after = step(composed("cispo"))
+def test_cispo_clips_only_large_weights():
+    algorithm, experience, scores, after = step(compose("cispo"))
     advantages = grouped(scores, normalized)
     weight = torch.where(experience.mask, (after - experience.old_logprobs).exp(), 0.0).clamp(
         max=1.28
@@ -407,19 +408,21 @@ def test_cispo_clips_a_weight_from_above_alone_and_every_token_has_a_gradient():
     torch.testing.assert_close(slope, expected)
 
 
-def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved():
-    """Σ over the response of the score against the others' mean, a response; then only the second
-    clips."""
+def test_rloo_variants_agree_before_the_first_update():
+    """Before an update, both have the gradient -A / B for a response with advantage A, B responses.
+
+    After an update, proximal RLOO clips, so the gradient of clipped responses is zero.
+    """
     slopes = {}
     for name in ("rloo", "proximal_rloo"):
-        algorithm, experience, scores, _ = step(composed(name, "algorithm.kl_coefficient=0"))
+        algorithm, experience, scores, _ = step(compose(name, "algorithm.kl_coefficient=0"))
         unmoved = torch.where(experience.mask, experience.old_logprobs, 0.0)
         _, _, slopes[name] = gradient(algorithm, experience, unmoved, [torch.arange(len(scores))])
         against = grouped(scores, lambda group: (group - group.mean()) * EACH / (EACH - 1))
         expected = torch.where(experience.mask, -against[:, None], 0.0) / len(scores)
         torch.testing.assert_close(slopes[name], expected)
     algorithm, experience, scores, after = step(
-        composed("proximal_rloo", "algorithm.kl_coefficient=0")
+        compose("proximal_rloo", "algorithm.kl_coefficient=0")
     )
     _, stats, slope = gradient(algorithm, experience, after, [torch.arange(len(scores))])
     products = torch.tensor(ratios(experience, after, lambda row: float(row.sum().exp())))
@@ -430,9 +433,9 @@ def test_rloo_and_proximal_rloo_have_one_gradient_where_the_policy_has_not_moved
     assert 0 < float(stats["clip_fraction"]) < 1
 
 
-def test_a_constant_aggregation_scales_the_loss_and_leaves_statistics_means_over_tokens():
+def test_constant_aggregation_keeps_statistics():
     small, large = (
-        step(composed("dr_grpo", f"algorithm.aggregation={kind}")) for kind in ("constant", "token")
+        step(compose("dr_grpo", f"algorithm.aggregation={kind}")) for kind in ("constant", "token")
     )
     stats = [
         gradient(algorithm, experience, after, [torch.arange(12)])[1]
@@ -443,14 +446,14 @@ def test_a_constant_aggregation_scales_the_loss_and_leaves_statistics_means_over
     assert stats[0]["loss"] != stats[1]["loss"]
 
 
-def test_an_uneven_number_of_rows_still_makes_as_many_minibatches_as_asked():
-    algorithm, experience, _, _ = step(composed("ppo"))
+def test_uneven_rows_fill_requested_minibatches():
+    algorithm, experience, _, _ = step(compose("ppo"))
     parts = list(algorithm.minibatches(experience, epochs=1, count=5, seed=1))
     assert sorted(part.tokens.shape[0] for part in parts) == [2, 2, 2, 3, 3]
 
 
-def test_an_entropy_bonus_is_taken_off_the_loss():
-    config = composed("ppo", "algorithm.entropy_coefficient=0.5")
+def test_entropy_bonus_is_subtracted_from_the_loss():
+    config = compose("ppo", "algorithm.entropy_coefficient=0.5")
     algorithm, experience, _, after = step(config)
     entropy = torch.where(
         experience.mask, torch.rand(after.shape, dtype=after.dtype), 0.0
@@ -467,7 +470,7 @@ def test_an_entropy_bonus_is_taken_off_the_loss():
     )
 
 
-def test_the_best_and_the_worst_sample_of_a_prompt_are_picked_and_ties_left_out():
+def test_best_and_worst_selection_skips_ties():
     scores = torch.tensor([0.0, 1.0, 0.5, 0.2, 1.0, 1.0, 1.0, 1.0, 3.0, 2.0, 4.0, 1.0])
     assert best_and_worst(scores, 4).tolist() == [1, 0, 10, 11]
     assert best(scores, 4).tolist() == [1, 10]
@@ -486,8 +489,8 @@ def sample(length, finish_reason):
     )
 
 
-def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
-    config = composed(
+def test_shaping_penalizes_missing_end_and_length():
+    config = compose(
         "ppo",
         "rollout.stop_at_eos=true",
         "reward.missing_end_score=-1",
@@ -497,18 +500,18 @@ def test_what_has_no_end_gets_a_score_of_its_own_and_what_is_long_loses():
     samples = [sample(2, "stop"), sample(3, "length"), sample(4, "stop"), sample(6, "stop")]
     assert shaping(scores, samples).tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
     assert shaping.of_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
-    assert build_online_algorithm(composed("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
-    config = composed("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
-    # of which the policy drew five
+    assert build_online_algorithm(compose("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
+    config = compose("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
+    # The policy generated five of its six tokens.
     given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))
     shaping = build_online_algorithm(config).shaping
     assert shaping(scores, [*samples[:3], given]).tolist() == [0.5, 0.75, 1.0, 0.75]
     assert shaping.of_ends(scores, samples).tolist() == [1.0] * 4
 
 
-def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
+def test_advantages_are_whitened_over_step_or_prompt():
     for over, groups in (("step", 1), ("prompt", PROMPTS)):
-        _, experience, _, _ = step(composed("ppo", f"algorithm.whiten_over={over}"))
+        _, experience, _, _ = step(compose("ppo", f"algorithm.whiten_over={over}"))
         masks, whitened = (
             part.unflatten(0, (groups, -1)) for part in (experience.mask, experience.advantages)
         )
@@ -520,10 +523,9 @@ def test_advantages_are_whitened_over_the_step_or_within_a_prompts_samples():
 @pytest.mark.promise("micro-batches-change-no-update")
 @pytest.mark.slow
 def test_updates_do_not_depend_on_layout_or_packing(pool, tmp_path):
-    """Through Megatron: gradients of pairs and whole responses, cut over ranks and into
-    micro-batches of a few rows."""
+    """Run updates through Megatron, split over ranks and into micro-batches of a few rows."""
     directory = str(families.save("llama3", tmp_path))
-    configs = {name: composed(name, "rollout.samples_per_prompt=2") for name in ONLINE}
+    configs = {name: compose(name, "rollout.samples_per_prompt=2") for name in ONLINE}
     (whole,) = pool.run(jobs.updates, 1, directory, {}, 1000, configs)
     assert all(stats["grad_norm"] > 1e-3 for stats in whole.values())
     for layout in ({}, {"data": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}):
@@ -540,17 +542,17 @@ def test_updates_do_not_depend_on_layout_or_packing(pool, tmp_path):
 
 
 CUT = (1, 4, 5, 6, 7, 10)
-"""Rows that generation has cut: one of the first prompt's, all of the second's."""
+"""Rows with truncated responses: one of the first prompt, all of the second."""
 
 
-def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_nothing():
+def test_truncated_responses_bootstrap_with_critic_value():
     keys = (
         "algorithm.whiten_advantages=false",
         "algorithm.kl_coefficient=0",
         "algorithm.lam=1",
         "algorithm.gamma=0.9",
     )
-    config = composed("ppo", "algorithm.bootstrap_cut=true", *keys)
+    config = compose("ppo", "algorithm.bootstrap_cut=true", *keys)
     critic = torch.randn(
         EACH * PROMPTS, PROMPT + LONGEST, generator=torch.Generator().manual_seed(3)
     )
@@ -565,7 +567,7 @@ def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_
         0.0,
     )
     for is_asked in (True, False):
-        algorithm = build_online_algorithm(config if is_asked else composed("ppo", *keys))
+        algorithm = build_online_algorithm(config if is_asked else compose("ppo", *keys))
         samples = algorithm.scored_samples(batch, scores, values, nothing, nothing, 0.0)
         returns = algorithm.experience(samples).returns
         for row, length in enumerate(batch.lengths.tolist()):
@@ -579,14 +581,14 @@ def test_the_value_behind_a_cut_response_is_the_critics_and_behind_an_ended_one_
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_cut_responses_that_are_filtered_count_for_the_others_advantages_and_for_nothing_else(
+def test_filtered_responses_count_only_in_baseline(
     aggregation,
 ):
     keys = ("rollout.stop_at_eos=true", f"algorithm.aggregation={aggregation}")
     algorithm, experience, scores, after = step(
-        composed("dr_grpo", "algorithm.overlong_filter=true", *keys), cut=CUT
+        compose("dr_grpo", "algorithm.overlong_filter=true", *keys), cut=CUT
     )
-    _, whole, _, _ = step(composed("dr_grpo", *keys), cut=CUT)
+    _, whole, _, _ = step(compose("dr_grpo", *keys), cut=CUT)
     kept = [row for row in range(len(scores)) if row not in CUT]
     for name in ("tokens", "lengths", "advantages", "scores", "groups"):
         assert torch.equal(getattr(experience, name), getattr(whole, name)[kept]), name
@@ -602,8 +604,8 @@ def test_cut_responses_that_are_filtered_count_for_the_others_advantages_and_for
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_step_whose_responses_were_all_cut_has_nothing_to_learn_from():
+def test_step_of_truncated_responses_has_no_rows():
     keys = ("algorithm.overlong_filter=true", "rollout.stop_at_eos=true")
     for name in ("ppo", "grpo", "best_of_n"):
-        _, experience, _, _ = step(composed(name, *keys), cut=range(EACH * PROMPTS))
+        _, experience, _, _ = step(compose(name, *keys), cut=range(EACH * PROMPTS))
         assert len(experience.tokens) == 0

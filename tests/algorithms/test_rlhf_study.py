@@ -1,5 +1,4 @@
-"""The study of benchmarks/rlhf.py: its runs are ones that can be made, and its figures are those of
-the curves."""
+"""Test the study of benchmarks/rlhf.py: the configurations of its runs, and its figures."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def test_every_run_of_the_study_passes_the_checks(algorithm: str, place: tuple[i
     assert config.rollout.max_staleness == place[1]
 
 
-def test_a_curve_is_of_the_steps_that_were_evaluated_by_their_updates() -> None:
+def test_curve_contains_only_evaluated_steps() -> None:
     evaluated = {
         "eval/win_rate": 0.5,
         "eval/reference_kl": 0.0,
@@ -45,7 +44,7 @@ def test_a_curve_is_of_the_steps_that_were_evaluated_by_their_updates() -> None:
     assert points == [{"update": 0, **same}, {"update": 8, **same, "reward": 0.3}]
 
 
-def test_the_win_rate_at_a_kl_is_where_the_curve_first_gets_there() -> None:
+def test_win_rate_is_interpolated_at_first_crossing() -> None:
     points = [
         {"kl": kl, "win_rate": rate}
         for kl, rate in ((0.0, 0.5), (0.2, 0.7), (0.1, 0.9), (0.4, 0.6))
@@ -55,6 +54,6 @@ def test_the_win_rate_at_a_kl_is_where_the_curve_first_gets_there() -> None:
     assert win_rate_at(points, 0.5) is None
 
 
-def test_seeds_are_told_by_mean_and_range_and_not_where_one_is_missing() -> None:
+def test_missing_seed_suppresses_mean_and_range() -> None:
     assert ranged([0.25, 0.5, 0.75]) == "0.500 (0.250 to 0.750)"
     assert ranged([0.25, None]) == "-"

@@ -1,4 +1,4 @@
-"""What Python gives as the command line has it."""
+"""Tests of the conversion of Python arguments to command-line overrides."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def overrides(**given: Any) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("value", NUMBERS + TEXTS, ids=repr)
-def test_a_value_is_parsed_to_itself(value: Any) -> None:
+def test_override_text_round_trips_value(value: Any) -> None:
     override = parse_override(override_text("seed", value), group_options())
     assert override.value() == value and type(override.value()) is type(value)
 
 
-def test_a_dollar_brace_is_text() -> None:
+def test_interpolation_syntax_is_literal_text() -> None:
     config = compose_config(
         ["experiment=tiny_ppo", override_text("data.path", "${oc.env:HOME}/x"), "run.name=a"]
     )
     assert config.data.path == "${oc.env:HOME}/x"
 
 
-def test_models_rewards_and_data_are_options_of_groups_names_or_paths() -> None:
+def test_arguments_become_group_options_or_paths() -> None:
     texts = overrides(model="tiny_random", algorithm="grpo", reward="gsm8k", data="sums")
     assert texts == ("model=tiny_random", "algorithm=grpo", "reward.function=gsm8k", "data=sums")
     texts = overrides(model="org/name", reward="environment", data=Path("train.jsonl"))
@@ -54,7 +54,7 @@ def test_models_rewards_and_data_are_options_of_groups_names_or_paths() -> None:
     assert overrides(model=Path("tiny_random")) == ("model.path=tiny_random",)
 
 
-def test_sections_are_their_keys_and_mappings_stay_one_value() -> None:
+def test_nested_sections_become_dotted_overrides() -> None:
     keys = {
         "run": {"steps": 3},
         "actor": {"optimizer": {"learning_rate": 1e-3}},
@@ -70,7 +70,7 @@ def test_sections_are_their_keys_and_mappings_stay_one_value() -> None:
     )
 
 
-def test_records_and_data_frames_are_json_lines() -> None:
+def test_records_and_data_frames_become_json_lines() -> None:
     records = [{"prompt": "ä", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     for data in (records, pd.DataFrame(records)):
         assert [json.loads(line) for line in json_lines(data).splitlines()] == records
@@ -79,7 +79,7 @@ def test_records_and_data_frames_are_json_lines() -> None:
             json_lines(wrong)  # type: ignore[arg-type]
 
 
-def test_records_are_placed_in_the_run_directory_but_not_over_those_of_another_run(
+def test_records_of_another_run_are_not_replaced(
     tmp_path: Path,
 ) -> None:
     file, texts = place_records(
@@ -95,7 +95,7 @@ def test_records_are_placed_in_the_run_directory_but_not_over_those_of_another_r
         place_records("[]\n", [f"run.dir={tmp_path / 'run'}"], None)
 
 
-def test_a_function_of_a_module_goes_by_its_name_and_its_module_is_found() -> None:
+def test_module_function_becomes_importable_name() -> None:
     function = next(
         value
         for value in vars(scorers).values()
@@ -122,13 +122,13 @@ def nested() -> Any:
         (print, "must be a function"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_with_the_way_out(function: Any, why: str) -> None:
+def test_unimportable_function_is_refused(function: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as error:
         importable(function)
     assert function is print or "%%writefile my_reward.py" in str(error.value)
 
 
-def test_a_function_of_the_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("def score(requests): return []", namespace)
     monkeypatch.setattr(sys.modules["__main__"], "score", namespace["score"], raising=False)

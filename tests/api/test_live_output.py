@@ -1,3 +1,5 @@
+"""Tests of the live output in a notebook."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from aligner.config.compose import compose_config, save_config
 from aligner.paths import RunPaths
 
 
-def test_a_notebook_shows_a_bar_and_the_last_lines_and_takes_no_text_for_markup(
+def test_notebook_output_escapes_markup(
     tmp_path: Path,
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -29,5 +31,5 @@ def test_a_notebook_shows_a_bar_and_the_last_lines_and_takes_no_text_for_markup(
     )
 
 
-def test_a_script_is_no_notebook() -> None:
+def test_script_is_not_detected_as_notebook() -> None:
     assert not in_notebook()

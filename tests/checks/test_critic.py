@@ -1,4 +1,4 @@
-"""What a critic that begins from a model of its own must fit."""
+"""Checks of a critic with `critic.path`, a model of its own."""
 
 from __future__ import annotations
 
@@ -38,49 +38,46 @@ def judge(directory: Path, **entries: Any) -> Path:
     return directory / "judge"
 
 
-def composed(directory: Path, *overrides: str) -> Config:
+def compose(directory: Path, *overrides: str) -> Config:
     return compose_config(["experiment=tiny_ppo", f"run.dir={directory / 'run'}", *overrides])
 
 
-def refused(config: Config) -> str:
+def expect_error(config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
         check(config)
     return str(caught.value)
 
 
-def test_a_name_of_the_hub_stands_for_its_directory_as_it_does_for_the_reward_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_of_critic_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_model", lambda name, key, weights: tmp_path / name)
-    named = composed(
-        tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge"
-    )
+    named = compose(tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge")
     found = hub.with_found_models(with_values(named, {"model.config": {}}), weights=False)
     assert found.critic.path == found.reward.path == str(tmp_path / "org" / "judge")
 
 
-def test_its_shape_is_that_models_in_layout_memory_and_description(tmp_path: Path) -> None:
+def test_critic_shape_comes_from_critic_path(tmp_path: Path) -> None:
     path = judge(tmp_path)
-    config = composed(tmp_path, f"critic.path={path}")
+    config = compose(tmp_path, f"critic.path={path}")
     policy = check(config)
     assert (policy.num_layers, critic_shape(config, policy).num_layers) == (4, 3)
     assert "critic: 3 layers" in describe_model(config, policy)
     assert {place.role: place.runs for place in placements(config)}[
         "critic"
     ] == f"value model, from {path}"
-    begun, plain = (
+    with_path, plain = (
         next(role for role in memory_needs(chosen, policy) if role.role == "critic")
-        for chosen in (config, composed(tmp_path))
+        for chosen in (config, compose(tmp_path))
     )
-    assert begun.peak.weights < plain.peak.weights
-    assert "critic.parallel.pipeline=4" in refused(
-        composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=4")
+    assert with_path.peak.weights < plain.peak.weights
+    assert "critic.parallel.pipeline=4" in expect_error(
+        compose(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=4")
     )
-    assert check(composed(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=3"))
-    cut = composed(tmp_path, f"critic.path={path}", "critic.num_layers=1")
+    assert check(compose(tmp_path, f"critic.path={path}", "critic.parallel.pipeline=3"))
+    cut = compose(tmp_path, f"critic.path={path}", "critic.num_layers=1")
     assert critic_shape(cut, check(cut)).num_layers == 1
-    assert "critic.num_layers=4: must be at most 3, the number of layers of the model" in refused(
-        composed(tmp_path, f"critic.path={path}", "critic.num_layers=4")
+    assert (
+        "critic.num_layers=4: must be at most 3, the number of layers of the model"
+        in expect_error(compose(tmp_path, f"critic.path={path}", "critic.num_layers=4"))
     )
 
 
@@ -98,46 +95,46 @@ def test_its_shape_is_that_models_in_layout_memory_and_description(tmp_path: Pat
         ({"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
     ],
 )
-def test_a_model_that_cannot_read_the_policys_responses_is_refused_by_name(
+def test_incompatible_critic_is_refused(
     tmp_path: Path, entries: dict[str, Any], message: str
 ) -> None:
     path = judge(tmp_path, **entries)
-    found = refused(composed(tmp_path, f"critic.path={path}"))
+    found = expect_error(compose(tmp_path, f"critic.path={path}"))
     assert f"critic.path={path}: " in found and message in found
 
 
-def test_a_normalization_that_cannot_be_read_is_refused_and_so_is_a_path_without_a_critic(
+def test_invalid_normalization_or_path_is_refused(
     tmp_path: Path,
 ) -> None:
     path = judge(tmp_path)
     (path / NORMALIZATION).write_text('{"gain": 0, "bias": 1}')
-    assert f"{path / NORMALIZATION}: gain=0: must be above 0" in refused(
-        composed(tmp_path, f"critic.path={path}")
+    assert f"{path / NORMALIZATION}: gain=0: must be above 0" in expect_error(
+        compose(tmp_path, f"critic.path={path}")
     )
     with pytest.raises(
         ConfigError, match=r"critic\.path=.*: has no effect with algorithm\.advantage=grpo"
     ):
-        composed(tmp_path, "algorithm=grpo", f"critic.path={path}")
+        compose(tmp_path, "algorithm=grpo", f"critic.path={path}")
 
 
-def test_a_learning_rate_for_a_head_that_is_frozen_is_refused(tmp_path: Path) -> None:
+def test_learning_rate_of_frozen_head_is_refused(tmp_path: Path) -> None:
     rate = "critic.head_learning_rate=0.001"
-    check(composed(tmp_path, rate, "critic.frozen=[model.embed_tokens.weight]"))
-    found = refused(composed(tmp_path, rate, "critic.frozen=[score.*]"))
+    check(compose(tmp_path, rate, "critic.frozen=[model.embed_tokens.weight]"))
+    found = expect_error(compose(tmp_path, rate, "critic.frozen=[score.*]"))
     assert (
         "critic.head_learning_rate=0.001: has no effect, because critic.frozen=['score.*']"
         " freezes the head; remove one of the two settings" in found
     )
-    assert "critic.head_learning_rate=-1.0: must be at least 0" in refused(
-        composed(tmp_path, "critic.head_learning_rate=-1")
+    assert "critic.head_learning_rate=-1.0: must be at least 0" in expect_error(
+        compose(tmp_path, "critic.head_learning_rate=-1")
     )
 
 
-def test_one_that_is_not_there_yet_is_taken_to_be_as_the_policy_is_described(
+def test_absent_critic_gets_shape_of_policy(
     tmp_path: Path,
 ) -> None:
     described = ["model.source=directory", "model.path=org/policy"]
-    config = composed(tmp_path, *described, "critic.path=org/judge")
+    config = compose(tmp_path, *described, "critic.path=org/judge")
     assert hub.with_found_models(config, weights=False) == config, (
         "described models are not looked for on the Hub"
     )

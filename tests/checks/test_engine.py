@@ -1,4 +1,4 @@
-"""Whether an engine is refused where it can not run."""
+"""Checks of `engine`: TensorRT-LLM, vLLM, and exact log-probs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSORRT_LLM = EngineConfig(kind="tensorrt_llm", update="in_place")
 
 @pytest.fixture
 def gpu_image(monkeypatch):
-    """A machine that has what TensorRT-LLM needs."""
+    """Simulate a machine with a GPU and the packages of TensorRT-LLM."""
     monkeypatch.setattr(engines, "has_gpu", lambda: True)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
 
@@ -36,9 +36,7 @@ def problems(**changes):
     return [*engine_machine_problems(engine), *engine_kind_problems(engine, shape)]
 
 
-def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_tensorrt_llm_requires_packages_and_gpu(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
@@ -58,9 +56,7 @@ def test_tensorrt_llm_is_refused_where_it_is_not_installed_or_has_no_gpu(
     )
 
 
-def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_slurm_job_does_not_require_local_gpus(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path)
     slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
     check(compose_config([*slurm, "engine=tensorrt_llm"]))
@@ -72,7 +68,7 @@ def test_a_slurm_jobs_devices_are_not_those_of_the_machine_that_submits_it(
 
 
 @pytest.mark.usefixtures("gpu_image")
-def test_tensorrt_llm_runs_what_it_can() -> None:
+def test_tensorrt_llm_accepts_supported_models() -> None:
     assert problems() == problems(shape=EXPERTS) == problems(precision="bf16") == []
 
 
@@ -104,7 +100,7 @@ def test_tensorrt_llm_runs_what_it_can() -> None:
         ),
     ],
 )
-def test_what_tensorrt_llm_can_not_do_is_refused(changes, message) -> None:
+def test_unsupported_tensorrt_llm_key_is_refused(changes, message) -> None:
     (problem,) = problems(**changes)
     assert message in problem
 
@@ -114,8 +110,8 @@ VLLM = ("experiment=tiny_ppo", "engine=vllm", "+model.config.head_dim=32")
 
 @INSTALLED
 @pytest.mark.parametrize("source", ["random", "directory"])
-def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, source: str) -> None:
-    def checked(architecture: str) -> None:
+def test_architecture_unknown_to_vllm_is_refused(tmp_path: Path, source: str) -> None:
+    def check_architecture(architecture: str) -> None:
         config = compose_config(
             [*VLLM, f"model.config.architectures=[{architecture}]", f"run.dir={tmp_path / 'run'}"]
         )
@@ -126,18 +122,18 @@ def test_a_model_that_the_vllm_here_does_not_have_is_refused(tmp_path: Path, sou
             )
         check(config)
 
-    checked("LlamaForCausalLM")
-    told = (
+    check_architecture("LlamaForCausalLM")
+    message = (
         "engine.kind=vllm: the installed vLLM does not support the architecture"
         " LlamaForSequenceClassification; use engine=embedded"
     )
-    with pytest.raises(ConfigError, match=told):
-        checked("LlamaForSequenceClassification")
+    with pytest.raises(ConfigError, match=message):
+        check_architecture("LlamaForSequenceClassification")
 
 
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
-    told = f"engine.vllm.python={sys.executable}: vLLM is not installed there; run `aligner"
-    with pytest.raises(ConfigError, match=told):
+    message = f"engine.vllm.python={sys.executable}: vLLM is not installed there; run `aligner"
+    with pytest.raises(ConfigError, match=message):
         check(
             compose_config(
                 [*VLLM, f"engine.vllm.python={sys.executable}", f"run.dir={tmp_path / 'run'}"]
@@ -145,12 +141,12 @@ def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_embedded_engine_needs_nothing_of_it() -> None:
+def test_embedded_engine_accepts_fp32_and_atomic() -> None:
     assert problems(kind="embedded", precision="fp32", update="atomic") == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["actor.parallel.tensor=2", "engine.parallel.data=2"],
@@ -176,17 +172,15 @@ def test_the_embedded_engine_needs_nothing_of_it() -> None:
         (["cluster=slurm"], "engine.exact=true: is supported on CPUs only"),
     ],
 )
-def test_log_probs_cannot_be_exact_where_their_bits_hang_on_more_than_the_sequence(
-    overrides, told, tmp_path
-) -> None:
+def test_exact_refuses_incompatible_settings(overrides, message, tmp_path) -> None:
     config = compose_config(
         ["experiment=tiny_ppo", "engine.exact=true", *overrides, f"run.dir={tmp_path / 'run'}"]
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check(config)
 
 
-def test_an_exact_engine_and_its_trainer_compute_in_one_thread(tmp_path) -> None:
+def test_exact_uses_one_thread_and_checks_shape(tmp_path) -> None:
     config = compose_config(
         ["experiment=tiny_ppo", "engine.exact=true", f"run.dir={tmp_path / 'run'}"]
     )
@@ -199,5 +193,5 @@ def test_an_exact_engine_and_its_trainer_compute_in_one_thread(tmp_path) -> None
             "multiple of 32, but the model has 40",
         ),
     )
-    for shape, told in shapes:
-        assert [told in problem for problem in engines._exact_problems(config, shape)] == [True]
+    for shape, message in shapes:
+        assert [message in problem for problem in engines._exact_problems(config, shape)] == [True]

@@ -1,4 +1,4 @@
-"""Whether episodes are refused where they can not be drawn."""
+"""Checks of `environment`: settings that are incompatible with episodes or agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPISODES = [
 ]
 
 
-BESIDE = [
+ASYNCHRONOUS = [
     "engine.placement=server",
     "rollout.max_staleness=2",
     "algorithm.truncated_importance=token",
@@ -27,16 +27,21 @@ BESIDE = [
     [
         [],
         ["actor.parallel.data=2", "engine.parallel.tensor=2", "engine.parallel.data=1"],
-        [*BESIDE, "rollout.spare_prompts=1", "engine.parallel.tensor=2", "engine.parallel.data=1"],
+        [
+            *ASYNCHRONOUS,
+            "rollout.spare_prompts=1",
+            "engine.parallel.tensor=2",
+            "engine.parallel.data=1",
+        ],
     ],
     ids=["colocated", "tensor-parallel", "beside training"],
 )
-def test_episodes_are_drawn_wherever_samples_are(overrides):
+def test_episodes_are_accepted_in_every_placement(overrides):
     check(compose_config([*EPISODES, "environment.deadline_s=20", *overrides]))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["environment.target=Calculator"],
@@ -93,10 +98,10 @@ def test_episodes_are_drawn_wherever_samples_are(overrides):
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",
 )
-def test_what_episodes_cannot_be_drawn_with_is_refused_by_name(overrides, told):
+def test_key_incompatible_with_episodes_is_refused(overrides, message):
     with pytest.raises(ConfigError) as caught:
         check(compose_config([*EPISODES, *overrides]))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 AGENTS = [
@@ -106,9 +111,9 @@ AGENTS = [
 ]
 
 
-def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine():
+def test_agents_are_accepted_with_embedded_engine():
     check(compose_config(AGENTS))
-    check(compose_config([*AGENTS, *BESIDE]))
+    check(compose_config([*AGENTS, *ASYNCHRONOUS]))
     check(
         compose_config(
             [
@@ -131,7 +136,7 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["environment.agent=calculates"],
@@ -182,7 +187,7 @@ def test_agents_are_answered_wherever_samples_are_drawn_by_the_embedded_engine()
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",
 )
-def test_what_agents_cannot_be_trained_with_is_refused_by_name(overrides, told):
+def test_key_incompatible_with_agents_is_refused(overrides, message):
     with pytest.raises(ConfigError) as caught:
         check(compose_config([*AGENTS, *overrides]))
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -1,3 +1,5 @@
+"""Checks of `evaluation` and of `checkpoint.best_metric`."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,7 +20,7 @@ from aligner.schema import (
 )
 from aligner.schema.derived import draws_greedily
 
-AHEAD = {"rollout": RolloutConfig(max_staleness=1)}
+ASYNCHRONOUS = {"rollout": RolloutConfig(max_staleness=1)}
 BESIDE = EvaluationConfig(every=3, prompts=["a"], beside=True)
 JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 
@@ -50,8 +52,8 @@ def problems(trainer: str, **sections: Any) -> list[str]:
                 )
             },
         ),
-        ("online", AHEAD | {"evaluation": BESIDE}),
-        ("online", AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_kl=1)}),
+        ("online", ASYNCHRONOUS | {"evaluation": BESIDE}),
+        ("online", ASYNCHRONOUS | {"evaluation": BESIDE, "run": RunConfig(end_kl=1)}),
         (
             "sft",
             {
@@ -61,12 +63,12 @@ def problems(trainer: str, **sections: Any) -> list[str]:
         ),
     ],
 )
-def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
+def test_valid_evaluation_settings_are_accepted(trainer: str, sections: dict[str, Any]) -> None:
     assert problems(trainer, **sections) == []
 
 
 @pytest.mark.parametrize(
-    ("trainer", "sections", "found"),
+    ("trainer", "sections", "message"),
     [
         (
             "online",
@@ -177,12 +179,12 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ),
         (
             "online",
-            AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")},
+            ASYNCHRONOUS | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")},
             "beside=true: is not supported with run.end_at=eval/sc",
         ),
         (
             "online",
-            AHEAD | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)},
+            ASYNCHRONOUS | {"evaluation": BESIDE, "run": RunConfig(end_without_gain=2)},
             "true: is not supported with run.end_without_gain=2",
         ),
         (
@@ -207,12 +209,14 @@ def test_what_fits_is_taken(trainer: str, sections: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], found: str) -> None:
+def test_invalid_evaluation_settings_are_refused(
+    trainer: str, sections: dict[str, Any], message: str
+) -> None:
     (problem,) = problems(trainer, **sections)
-    assert found in problem
+    assert message in problem
 
 
-def test_a_file_and_prompts_in_place_are_too_much(tmp_path: Path) -> None:
+def test_path_and_prompts_exclude_each_other(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a\n")
     (problem,) = problems("online", evaluation=EvaluationConfig(path=str(file), prompts=["a"]))
@@ -221,7 +225,7 @@ def test_a_file_and_prompts_in_place_are_too_much(tmp_path: Path) -> None:
     )
 
 
-def test_one_response_a_prompt_is_greedy_unless_it_is_said_otherwise() -> None:
+def test_single_sample_is_greedy_by_default() -> None:
     assert draws_greedily(EvaluationConfig())
     assert not draws_greedily(EvaluationConfig(samples=2))
     assert not draws_greedily(EvaluationConfig(greedy=False))

@@ -1,3 +1,5 @@
+"""Checks of offline training: data, micro-batches, evaluation."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,10 +26,10 @@ def problems(trainer: str, **sections: Any) -> list[str]:
     records = dataclasses.replace(
         sections.pop("data", DataConfig()), path=f"{FUNCTION}records:make"
     )
-    return found(Config(algorithm=settings, data=records, **sections))
+    return find_problems(Config(algorithm=settings, data=records, **sections))
 
 
-def found(config: Config, model: ModelShape | None = None) -> list[str]:
+def find_problems(config: Config, model: ModelShape | None = None) -> list[str]:
     return [
         line
         for section in (data, actor, algorithm, evaluation)
@@ -36,16 +38,14 @@ def found(config: Config, model: ModelShape | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
-def test_the_defaults_fit(trainer: str) -> None:
+def test_offline_defaults_are_accepted(trainer: str) -> None:
     assert problems(trainer) == []
 
 
 @pytest.mark.parametrize(
     ("trainer", "fits", "short"), [("sft", 30, 29), ("dpo", 60, 59), ("reward_model", 60, 59)]
 )
-def test_a_micro_batch_holds_what_the_loss_sees_together(
-    trainer: str, fits: int, short: int
-) -> None:
+def test_micro_batch_must_hold_one_record_or_pair(trainer: str, fits: int, short: int) -> None:
     records = DataConfig(max_prompt_tokens=20, max_response_tokens=10)
     assert problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=fits)) == []
     (problem,) = problems(trainer, data=records, actor=ActorConfig(micro_batch_tokens=short))
@@ -53,7 +53,7 @@ def test_a_micro_batch_holds_what_the_loss_sees_together(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "sections", "told"),
+    ("trainer", "sections", "message"),
     [
         (
             "sft",
@@ -72,12 +72,14 @@ def test_a_micro_batch_holds_what_the_loss_sees_together(
         ),
     ],
 )
-def test_what_does_not_fit_is_named(trainer: str, sections: dict[str, Any], told: str) -> None:
+def test_unsupported_offline_settings_are_refused(
+    trainer: str, sections: dict[str, Any], message: str
+) -> None:
     (problem,) = problems(trainer, **sections)
-    assert told in problem
+    assert message in problem
 
 
-def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+def test_rows_beyond_model_positions_are_refused(tmp_path: Path) -> None:
     from aligner.models.hugging_face import read_config
 
     shape = read_config(
@@ -100,6 +102,6 @@ def test_rows_longer_than_the_model_are_refused(tmp_path: Path) -> None:
     config = Config(
         algorithm=AlgorithmConfig(trainer="sft"), data=DataConfig(path=f"{FUNCTION}records:make")
     )
-    (problem,) = found(config, shape)
+    (problem,) = find_problems(config, shape)
     assert "128 tokens exceed the 64 positions of the model" in problem
-    assert found(config, dataclasses.replace(shape, max_positions=128)) == []
+    assert find_problems(config, dataclasses.replace(shape, max_positions=128)) == []

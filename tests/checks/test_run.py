@@ -1,4 +1,4 @@
-"""What ends a run before its last step, against what the run measures."""
+"""Checks of `run`: conditions that end a run early must use metrics of the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def problems(trainer: str, ends: dict[str, Any], **sections: Any) -> list[str]:
         ),
     ],
 )
-def test_what_fits_is_taken(trainer: str, ends: dict[str, Any], sections: dict[str, Any]) -> None:
+def test_measurable_end_conditions_are_accepted(
+    trainer: str, ends: dict[str, Any], sections: dict[str, Any]
+) -> None:
     assert problems(trainer, ends, **sections) == []
 
 
@@ -52,7 +54,7 @@ def test_what_fits_is_taken(trainer: str, ends: dict[str, Any], sections: dict[s
     "text",
     ["0.9", "eval/score", "eval/score:", ":0.9", "eval/score:high", "eval/score:nan", "a:inf"],
 )
-def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
+def test_malformed_end_at_is_refused(text: str) -> None:
     (problem,) = problems("online", {"end_at": text})
     assert problem == f"run.end_at={text}: must be METRIC:NUMBER, such as eval/score:0.9"
 
@@ -131,7 +133,7 @@ def test_an_end_that_is_no_metric_with_a_number_is_refused(text: str) -> None:
         ),
     ],
 )
-def test_an_end_by_what_the_run_does_not_measure_is_refused(
+def test_unmeasurable_end_condition_is_refused(
     trainer: str, ends: dict[str, Any], sections: dict[str, Any], found: str
 ) -> None:
     (problem,) = problems(trainer, ends, **sections)

@@ -1,3 +1,5 @@
+"""Checks of `server.tls`: certificates, keys and authorities."""
+
 from __future__ import annotations
 
 import pytest
@@ -18,7 +20,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("other"), address="192.0.2.1")
 
 
-def configured(
+def make_config(
     files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool
 ) -> Config:
     given = {name: str(path) for name, path in vars(files).items()} if files else {}
@@ -28,16 +30,16 @@ def configured(
 def problems(
     files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool
 ) -> list[str]:
-    return list(tls_problems(configured(files, interface, **keys)))
+    return list(tls_problems(make_config(files, interface, **keys)))
 
 
 @pytest.mark.parametrize("mutual", [True, False])
-def test_files_that_fit_are_taken(good: Certificates, mutual: bool) -> None:
+def test_matching_certificate_files_are_accepted(good: Certificates, mutual: bool) -> None:
     assert problems(good, mutual=mutual) == []
     assert problems(good, "lo", mutual=mutual) == []
 
 
-def test_what_is_missing_is_named(good: Certificates) -> None:
+def test_missing_tls_settings_are_reported(good: Certificates) -> None:
     assert problems() == []
     assert problems(mutual=True, key="a.pem") == [
         "server.tls.key=a.pem: requires server.tls.certificate; TLS is off without it",
@@ -50,23 +52,21 @@ def test_what_is_missing_is_named(good: Certificates) -> None:
 
 
 def test_a_key_of_another_certificate_is_refused(good: Certificates, other: Certificates) -> None:
-    (told,) = problems(good, key=str(other.key))
-    assert told.startswith(
+    (problem,) = problems(good, key=str(other.key))
+    assert problem.startswith(
         f"server.tls.certificate={good.certificate}, server.tls.key={other.key}: expected a"
         " certificate and"
     )
 
 
-def test_files_that_are_no_certificates_are_refused(good: Certificates) -> None:
-    (told,) = problems(good, authorities=str(good.key))
-    assert told.startswith(
+def test_authorities_without_certificate_are_refused(good: Certificates) -> None:
+    (problem,) = problems(good, authorities=str(good.key))
+    assert problem.startswith(
         f"server.tls.authorities={good.key}: expected a PEM file with certificates"
     )
 
 
-def test_a_certificate_that_clients_would_refuse_is_refused(
-    good: Certificates, other: Certificates
-) -> None:
+def test_wrong_issuer_or_host_is_refused(good: Certificates, other: Certificates) -> None:
     (unknown,) = problems(good, authorities=str(other.authorities))
     assert (
         "connecting to 127.0.0.1 with server.tls.authorities=" in unknown
@@ -76,10 +76,8 @@ def test_a_certificate_that_clients_would_refuse_is_refused(
     assert "would fail: IP address mismatch, certificate is not valid for '127.0.0.1'" in elsewhere
 
 
-def test_a_certificate_for_a_jobs_nodes_is_tried_out_when_they_are_known(
-    good: Certificates, other: Certificates
-) -> None:
-    config = configured(other, "0.0.0.0")
+def test_slurm_certificate_must_match_the_nodes(good: Certificates, other: Certificates) -> None:
+    config = make_config(other, "0.0.0.0")
     config.cluster.kind = "slurm"
     assert list(tls_problems(config)) == []
     check_certificate(config, ["192.0.2.1", "192.0.2.1"])
@@ -89,7 +87,7 @@ def test_a_certificate_for_a_jobs_nodes_is_tried_out_when_they_are_known(
         check_certificate(config, ["192.0.2.1", "192.0.2.2"])
 
 
-def test_files_beside_a_certificate_that_the_run_makes_are_refused() -> None:
+def test_automatic_certificate_excludes_own_files() -> None:
     assert problems(certificate="auto", mutual=True) == []
     assert problems(certificate="auto", key="a.pem", authorities="b.pem") == [
         (

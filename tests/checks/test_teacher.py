@@ -1,4 +1,4 @@
-"""What a teacher must fit, and which key says so."""
+"""Checks of `teacher`: one or several teachers, their models, layouts and losses."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ ALONE, DIVERGENCE = "algorithm=on_policy_distillation", {"teacher.loss": "forwar
 
 @pytest.fixture(scope="module")
 def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tiny models: `policy`, `deeper`, which has as many layers again, and `narrow`, of which
-    the heads are few."""
+    """Directory with tiny models.
+
+    `deeper-model` has twice the layers of `policy-model`, `short-model` has 16 positions,
+    `small-model` a smaller vocabulary, and `other-model` another tokenizer.
+    """
     root = tmp_path_factory.mktemp("models")
     for name, more in {
         "policy": (),
@@ -46,7 +49,7 @@ def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def composed(root: Path, teacher: str, *overrides: str) -> Config:
+def compose(root: Path, teacher: str, *overrides: str) -> Config:
     given = [
         "model.source=directory",
         f"model.path={root / 'policy-model'}",
@@ -55,7 +58,7 @@ def composed(root: Path, teacher: str, *overrides: str) -> Config:
     return compose_config(["experiment=tiny_ppo", f"run.dir={root / 'run'}", *given, *overrides])
 
 
-def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(
+def test_teacher_replicas_have_ports_and_memory(
     models_directory: Path,
 ) -> None:
     more = (
@@ -64,7 +67,7 @@ def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(
         "teacher.parallel.tensor=2",
         "teacher.ports.http=20300",
     )
-    config = composed(models_directory, "deeper-model", *more)
+    config = compose(models_directory, "deeper-model", *more)
     shape = check(config)
     assert server_ranks(config) == {"reward": 1, "teacher": 2, "teacher.1": 2}
     assert list(role_ranks(config))[-1] == "trainer" and computes_on_devices(config, "teacher.1")
@@ -80,25 +83,25 @@ def test_a_teacher_is_one_more_role_with_its_replicas_and_its_memory(
     assert set(needs) == {"trainer", "teacher", "teacher.1"}
     (phase,) = needs["teacher"].phases
     assert phase.gradients == phase.optimizer == 0 < phase.activations
-    # Eight layers where the policy has four, cut in two.
+    # The teacher has 8 layers on 2 ranks, the policy 4 layers on 1 rank.
     whole = needs["trainer"].phases[0].weights
     assert 0.5 * whole < phase.weights < whole
 
 
-def test_no_teacher_and_none_where_nothing_is_drawn(models_directory: Path) -> None:
+def test_teacher_keys_without_effect_are_refused(models_directory: Path) -> None:
     assert "teacher" not in server_ranks(compose_config(["experiment=tiny_ppo"]))
     with pytest.raises(
         ConfigError, match=r"teacher\.path=.*: has no effect with algorithm\.trainer=sft"
     ):
-        composed(models_directory, "deeper-model", "algorithm=sft")
+        compose(models_directory, "deeper-model", "algorithm=sft")
     with pytest.raises(
         ConfigError, match=r"teacher\.weight=2: has no effect with teacher\.path=null"
     ):
         compose_config(["experiment=tiny_ppo", "teacher.weight=2"])
 
 
-def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
-    check(composed(models_directory, "deeper-model", ALONE))
+def test_advantage_none_requires_a_teacher(models_directory: Path) -> None:
+    check(compose(models_directory, "deeper-model", ALONE))
     with pytest.raises(
         ConfigError,
         match=r"algorithm.advantage=none: algorithm.loss=clip requires advantages; .* or set teacher",
@@ -106,7 +109,7 @@ def test_alone_it_needs_no_estimator(models_directory: Path) -> None:
         check(compose_config(["experiment=tiny_ppo", f"run.dir={models_directory / 'run'}", ALONE]))
 
 
-def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: Path) -> None:
+def test_future_initial_model_may_be_the_teacher(tmp_path: Path) -> None:
     run = tmp_path / "run"
     check(
         compose_config(
@@ -116,7 +119,7 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("teacher", "overrides", "told"),
+    ("teacher", "overrides", "message"),
     [
         ("absent", [], r"teacher\.path=.*absent: no such model directory"),
         (
@@ -211,29 +214,29 @@ def test_the_policys_own_model_may_be_the_teacher_before_it_is_there(tmp_path: P
         ("deeper-model", ["teacher.replicas=0"], r"teacher\.replicas=0: must be at least 1"),
     ],
 )
-def test_what_a_teacher_does_not_fit_is_told_by_key(
-    models_directory: Path, teacher: str, overrides: list[str], told: str
+def test_incompatible_teacher_is_refused(
+    models_directory: Path, teacher: str, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(composed(models_directory, teacher, *overrides))
-    assert re.search(told, str(caught.value)), caught.value
+        check(compose(models_directory, teacher, *overrides))
+    assert re.search(message, str(caught.value)), caught.value
 
 
-def several(root: Path, **sources: object) -> Config:
+def compose_with_sources(root: Path, **sources: object) -> Config:
     config = compose_config(["experiment=tiny_ppo", f"run.dir={root / 'run'}", "algorithm=grpo"])
     policy = {"model.source": "directory", "model.path": str(root / "policy-model")}
     return with_values(config, policy | {"teacher.sources": sources})
 
 
-def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Path) -> None:
+def test_several_teachers_share_one_role(models_directory: Path) -> None:
     paths = [str(models_directory / name) for name in ("deeper-model", "policy-model")]
-    both = several(
+    both = compose_with_sources(
         models_directory,
         all={"path": paths[0]},
         sums={"path": paths[1], "weight": 2, "tasks": ["sums"]},
     )
     shape = check(both)
-    alone = several(models_directory, all={"path": paths[0]})
+    alone = compose_with_sources(models_directory, all={"path": paths[0]})
     assert server_ranks(both) == server_ranks(alone) == {"reward": 1, "teacher": 1}
     assert placements(both)[2].runs == f"teacher {paths[0]}, {paths[1]}"
     (two,), (one,) = (memory_needs(config, shape)[-1].phases for config in (both, alone))
@@ -247,7 +250,7 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "message"),
     [
         (
             "deeper-model",
@@ -279,25 +282,27 @@ def test_several_teachers_are_one_role_that_holds_them_all(models_directory: Pat
         ),
     ],
 )
-def test_what_is_wrong_with_one_of_several_is_told_by_its_name(
-    models_directory: Path, monkeypatch: pytest.MonkeyPatch, entries: object, told: str
+def test_invalid_teacher_source_is_refused(
+    models_directory: Path, monkeypatch: pytest.MonkeyPatch, entries: object, message: str
 ) -> None:
     monkeypatch.chdir(models_directory)
     with pytest.raises(ConfigError) as caught:
-        check(several(models_directory, all={"path": "deeper-model"}, sums=entries))
-    assert re.search(told, str(caught.value)), caught.value
+        check(compose_with_sources(models_directory, all={"path": "deeper-model"}, sums=entries))
+    assert re.search(message, str(caught.value)), caught.value
 
 
-def test_a_divergence_is_from_one_teacher_of_each_prompt(models_directory: Path) -> None:
+def test_divergence_requires_one_teacher_per_prompt(models_directory: Path) -> None:
     path = str(models_directory / "deeper-model")
     check(
         with_values(
-            several(models_directory, **{task: {"path": path, "tasks": [task]} for task in "ab"}),
+            compose_with_sources(
+                models_directory, **{task: {"path": path, "tasks": [task]} for task in "ab"}
+            ),
             DIVERGENCE,
         )
     )
     for tasks in ({}, {"tasks": ["b", "a"]}):
-        config = several(
+        config = compose_with_sources(
             models_directory, all={"path": path, **tasks}, sums={"path": path, "tasks": ["a"]}
         )
         check(config)
@@ -308,12 +313,12 @@ def test_a_divergence_is_from_one_teacher_of_each_prompt(models_directory: Path)
             check(with_values(config, DIVERGENCE))
 
 
-def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(
+def test_divergence_combines_with_other_losses(
     models_directory: Path,
 ) -> None:
     for algorithm in ("best_of_n", "cispo", "on_policy_distillation", "ppo"):
         check(
-            composed(
+            compose(
                 models_directory,
                 "deeper-model",
                 f"algorithm={algorithm}",
@@ -322,7 +327,7 @@ def test_a_divergence_goes_with_imitation_and_is_part_of_a_loss_alone(
         )
 
 
-def test_one_teacher_and_several_are_not_given_together(models_directory: Path) -> None:
-    config = several(models_directory, all={"path": "deeper-model"})
+def test_path_and_sources_exclude_each_other(models_directory: Path) -> None:
+    config = compose_with_sources(models_directory, all={"path": "deeper-model"})
     with pytest.raises(ConfigError, match=r"teacher\.sources: is not supported with teacher\.path"):
         check(with_values(config, {"teacher.path": "deeper-model"}))

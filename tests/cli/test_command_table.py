@@ -1,4 +1,4 @@
-"""The table of commands."""
+"""Tests of the table of commands and of the exit of a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aligner.cli.rank_processes import ROLES
 @pytest.mark.parametrize(
     "function", [*(command.function for command in COMMANDS.values()), *ROLES.values()]
 )
-def test_what_carries_out_a_command_or_a_role_is_there(function: str) -> None:
+def test_every_command_and_role_has_its_function(function: str) -> None:
     found = load(function)
     assert inspect.isfunction(found) and found.__module__ == function.partition(":")[0]
 
@@ -41,8 +41,8 @@ def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.promise("launcher-imports-stay-light")
-def test_a_configuration_is_checked_without_torch() -> None:
-    """It takes seconds to import, which whoever has made a mistake would wait for."""
+def test_validate_does_not_import_torch() -> None:
+    """The import of torch takes seconds, which would delay an error message."""
     code = (
         "import sys; from aligner.cli import main\ntry: main()\nfinally: assert 'torch' not in"
         " sys.modules, 'torch'"
@@ -74,9 +74,7 @@ cli.run()
 
 
 @pytest.mark.parametrize("arguments, code", [(["--version"], 0), (["nothing"], 2)])
-def test_a_commands_process_ends_in_order_and_takes_nothing_apart(
-    arguments: list[str], code: int
-) -> None:
+def test_command_exit_runs_no_destructors(arguments: list[str], code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False
     )
@@ -93,5 +91,5 @@ def test_a_commands_process_ends_in_order_and_takes_nothing_apart(
         lost = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, env=buffered, text=True, check=False
         )
-    # in Python's own words
+    # Python itself reports the failed write, with exit code 120.
     assert lost.returncode == (code or 120) and ("No space left" in lost.stderr) == (code == 0)

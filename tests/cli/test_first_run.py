@@ -1,5 +1,4 @@
-"""What a new user types: a model, data and a reward without an experiment, and the commands that
-help him to it."""
+"""Tests of a new user's first commands: a run without an experiment, `new`, and completion."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def aligner(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory and a file of sums under another name for the prompt."""
+    """A model directory, and a file of sums whose prompt field has the name `question`."""
     directory = tmp_path_factory.mktemp("made")
     config = compose_config(
         ["experiment=tiny_ppo", "model=tiny_arithmetic", f"run.dir={directory / 'run'}"]
@@ -58,23 +57,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(made: Path, tmp_path: Path) -> Path:
-    """A folder that has nothing else."""
+    """A folder with only the model and the sums."""
     (tmp_path / "model").symlink_to(made / "model")
     shutil.copy(made / "sums.jsonl", tmp_path)
     return tmp_path
 
 
-def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) -> None:
+def test_validate_prints_automatic_values(empty: Path) -> None:
     done = aligner(empty, "validate", *OWN, "rollout.samples_per_prompt=4")
     assert done.returncode == 0, done.stderr
     assert "automatic: " in done.stdout and "policy: 3 layers" in done.stdout
-    told = done.stderr
+    errors = done.stderr
     assert (
-        "data.fields={prompt: question}" in told
-        and "the longest prompt of all 100 records has 6 tokens" in told
+        "data.fields={prompt: question}" in errors
+        and "the longest prompt of all 100 records has 6 tokens" in errors
     )
-    assert "actor.optimizer.learning_rate=0.0001" in told and "rollout.max_staleness=0" in told
-    assert "rollout.samples_per_prompt=" not in told  # given
+    assert "actor.optimizer.learning_rate=0.0001" in errors and "rollout.max_staleness=0" in errors
+    assert "rollout.samples_per_prompt=" not in errors  # set on the command line, so not automatic
     assert sorted(path.name for path in empty.iterdir()) == ["model", "sums.jsonl"]
 
 
@@ -97,7 +96,7 @@ def test_without_an_experiment_each_choice_is_told_with_its_reason(empty: Path) 
         ([*OWN, "rollout.sample_per_prompt=3"], "did you mean rollout.samples_per_prompt?"),
     ],
 )
-def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(
+def test_invalid_input_exits_2_without_traceback(
     empty: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -107,14 +106,14 @@ def test_what_is_missing_or_wrong_exits_2_and_is_told_alone(
     monkeypatch.chdir(empty)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["launch", *overrides])
-    told = capsys.readouterr().err
-    assert told.startswith("aligner: error: ") and message in told
-    assert "Traceback" not in told and not (empty / "runs").exists()
+    errors = capsys.readouterr().err
+    assert errors.startswith("aligner: error: ") and message in errors
+    assert "Traceback" not in errors and not (empty / "runs").exists()
 
 
 @pytest.mark.promise("first-run-in-three-lines")
 @pytest.mark.slow
-def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: Path) -> None:
+def test_first_run_resumes_with_its_automatic_values(empty: Path) -> None:
     arguments = [*OWN, "run.dir=run", "run.stop_after=2"]
     done = aligner(empty, "launch", *arguments, seconds=250)
     assert done.returncode == 0, done.stderr
@@ -123,7 +122,7 @@ def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: P
         "prompt": "question"
     }
     lines = (empty / "sums.jsonl").read_text().splitlines(keepends=True)
-    # other data would have other steps chosen
+    # With other data, other automatic steps would be chosen.
     (empty / "sums.jsonl").write_text("".join(lines[:90]))
     resume = ("run.dir=run", "run.stop_after=3", "run.resume=true")
     refused = aligner(empty, "launch", *OWN, *resume, seconds=250)
@@ -143,7 +142,7 @@ def test_three_lines_run_and_go_on_with_what_was_chosen_when_they_began(empty: P
     assert [line["step"] for line in metrics] == [1, 2, 3]
 
 
-def test_a_model_is_found_by_its_name_in_the_hugging_face_cache(empty: Path) -> None:
+def test_model_name_is_found_in_hugging_face_cache(empty: Path) -> None:
     repository = empty / "hub" / "models--org--sums"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -153,7 +152,7 @@ def test_a_model_is_found_by_its_name_in_the_hugging_face_cache(empty: Path) -> 
     assert "policy: 3 layers" in done.stdout
 
 
-def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty: Path) -> None:
+def test_aligner_new_creates_a_valid_experiment(empty: Path) -> None:
     done = aligner(empty, "new", "mine")
     assert (
         done.returncode == 0
@@ -179,8 +178,8 @@ def test_the_files_of_a_new_experiment_are_one_that_can_be_edited_and_run(empty:
     assert done.returncode == 2 and "existing files are not overwritten" in done.stderr
 
 
-def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(empty: Path) -> None:
-    """Whose path, unlike that of `python -m`, begins with the directory that it is installed in."""
+def test_scorer_in_working_directory_is_imported(empty: Path) -> None:
+    """Unlike with `python -m`, the command's own directory is the first entry of `sys.path`."""
     (empty / "bin").mkdir()
     (empty / "bin" / "command.py").write_text("from aligner.cli import main\nmain()\n")
     (empty / "mine.py").write_text("def score(requests):\n    return [0.5 for _ in requests]\n")
@@ -201,7 +200,7 @@ def test_a_scorer_of_the_working_directory_is_found_by_the_installed_command(emp
     assert done.returncode == 0 and json.loads(done.stdout)["eval/score"] == 0.5, done.stderr
 
 
-def test_the_version_and_the_nearest_command_are_told(tmp_path: Path) -> None:
+def test_version_and_command_suggestion_are_printed(tmp_path: Path) -> None:
     assert aligner(tmp_path, "--version").stdout == "aligner 0.3.0\n"
     done = aligner(tmp_path, "lanch", *OWN)
     assert (
@@ -247,7 +246,7 @@ complete_line() {
         ("aligner report mo", ["aligner", "report", "mo"], "model"),
     ],
 )
-def test_bash_completes(
+def test_bash_completes_commands_and_overrides(
     empty: Path, bash_script: str, line: str, words: list[str], completed: str
 ) -> None:
     (empty / "script").write_text(bash_script)
@@ -257,7 +256,7 @@ def test_bash_completes(
     assert done.stdout.strip() == completed, done.stderr
 
 
-def test_zsh_gets_a_script_that_it_can_read(tmp_path: Path) -> None:
+def test_zsh_completion_script_is_valid(tmp_path: Path) -> None:
     script = aligner(tmp_path, "completion", "zsh").stdout
     assert script.startswith("#compdef aligner") and all(name in script for name in COMMANDS)
     if ZSH is not None:

@@ -1,4 +1,4 @@
-"""What ranks find out when they start."""
+"""Tests of the configuration that ranks read at their start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from aligner.cli.rank_processes import stored_config
 from aligner.config.compose import compose_config, save_config
 
 
-def test_a_configuration_is_read_once_and_again_when_it_was_written_anew(tmp_path: Path) -> None:
+def test_stored_config_is_cached_until_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     save_config(compose_config(["experiment=tiny_ppo", "run.resume=false"]), file)
     first = stored_config(file)
     assert stored_config(file) is first and not first.run.resumes
     save_config(
         compose_config(["experiment=tiny_ppo", "run.name=run", "run.resume=true"]), file
-    )  # as where the trainer is started again
+    )  # like a restart of the trainer
     assert stored_config(file).run.resumes

@@ -1,4 +1,4 @@
-"""The real command, as a user types it."""
+"""The `aligner` command in a process of its own: exit codes, messages, files and run time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ SMOLLM2 = pytest.mark.skipif(
 
 
 def aligner(directory: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """What a command said, and the seconds that it computed: how long it took depends on what else
-    the machine does."""
+    """Run a command; return its result and its CPU seconds.
+
+    CPU time is used because wall time depends on the load of the machine.
+    """
     started = _children_seconds()
     command = [sys.executable, "-m", "aligner", *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
@@ -38,23 +40,27 @@ def _children_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def refused(directory: Path, *overrides: str, seconds: float = 5) -> str:
-    """The error of `aligner launch`: exit code 2 in time, no traceback, nothing created."""
+def expect_launch_error(directory: Path, *overrides: str, seconds: float = 5) -> str:
+    """Return the error of `aligner launch`.
+
+    The launch must exit with code 2 within `seconds` of CPU time, without a traceback, and must
+    create no files.
+    """
     before = sorted(directory.rglob("*"))
-    done, taken = aligner(directory, "launch", *overrides)
+    done, cpu_seconds = aligner(directory, "launch", *overrides)
     assert done.returncode == 2, done.stderr
-    assert taken < seconds
+    assert cpu_seconds < seconds
     assert sorted(directory.rglob("*")) == before
     return error_in(done.stderr)
 
 
 def error_in(stderr: str) -> str:
-    """What a command that refuses says, which is no traceback, without its notes."""
-    told = "".join(
+    """Return the error message in `stderr` without notes; assert that it is no traceback."""
+    error = "".join(
         line for line in stderr.splitlines(keepends=True) if not line.startswith("aligner: note: ")
     )
-    assert told.startswith("aligner: error: ") and "Traceback" not in told
-    return told
+    assert error.startswith("aligner: error: ") and "Traceback" not in error
+    return error
 
 
 @pytest.mark.parametrize(
@@ -70,11 +76,11 @@ def error_in(stderr: str) -> str:
         ),
     ],
 )
-def test_a_config_error_exits_2_at_once_and_leaves_nothing(
+def test_config_error_exits_2_and_creates_no_files(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
-    """`tests/config/test_wrong_configs.py` has many more, without a process for each."""
-    assert message in refused(tmp_path, "experiment=tiny_ppo", *overrides)
+    """`tests/config/test_wrong_configs.py` tests many more errors in one process."""
+    assert message in expect_launch_error(tmp_path, "experiment=tiny_ppo", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_a_config_error_exits_2_at_once_and_leaves_nothing(
         slow([".", "model", "more"], "unexpected argument more"),
     ],
 )
-def test_what_cannot_be_converted_exits_2_and_leaves_nothing(
+def test_invalid_convert_exits_2_and_creates_no_files(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     done, _ = aligner(tmp_path, "convert", *arguments)
@@ -99,7 +105,7 @@ def test_what_cannot_be_converted_exits_2_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_together(
+def test_errors_of_several_sections_are_listed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
@@ -108,7 +114,7 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        error = refused(
+        error = expect_launch_error(
             tmp_path,
             "experiment=tiny_ppo",
             "model.source=directory",
@@ -136,10 +142,12 @@ def test_an_unsupported_model_an_empty_prompt_file_and_a_used_port_are_told_toge
         ),
     ],
 )
-def test_what_needs_the_model_or_the_scorer_is_found_before_any_role_starts(
+def test_prompt_and_scorer_errors_stop_the_launch(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
-    error = refused(tmp_path, "experiment=tiny_ppo", "run.dir=run", *overrides, seconds=20)
+    error = expect_launch_error(
+        tmp_path, "experiment=tiny_ppo", "run.dir=run", *overrides, seconds=20
+    )
     assert message in error
 
 
@@ -171,7 +179,7 @@ def test_validate_prints_the_placement_and_starts_nothing(tmp_path: Path) -> Non
     assert seconds < 5
 
 
-def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_does_not_start_it(
+def test_absent_model_is_refused_only_by_launch(
     tmp_path: Path,
 ) -> None:
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_405b_ppo")
@@ -185,17 +193,17 @@ def test_validate_tells_what_a_large_model_takes_without_its_weights_and_launch_
         line.split()
         for line in done.stdout.partition("memory per device in GiB (limit 136)")[2].splitlines()
     ]
-    # Of the 405.9 billion weights an eighth of the last of nine stages, its 14 layers and the head,
-    # at 2 bytes each.
+    # 10.9 GiB: bf16 weights of the last of nine pipeline stages (14 layers and the head) of the
+    # 405.9 B model, divided by tensor=8.
     assert ["trainer", "8/9", "training", "10.9"] in [cells[:4] for cells in table]
     assert ["reward", "scoring", "16.2"] in [cells[:3] for cells in table]
-    error = refused(
+    error = expect_launch_error(
         tmp_path, "experiment=llama3_8b_grpo", "cluster=local", "engine=embedded", seconds=20
     )
     assert "model.path=models/llama3_8b: no such model directory" in error
 
 
-def test_validate_refuses_what_does_not_fit_and_names_what_would(tmp_path: Path) -> None:
+def test_validate_suggests_ranks_for_low_memory(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "validate", "experiment=llama3_70b_ppo", "reward.parallel.tensor=1")
     assert done.returncode == 2
     assert (
@@ -208,7 +216,7 @@ def test_validate_refuses_what_does_not_fit_and_names_what_would(tmp_path: Path)
 
 
 @SMOLLM2
-def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) -> None:
+def test_validate_checks_layout_against_demo_model(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "validate", "experiment=smollm2_sentiment")
     assert done.returncode == 0, done.stderr
     assert "TP1 PP2 DP1, engine TP1 DP2" in done.stdout
@@ -224,7 +232,7 @@ def test_validate_knows_the_demos_model_without_converting_it(tmp_path: Path) ->
     assert seconds < 5
 
 
-def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
+def test_options_between_overrides_are_parsed(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nrun: {steps: 3}\nrollout: {max_response_tokens: 16}\n"
@@ -235,14 +243,14 @@ def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
     assert done.returncode == 2 and "unknown option --confg-dir" in done.stderr
 
 
-def test_serve_wants_a_role_it_knows(tmp_path: Path) -> None:
+def test_serve_with_invalid_role_lists_roles(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "serve", "role=generator", "experiment=tiny_ppo")
     assert done.returncode == 2
     assert "role=generator: expected exactly one role; allowed: critic, reward" in done.stderr
 
 
 @pytest.mark.promise("launcher-imports-stay-light")
-def test_the_command_line_and_the_launcher_import_neither_torch_nor_hydra_too_early() -> None:
+def test_cli_and_launcher_import_no_heavy_packages() -> None:
     program = (
         "import sys, aligner.cli; print([m for m in ('torch', 'hydra', 'rich', 'numpy') if m in"
         " sys.modules])"

@@ -1,3 +1,5 @@
+"""Compose, save and load configurations: overrides, run names, user experiments."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -80,14 +82,14 @@ TINY = "experiment=tiny_ppo"
         ),
     ],
 )
-def test_a_bad_override_is_refused_by_name(overrides: list[str], message: str) -> None:
+def test_invalid_override_is_refused_concisely(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_config(overrides)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_names_follow_from_the_experiment_and_the_working_directory(
+def test_default_run_dir_is_in_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +100,7 @@ def test_names_follow_from_the_experiment_and_the_working_directory(
     assert compose_config([TINY, "run.dir=mine"]).run.dir == str(tmp_path / "mine")
 
 
-def test_a_resumed_run_keeps_the_name_it_was_started_with(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_original_name(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "config.yaml").write_text("run: {name: first}\n")
     resumed = [TINY, f"run.dir={tmp_path / 'moved'}", "run.resume=true"]
@@ -120,7 +122,7 @@ def test_overrides_reach_the_configuration() -> None:
     )
     assert config.actor.optimizer.learning_rate == 1.0
     assert config.model.config["hidden_size"] == 32
-    assert config.rollout.prompts_per_step == 16  # the experiment's own
+    assert config.rollout.prompts_per_step == 16  # set by the experiment
 
 
 def test_engine_replicas_fill_the_trainers_ranks() -> None:
@@ -130,7 +132,7 @@ def test_engine_replicas_fill_the_trainers_ranks() -> None:
     assert (config.engine.parallel.tensor, config.engine.parallel.data) == (2, 2)
 
 
-def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
+def test_saved_configuration_loads_unchanged(tmp_path: Path) -> None:
     config = compose_config(
         [TINY, "run.name=2024", r'data.prompts=["pay \${5}", "3", "a: b", "ü\n"]']
     )
@@ -140,7 +142,7 @@ def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_configuration_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+def test_unknown_key_or_absent_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("actor: {parallel: {tenser: 2}}\n")
     with pytest.raises(
@@ -162,15 +164,13 @@ def _own_experiment(directory: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe", b"run: {name: caf\xe9}\n", b"3\n", b"[" * 3000, b"{"]
 )
-def test_a_runs_configuration_that_is_no_yaml_mapping_is_refused_by_its_name(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_malformed_config_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: "):
         load_config(tmp_path / "config.yaml")
 
 
-def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
+def test_user_experiment_is_composed(tmp_path: Path) -> None:
     directory = _own_experiment(
         tmp_path, "mine", "defaults: [{override /data: letters}]\nrun: {steps: 7}\n"
     )
@@ -178,7 +178,7 @@ def test_users_keep_their_own_experiments(tmp_path: Path) -> None:
     assert (config.run.steps, config.run.experiment) == (7, "mine")
 
 
-def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_those_of_generate(
+def test_default_response_limit_is_128_tokens(
     tmp_path: Path,
 ) -> None:
     config = compose_config(
@@ -204,21 +204,19 @@ def test_responses_of_an_experiment_that_says_nothing_of_them_are_as_long_as_tho
         ("defaults: [{override /model: absent}]\n", "Could not find 'model/absent'"),
     ],
 )
-def test_a_mistake_in_a_users_experiment_names_the_key_or_the_file(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_user_experiment_error_names_key_or_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_config(["experiment=mine"], _own_experiment(tmp_path, "mine", text))
     assert message in str(caught.value)
 
 
-def test_a_users_experiment_may_not_shadow_a_built_in_one(tmp_path: Path) -> None:
+def test_built_in_experiment_cannot_be_shadowed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experiment=tiny_ppo already exists in"):
         compose_config([TINY], _own_experiment(tmp_path, "tiny_ppo", "run: {steps: 7}\n"))
 
 
 @pytest.mark.parametrize("time", ["12:00:00", "90:00", "1-00:00:00", "90"])
-def test_a_time_in_a_file_is_what_it_is_on_the_command_line(tmp_path: Path, time: str) -> None:
+def test_slurm_time_in_file_equals_override(tmp_path: Path, time: str) -> None:
     (tmp_path / "cluster").mkdir()
     own = f"# @package _global_\ndefaults: [slurm, _self_]\ncluster: {{slurm: {{time: {time}}}}}\n"
     (tmp_path / "cluster" / "mine.yaml").write_text(own)
@@ -232,7 +230,7 @@ def test_a_time_in_a_file_is_what_it_is_on_the_command_line(tmp_path: Path, time
     assert load_config(tmp_path / "config.yaml").cluster.slurm.time == time
 
 
-def test_a_time_is_no_number_of_anything_else(tmp_path: Path) -> None:
+def test_time_value_of_integer_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.steps=1:30: expected int, got str"):
         compose_config(
             ["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 1:30}\n")

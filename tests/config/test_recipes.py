@@ -1,5 +1,4 @@
-"""Every file in conf/: each option of each group is one that a run can be made of; experiments:
-`test_dry_run.py`."""
+"""Files in conf/: group options and llama3 recipes; for experiments see `test_dry_run.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from aligner.placement.memory.role_memory import memory_needs
 ENTRIES = sorted((file.parent.name, file.stem) for file in built_in_directory().glob("*/*.yaml"))
 RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.startswith("llama3_")]
 
-# What an option needs beside itself to make a run of it.
+# Overrides that an option requires for a valid run.
 WITH = {
     **{
         ("algorithm", name): ["data.path=preferences.jsonl"]
@@ -35,7 +34,7 @@ WITH = {
     ],
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],
-    ("engine", "vllm"): ["cluster=slurm"],  # on CPUs this model's heads are too small for it
+    ("engine", "vllm"): ["cluster=slurm"],  # on CPUs, vLLM does not support this model's head size
     ("reward", "judge"): ["reward.judge_url=http://127.0.0.1:9/v1", "reward.judge_model=judge"],
     ("reward", "remote"): ["reward.url=http://127.0.0.1:9/get_reward"],
 }
@@ -45,7 +44,7 @@ WITH = {
     ("group", "name"),
     [pytest.param(*entry, id="=".join(entry)) for entry in ENTRIES if entry[0] != "experiment"],
 )
-def test_every_option_of_every_group_makes_a_valid_run(
+def test_every_group_option_makes_a_valid_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,31 +58,31 @@ def test_every_option_of_every_group_makes_a_valid_run(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_its_devices_with_room_to_spare(name: str) -> None:
+def test_recipe_leaves_4_gib_of_device_memory(name: str) -> None:
     config = compose_config([f"experiment={name}"])
-    described = absent_inputs(config)
-    shape = check(config, described)
+    expected = absent_inputs(config)
+    shape = check(config, expected)
     limit = config.cluster.device_memory_gib
     assert limit is not None
-    for role in memory_needs(config, shape, described):
-        # The limit leaves a GPU's context and communication buffers out; fragments, which are not
-        # counted, have room.
+    for role in memory_needs(config, shape, expected):
+        # The limit already excludes the GPU's context and communication buffers. The margin of
+        # 4 GiB is for fragmentation, which the estimate does not include.
         assert role.peak.total < (limit - 4) * 2**30, role
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_waits_for_what_takes_long_and_loses_little(name: str) -> None:
+def test_recipe_timeouts_are_consistent(name: str) -> None:
     config = compose_config([f"experiment={name}"])
     server, cluster = config.server, config.cluster
     assert server.start_timeout_s >= config.engine.tensorrt_llm.timeout_s
-    # The trainer's other ranks wait in a collective for what its first one waits for.
+    # While rank 0 of the trainer waits for a server, the other ranks wait in a collective.
     assert cluster.collective_timeout_s > max(server.start_timeout_s, server.request_timeout_s)
     assert 0 < config.checkpoint.every <= config.run.steps // 10
     assert cluster.slurm.grace_s >= 900
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipes_nodes_are_its_own(name: str) -> None:
+def test_recipe_requests_exclusive_nodes(name: str) -> None:
     script = render_script(compose_config([f"experiment={name}"]))
     assert (
         script.count("#SBATCH --exclusive\n")
@@ -92,18 +91,18 @@ def test_a_recipes_nodes_are_its_own(name: str) -> None:
     )
 
 
-def test_what_fits_one_node_asks_for_one() -> None:
+def test_8b_recipe_requests_a_single_node() -> None:
     script = render_script(compose_config(["experiment=llama3_8b_grpo"]))
-    asked = [
+    resources = [
         line
         for line in script.splitlines()
         if line.startswith(("#SBATCH --nodes", "#SBATCH --gpus", "#SBATCH hetjob"))
     ]
-    assert asked == ["#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8"]
+    assert resources == ["#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_does_not_start_without_its_weights(name: str) -> None:
+def test_recipe_without_weights_is_refused(name: str) -> None:
     config = compose_config([f"experiment={name}"])
     with pytest.raises(ConfigError) as caught:
         check(config)
@@ -114,7 +113,7 @@ def test_a_recipe_does_not_start_without_its_weights(name: str) -> None:
         assert f"reward.path={config.reward.path}: no such model directory" in problems
 
 
-def test_a_directory_that_is_there_counts_and_not_what_describes_it(tmp_path: Path) -> None:
+def test_model_directory_overrides_described_shape(tmp_path: Path) -> None:
     small = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 32,
@@ -129,17 +128,17 @@ def test_a_directory_that_is_there_counts_and_not_what_describes_it(tmp_path: Pa
     }
     (tmp_path / "config.json").write_text(json.dumps(small))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
-    there = ["experiment=llama3_8b_grpo", f"model.path={tmp_path}"]
-    config = compose_config([*there, f"data.path={tmp_path}/prompts.jsonl"])
+    overrides = ["experiment=llama3_8b_grpo", f"model.path={tmp_path}"]
+    config = compose_config([*overrides, f"data.path={tmp_path}/prompts.jsonl"])
     assert absent_inputs(config) == {}
     assert check(config).vocab_size == 1024
-    config = compose_config(there)
+    config = compose_config(overrides)
     with pytest.raises(ConfigError, match=r"^data\.path=data/prompts\.jsonl: no such file$"):
         check(config, absent_inputs(config))
 
 
-def test_a_reward_models_description_is_the_policys_but_for_what_it_says_itself() -> None:
-    def described(name: str, *overrides: str) -> tuple[ModelShape, ModelShape]:
+def test_reward_model_shape_defaults_to_policy() -> None:
+    def policy_and_reward_shapes(name: str, *overrides: str) -> tuple[ModelShape, ModelShape]:
         config = compose_config([f"experiment={name}", *overrides])
         shapes = absent_inputs(config)
         assert config.model.path is not None and config.reward.path is not None
@@ -147,12 +146,12 @@ def test_a_reward_models_description_is_the_policys_but_for_what_it_says_itself(
         assert policy is not None and reward is not None
         return policy, reward
 
-    policy, reward = described("llama3_8b_ppo")
+    policy, reward = policy_and_reward_shapes("llama3_8b_ppo")
     assert policy == reward
-    assert described("llama3_8b_ppo", "+reward.config.num_hidden_layers=16") == (
+    assert policy_and_reward_shapes("llama3_8b_ppo", "+reward.config.num_hidden_layers=16") == (
         policy,
         dataclasses.replace(policy, num_layers=16),
     )
-    policy, reward = described("llama3_405b_ppo")
+    policy, reward = policy_and_reward_shapes("llama3_405b_ppo")
     assert (policy.num_layers, reward.num_layers) == (126, 80)
-    assert reward == described("llama3_70b_ppo")[1]
+    assert reward == policy_and_reward_shapes("llama3_70b_ppo")[1]

@@ -1,3 +1,5 @@
+"""docs/configuration.md: it is current, and each key has a short help text."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,10 +12,10 @@ from aligner.schema.keys import schema_keys, schema_sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 LONGEST_HELP = 60
-"""Words."""
+"""Maximum number of words in a help text."""
 
 
-def test_the_page_of_keys_is_current() -> None:
+def test_configuration_page_is_current() -> None:
     page = PAGE.read_text()
     assert updated(page) == page, (
         "run `python -m aligner.config.reference_page docs/configuration.md`"
@@ -27,7 +29,7 @@ def test_every_key_has_an_entry_with_its_help() -> None:
     assert all(key.help for key in schema_keys().values())
 
 
-def test_help_is_short_and_made_of_sentences() -> None:
+def test_help_texts_are_short_sentences() -> None:
     texts = {name: key.help for name, key in schema_keys().items()}
     texts |= {section.name: section.help for section in schema_sections() if section.keys}
     for name, text in texts.items():
@@ -60,5 +62,5 @@ def test_help_is_short_and_made_of_sentences() -> None:
         ("always", ""),
     ],
 )
-def test_conditions_are_shown_in_words(written: str | tuple[str, ...], shown: str) -> None:
+def test_condition_is_rendered_as_text(written: str | tuple[str, ...], shown: str) -> None:
     assert condition_text(parse_condition(written, "")) == shown

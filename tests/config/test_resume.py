@@ -1,5 +1,4 @@
-"""When a run may go on in its directory, and what it may have otherwise than it was started
-with."""
+"""Resuming a run: when it is allowed, and which keys may have changed since the start."""
 
 from __future__ import annotations
 
@@ -18,9 +17,11 @@ from aligner.schema import Config
 from aligner.schema.keys import schema_keys
 
 
-def started(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:
-    """A run that was stopped, behind a complete checkpoint or before its first; what else its
-    launch is to be given."""
+def create_stopped_run(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:
+    """Create the directory of a stopped run and return the overrides of its launch.
+
+    The run has a complete checkpoint of `step`, or none if `step` is None.
+    """
     given = ["experiment=tiny_ppo", f"run.dir={directory}", *overrides]
     directory.mkdir()
     save_config(compose_config(given), directory / "config.yaml")
@@ -40,8 +41,8 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) -> None:
-    given = started(tmp_path / "run")
+def test_existing_run_requires_resume_to_continue(tmp_path: Path) -> None:
+    given = create_stopped_run(tmp_path / "run")
     assert "already exists; resume it with run.resume=true" in refusal(*given)
     for resume in ("true", "True", "auto"):
         config = compose_config([*given, f"run.resume={resume}"])
@@ -49,8 +50,8 @@ def test_an_existing_run_directory_is_only_continued_when_asked(tmp_path: Path) 
         assert settled(config).run.resume == "true" and config.run.resumes
 
 
-def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Path) -> None:
-    given = started(tmp_path / "run", step=None)
+def test_run_without_checkpoint_requires_auto(tmp_path: Path) -> None:
+    given = create_stopped_run(tmp_path / "run", step=None)
     (tmp_path / "run" / "checkpoints" / "step_1" / "policy").mkdir(parents=True)
     assert "already exists; restart it with run.resume=auto" in refusal(*given)
     assert "no complete checkpoint in" in refusal(*given, "run.resume=true")
@@ -59,7 +60,7 @@ def test_without_a_complete_checkpoint_only_auto_starts_a_run_again(tmp_path: Pa
     assert settled(config).run.resume == "false"
 
 
-def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Path) -> None:
+def test_absent_run_is_refused_with_resume_true(tmp_path: Path) -> None:
     given = ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]
     assert f"no run found in {tmp_path / 'run'}" in refusal(*given, "run.resume=true")
     check_run(compose_config([*given, "run.resume=auto"]))
@@ -72,8 +73,8 @@ def test_where_there_is_no_run_auto_starts_one_and_true_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
-def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume: str) -> None:
-    given = started(tmp_path / "run", "model.config.num_hidden_layers=2")
+def test_resume_with_changed_keys_is_refused(tmp_path: Path, resume: str) -> None:
+    given = create_stopped_run(tmp_path / "run", "model.config.num_hidden_layers=2")
     changes = (
         "seed=7",
         "model.config.num_hidden_layers=3",
@@ -103,8 +104,8 @@ def test_a_run_does_not_go_on_under_another_configuration(tmp_path: Path, resume
     ]
 
 
-def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None:
-    given = started(tmp_path / "run")
+def test_keys_without_effect_on_learning_may_change(tmp_path: Path) -> None:
+    given = create_stopped_run(tmp_path / "run")
     changes = (
         *(
             "run.steps=50",
@@ -130,9 +131,9 @@ def test_what_changes_nothing_that_is_learned_may_change(tmp_path: Path) -> None
     check_run(compose_config([*given, *changes, "run.resume=true"]))
 
 
-def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
+def test_keys_listed_in_run_changes_may_change(tmp_path: Path) -> None:
     given = [
-        *started(tmp_path / "run"),
+        *create_stopped_run(tmp_path / "run"),
         "actor.optimizer.learning_rate=0.001",
         "actor.optimizer.beta1=0.5",
         "run.resume=true",
@@ -145,9 +146,9 @@ def test_what_a_user_means_to_change_may_change(tmp_path: Path) -> None:
     )
 
 
-def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Path) -> None:
-    given = [*started(tmp_path / "run"), "run.resume=true"]
-    for changes, key, told in (
+def test_keys_of_initial_model_cannot_change(tmp_path: Path) -> None:
+    given = [*create_stopped_run(tmp_path / "run"), "run.resume=true"]
+    for changes, key, changed_line in (
         ("[model]", "model.config.num_hidden_layers=2", "model.config.num_hidden_layers: 4 -> 2"),
         (
             "[model.config.hidden_size]",
@@ -159,8 +160,8 @@ def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Pat
         ("[seed]", "seed=7", "seed: 1 -> 7"),
     ):
         message = refusal(*given, key, f"run.changes={changes}")
-        name = told.partition(":")[0]
-        assert told in message
+        name = changed_line.partition(":")[0]
+        assert changed_line in message
         assert (
             f"the initial model was created with {name}: these keys cannot change, even if"
             " run.changes contains them" in message
@@ -168,22 +169,24 @@ def test_what_made_the_model_stays_whatever_a_user_means_to_change(tmp_path: Pat
         assert message.endswith("  restore the original values, or start another run")
 
 
-def test_a_model_directory_that_was_moved_may_be_named_anew(tmp_path: Path) -> None:
+def test_moved_model_directory_is_accepted(tmp_path: Path) -> None:
     model = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'other'}"]))
-    given = started(tmp_path / "run", "model.source=directory", f"model.path={tmp_path / 'before'}")
+    given = create_stopped_run(
+        tmp_path / "run", "model.source=directory", f"model.path={tmp_path / 'before'}"
+    )
     moved = [*given[:-1], f"model.path={model}", "seed=7", "run.resume=true"]
     check_run(compose_config([*moved, "run.changes=[model.path,seed]"]))
 
 
-def test_the_inputs_that_other_experiments_made_are_compared(tmp_path: Path) -> None:
-    given = started(tmp_path / "run", "+run.inputs.model=experiment:pairs")
+def test_resume_compares_experiment_inputs(tmp_path: Path) -> None:
+    given = create_stopped_run(tmp_path / "run", "+run.inputs.model=experiment:pairs")
     assert '  run.inputs.model: "experiment:pairs" -> not set' in refusal(
         *given[:2], "run.resume=true"
     )
 
 
-def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    given = started(tmp_path / "run")
+def test_run_of_earlier_release_can_be_resumed(tmp_path: Path) -> None:
+    given = create_stopped_run(tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
     content = yaml.safe_load(file.read_text())
     content["run"]["resume"] = False
@@ -196,7 +199,7 @@ def test_a_config_yaml_of_an_earlier_release_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()]
 )
-def test_every_pattern_of_keys_that_may_change_speaks_of_some(pattern: str) -> None:
+def test_changeable_key_pattern_matches_a_key(pattern: str) -> None:
     keys = schema_keys()
     assert any(
         fnmatchcase(name, pattern) or (key.is_mapping and pattern.startswith(name))

@@ -1,8 +1,7 @@
-"""Overrides that the composed run does not read: refused, each by its key and with what would make
-it count.
+"""Overrides of keys that the composed run does not read are refused with the key and its condition.
 
-To add one: a line in `IDLE` with what is typed behind `aligner validate`, the override that is idle
-apart, what makes it so, and what would make it count.
+To add a case, append to `IDLE`: the experiment and further overrides of `aligner validate`, the
+ineffective override, the value that makes it ineffective, and a value that makes it effective.
 """
 
 from __future__ import annotations
@@ -465,7 +464,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
         "with_reward=true",
         "with_reward=false",
     ),
-    # What is measured, kept and shown.
+    # Evaluation, checkpoints and logging.
     ("tiny_ppo", "evaluation.path=held_out.txt", "evaluation.every=0", "evaluation.every above 0"),
     ("tiny_ppo", "evaluation.samples=2", "evaluation.every=0", "evaluation.every above 0"),
     ("tiny_ppo", "evaluation.function=sentiment", "evaluation.every=0", "evaluation.every above 0"),
@@ -506,11 +505,11 @@ OTHER: Mapping[str, object] = {
     "run.resume": "true",
     "model.path": "DIR",
 }
-"""Values for keys that must be given, or have another one."""
+"""Values that satisfy a condition KEY!=VALUE of these keys."""
 
 
 @pytest.mark.promise("ineffective-override-is-refused")
-def test_the_table_is_of_more_than_sixty_overrides() -> None:
+def test_override_table_has_over_60_distinct_rows() -> None:
     assert len({(experiment, typed) for experiment, typed, *_ in IDLE}) == len(IDLE) > 60
 
 
@@ -519,40 +518,42 @@ def test_the_table_is_of_more_than_sixty_overrides() -> None:
     ("experiment", "typed", "why", "instead"),
     [pytest.param(*row, id=" ".join(row[:2])) for row in IDLE],
 )
-def test_an_override_without_effect_is_refused_with_what_would_make_it_count(
+def test_ineffective_override_is_refused(
     experiment: str, typed: str, why: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["validate", *f"experiment={experiment} {typed}".split(" ")])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert exit_.value.code == 2
     line = re.fullmatch(
         f"aligner: error: {re.escape(typed.lstrip('+'))}: has no effect with (.*); requires"
         r" (.*)\n",
-        told,
+        stderr,
     )
-    assert line is not None and why in line[1] and instead in line[2], told
+    assert line is not None and why in line[1] and instead in line[2], stderr
 
 
 @functools.cache
-def composed(experiment: str) -> Config:
+def compose_experiment(experiment: str) -> Config:
     return compose_config(f"experiment={experiment}".split(" "))
 
 
 @pytest.mark.parametrize(
     ("experiment", "typed"), [pytest.param(*row[:2], id=" ".join(row[:2])) for row in IDLE]
 )
-def test_what_is_said_to_make_a_key_count_does(experiment: str, typed: str) -> None:
+def test_satisfied_condition_makes_key_effective(experiment: str, typed: str) -> None:
     key = typed.lstrip("+").partition("=")[0]
-    config = composed(experiment)
+    config = compose_experiment(experiment)
     if key not in ("model", "reward", "engine"):
         name = next(name for name in schema_keys() if key == name or key.startswith(f"{name}."))
         terms = unmet(config, schema_keys()[name].read)
-        assert terms and is_read(with_values(config, {term.key: met(term) for term in terms}), name)
+        assert terms and is_read(
+            with_values(config, {term.key: satisfying_value(term) for term in terms}), name
+        )
 
 
-def met(term: Term) -> object:
-    """A value for which a term holds, of the type that its key has."""
+def satisfying_value(term: Term) -> object:
+    """Return a value that satisfies `term` and has the type of its key."""
     if term.sign == ">":
         return int(term.values[0]) + 1
     if term.sign == "!=":
@@ -568,8 +569,8 @@ def met(term: Term) -> object:
     )
 
 
-def test_all_of_them_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as told:
+def test_all_ineffective_overrides_are_listed() -> None:
+    with pytest.raises(ConfigError) as caught:
         compose_config(
             [
                 "experiment=arithmetic_sft",
@@ -578,34 +579,34 @@ def test_all_of_them_are_told_at_once() -> None:
                 "seed=2",
             ]
         )
-    assert [line.partition(":")[0] for line in str(told.value).splitlines()] == [
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
         "reward=gsm8k",
         "critic.num_layers=2",
         "critic.frozen=['a']",
     ]
 
 
-def test_an_experiments_file_may_set_what_the_run_does_not_read_and_a_person_is_told(
+def test_ineffective_key_of_file_is_only_noted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        chosen = (
+        algorithm_overrides = (
             "algorithm=copg",
             "algorithm.truncated_importance=sequence",
             "rollout.samples_per_prompt=2",
         )
-        main(["validate", "experiment=llama3_70b_ppo", *chosen])
-    told = capsys.readouterr().err
-    assert exit_.value.code == 0, told
+        main(["validate", "experiment=llama3_70b_ppo", *algorithm_overrides])
+    stderr = capsys.readouterr().err
+    assert exit_.value.code == 0, stderr
     notes = next(
         line
-        for line in told.splitlines()
+        for line in stderr.splitlines()
         if ": has no effect with algorithm.advantage=none" in line
     )
     assert "algorithm.critic_warmup_steps" in notes and "critic.optimizer.learning_rate" in notes
 
 
-def test_what_an_experiment_takes_from_another_is_told_too(tmp_path: Path) -> None:
+def test_notes_include_inherited_ineffective_keys(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults: [tiny_ppo]\nevaluation: {samples: 2}\n"
@@ -623,7 +624,7 @@ ALGORITHMS = sorted(file.stem for file in built_in_directory().glob("algorithm/*
 
 @pytest.mark.promise("experiments-and-docs-are-not-refused")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(
+def test_experiments_compose_with_ppo_grpo_and_sft(
     experiment: str,
 ) -> None:
     for algorithm in ("ppo", "grpo", "sft"):
@@ -634,7 +635,7 @@ def test_each_of_the_repositorys_experiments_goes_with_algorithms_of_each_kind(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_of_the_repositorys_algorithms_goes_with_files_that_configure_a_critic(
+def test_algorithms_compose_with_critic_experiments(
     algorithm: str,
 ) -> None:
     for experiment in ("arithmetic", "llama3_8b_ppo"):
@@ -648,7 +649,7 @@ def test_each_of_the_repositorys_algorithms_goes_with_files_that_configure_a_cri
     "algorithm",
     ["grpo", "rloo", "dapo", "cispo", "copg", "online_dpo", "best_of_n", "reinforce", "gspo"],
 )
-def test_a_file_that_configures_a_critic_passes_the_checks_of_every_algorithm(
+def test_unread_critic_keys_in_file_are_accepted(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -663,7 +664,7 @@ def test_a_file_that_configures_a_critic_passes_the_checks_of_every_algorithm(
 
 
 def documented_commands() -> set[tuple[str, ...]]:
-    """The overrides of the pages' `aligner launch` and `aligner validate` commands."""
+    """Return the overrides of all `aligner launch` and `aligner validate` commands in the docs."""
     found = set()
     for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
         text = re.sub(r"\\\n\s*", " ", page.read_text())
@@ -685,12 +686,12 @@ def test_no_documented_command_is_refused() -> None:
     commands = documented_commands()
     assert len(commands) > 30
     for overrides in commands:
-        # one of the reader's own, which the page shows
+        # the page shows the file of this user experiment
         if "experiment=more_steps" not in overrides:
             assert compose_config(overrides).run.experiment
 
 
-def test_conditions_name_keys_and_values_that_exist_and_lead_in_no_circle() -> None:
+def test_conditions_have_known_keys_and_no_cycles() -> None:
     keys = schema_keys()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -708,12 +709,12 @@ def test_conditions_name_keys_and_values_that_exist_and_lead_in_no_circle() -> N
 
 
 @pytest.mark.parametrize("written", ["a", "a=", "a=1 or", "a = 1", "=1", "a<1"])
-def test_a_condition_that_is_not_written_as_it_must_be_is_refused(written: str) -> None:
+def test_malformed_condition_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match="invalid condition; expected KEY=VALUE"):
         parse_condition(written, "run")
 
 
-def test_only_what_is_read_keeps_its_value() -> None:
+def test_unread_keys_are_reset_to_defaults() -> None:
     config = with_values(
         Config(), {"algorithm.advantage": "grpo", "critic.num_layers": 3, "algorithm.clip_low": 0.1}
     )

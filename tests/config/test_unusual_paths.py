@@ -19,7 +19,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_run_dir_takes_unusual_characters_as_they_are(tmp_path: Path, name: str) -> None:
+def test_run_dir_keeps_unusual_characters(tmp_path: Path, name: str) -> None:
     directory = str(tmp_path / name)
     config = compose_config(["experiment=tiny_ppo", f"run.dir={directory}"])
     assert config.run.dir == directory
@@ -28,7 +28,7 @@ def test_run_dir_takes_unusual_characters_as_they_are(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_working_directory_may_have_unusual_characters(
+def test_default_run_dir_keeps_characters_of_cwd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / name).mkdir()

@@ -1,9 +1,8 @@
-"""Wrong configurations, as a user gets them wrong: refused at once, by key and with the way out,
-and nothing is left behind.
+"""Typical user mistakes: `launch` refuses them with the key and a fix, and creates no files.
 
-To add one: a line in `WRONG` with what is typed behind `aligner launch experiment=tiny_ppo`, and
-what the error must say. It runs in a directory with the files that `place` makes, and those of
-`_EXPERIMENTS` in `mine/experiment`.
+To add a case, append to `WRONG`: the overrides after `aligner launch experiment=tiny_ppo`, and
+the parts that the error must contain. The working directory contains the files of the fixture
+`place`, and the experiments of `_EXPERIMENTS` in `mine/experiment`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from aligner.cli import main
-from tests.config.test_command_line import aligner, error_in, refused
+from tests.config.test_command_line import aligner, error_in, expect_launch_error
 
 WRONG: tuple[tuple[str, ...], ...] = (
-    # What is written is not a key, or not a group's option.
+    # Unknown keys and group options.
     ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
     ("learning_rate=1", "learning_rate: unknown key", "critic.optimizer.learning_rate?"),
     (
@@ -39,7 +38,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ),
     ("tiny_ppo", "tiny_ppo: expected an override key=value; did you mean experiment=tiny_ppo?"),
     ("~run.steps", "~run.steps: keys cannot be deleted; set another value"),
-    # The value is of another type, or none that Hydra reads.
+    # Values of a wrong type, or with invalid Hydra syntax.
     ("run.steps=ten", "run.steps=ten: expected int"),
     ("run.steps=null", "run.steps=null: expected int"),
     ("run.dir=???", "run.dir=???: requires a value; set run.dir=VALUE"),
@@ -67,7 +66,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ),
     ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
     ("run.name=a/b", "run.name=a/b: must consist of letters, digits"),
-    # Layouts and sizes that do not go together.
+    # Incompatible layouts and sizes.
     ("actor.parallel.pipeline=3", "actor.parallel.pipeline=3", "must divide the model's 4 layers"),
     (
         "actor.parallel.tensor=3",
@@ -248,7 +247,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
             " run.dir=DIRECTORY or run.name=NAME"
         ),
     ),
-    # Files of one's own.
+    # Config files of the user.
     ("--config-dir mine experiment=typo", "did you mean run.steps? (in experiment/typo.yaml)"),
     (
         "--config-dir mine experiment=type",
@@ -268,7 +267,7 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "latin/experiment/latin.yaml: 'utf-8' codec can't decode byte 0xe9",
     ),
     ("--config-dir mine experiment=twice", "duplicate key run", "experiment/twice.yaml"),
-    # What a Slurm job could not be.
+    # Invalid Slurm jobs.
     (
         "cluster=slurm cluster.slurm.time=5",
         "cluster.slurm.time=5: must be longer than cluster.slurm.grace_s=",
@@ -344,7 +343,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """One that is in use."""
+    """Port that is in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -353,17 +352,17 @@ def port() -> Iterator[int]:
 
 @pytest.mark.promise("wrong-configuration-is-refused")
 @pytest.mark.parametrize(
-    ("typed", "told"), [pytest.param(typed, told, id=typed[:60]) for typed, *told in WRONG]
+    ("typed", "parts"), [pytest.param(typed, parts, id=typed[:60]) for typed, *parts in WRONG]
 )
-def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
+def test_wrong_configuration_is_refused_with_a_fix(
     place: Path,
     port: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     typed: str,
-    told: list[str],
+    parts: list[str],
 ) -> None:
-    """In this process: `tests/config/test_command_line.py` has the command as one of its own."""
+    """`tests/config/test_command_line.py` tests the command in a process of its own."""
     monkeypatch.chdir(place)
     before, began = sorted(place.rglob("*")), time.process_time()
     with pytest.raises(SystemExit) as ended:
@@ -371,11 +370,13 @@ def test_a_wrong_configuration_is_refused_at_once_with_the_way_out(
     error = error_in(capsys.readouterr().err)
     assert ended.value.code == 2 and time.process_time() - began < 5
     assert sorted(place.rglob("*")) == before
-    for part in told:
+    for part in parts:
         assert part.replace("{port}", str(port)) in error, error
 
 
-def test_validate_refuses_the_same_in_the_same_words(place: Path) -> None:
+def test_validate_and_launch_report_the_same_error(place: Path) -> None:
     done, _ = aligner(place, "validate", "experiment=tiny_ppo", "actor.parallel.tensor=3")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr == refused(place, "experiment=tiny_ppo", "actor.parallel.tensor=3")
+    assert done.stderr == expect_launch_error(
+        place, "experiment=tiny_ppo", "actor.parallel.tensor=3"
+    )

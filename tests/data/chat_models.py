@@ -1,5 +1,4 @@
-"""Models without weights, for tests of chat turns: templates of the kinds that models have,
-tokenizers that merge a lot."""
+"""Model directories without weights: common chat templates, tokenizers with many merges."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ SPECIAL = [
     "[/INST]",
 ]
 SPECIAL += ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>"]
-"""What marks turns; `<tool_call>` and `<think>` are plain text here, as they are to a template."""
+"""Control tokens; `<tool_call>` and `<think>` are plain text here, as they are in a template."""
 
 QUESTION = {"role": "user", "content": "Is it raining in Lyon?"}
 WEATHER = {
@@ -49,7 +48,7 @@ _BLOCK = "<|user|>{{ m.role }}\n{{ %s }}<|end|>\n"
 _CHATML = "{% for m in messages %}" + _BLOCK % "m.content" + "{% endfor %}"
 _CHATML += "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
 
-# Hermes calls, tool messages in a row as one turn of the user.
+# Tool calls in Hermes format; consecutive tool messages form one user turn.
 _CALLS = (
     "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif"
     ' %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments |'
@@ -73,7 +72,7 @@ _QWEN = (
     + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|user|>assistant\n{%"
     " endif %}"
 )
-# Reasoning stays in the turns since the last question alone, and is worded anew there.
+# Reasoning is kept only in turns after the last user message, where the template reformats it.
 _REASONS = (
     _TOOLS
     + "{% set ns = namespace(asked=0) %}"
@@ -91,7 +90,7 @@ _REASONS = (
     + "<|end|>{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt"
     " %}<|user|>assistant\n%s{% endif %}"
 )
-# Reasoning is what the message has apart from its content, and stays.
+# Reasoning is a separate field of the message, and is kept in all turns.
 _APART = (
     "{% for m in messages %}<|user|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{"
     " m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
@@ -126,7 +125,7 @@ _PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
-# A turn ends where the next one's role begins: that is what the model draws.
+# The role token of the next turn ends a turn, so the model generates that token.
 _GLM = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -143,8 +142,8 @@ TEMPLATES = {
     "phi": _PHI,
     "glm": _GLM,
 }
-# Merges across the borders of turns, and with the space that begins or ends them, are what it is
-# trained for.
+# The tokenizer is trained on these texts so that it merges across turn boundaries, and merges the
+# spaces at the start and end of turns.
 _ADVERSARIAL = [
     "\n\nuser\n",
     "assistant\n\n",
@@ -159,14 +158,14 @@ _ADVERSARIAL = [
 
 @cache
 def tokenizer_file(kind: str) -> str:
-    """A trained tokenizer as JSON."""
+    """Return a trained tokenizer as JSON text."""
     byte_level, spaces = (
         kind in ("bytes", "composing", "stripping"),
         ("first" if kind == "first" else "always"),
     )
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=not byte_level))
     if byte_level:
-        # One stretch of text is one word: a merge may cross anything but a special token.
+        # Text between special tokens is one word, so that merges may cross everything else.
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -203,7 +202,7 @@ def tokenizer_file(kind: str) -> str:
     )
     tokenizer.train_from_iterator(_ADVERSARIAL * 3, trainer)
     description: dict[str, Any] = json.loads(tokenizer.to_str())
-    # Training calls the bytes special; they are tokens of the vocabulary alone.
+    # Training marks the byte tokens as special; here they must be ordinary vocabulary tokens.
     description["added_tokens"] = [
         token for token in description["added_tokens"] if token["content"] in SPECIAL
     ]
@@ -217,19 +216,24 @@ TOKENIZERS = ("bytes", "composing", "stripping", "first", "always", "prepending"
 def chat_model(
     kind: str, template: str, ends: tuple[str, ...] = ("<|end|>", "</s>", "<|user|>", "<|tool|>")
 ) -> Tokenizer:
-    """A model's tokenizer of a kind, with one of the templates or another's text; `ends` are its
-    end-of-turn tokens."""
+    """Return a tokenizer with a chat template.
+
+    Args:
+        kind: One of `TOKENIZERS`.
+        template: A name in `TEMPLATES`, or the text of a template.
+        ends: The EOS tokens of config.json.
+    """
     with TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "tokenizer.json").write_text(tokenizer_file(kind))
         write_model(directory, TEMPLATES.get(template, template), ends)
         tokenizer = Tokenizer(directory)
-        assert tokenizer.chat_template  # read while it is there
+        assert tokenizer.chat_template  # loaded lazily: read it before the directory is deleted
         return tokenizer
 
 
 def write_model(directory: Path, template: str, ends: Iterable[str]) -> None:
-    """What a model's directory has beside its tokenizer, but for weights."""
+    """Write the files of a model directory other than tokenizer.json and weights."""
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,5 +1,7 @@
-"""A process that takes a run, writes into it, stops itself there or in the middle of writing, and
-would write on."""
+"""Take a run, write to it, suspend itself inside or outside `writing`, then try to write again.
+
+For each write that is refused, the process prints the error.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Functions of records, in a module that imports next to nothing: each is called in a process of
-its own."""
+"""Record functions for `data.path=function:…`.
+
+Each function is called in a separate process, so the module imports little.
+"""
 
 from __future__ import annotations
 

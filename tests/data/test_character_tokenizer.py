@@ -1,3 +1,5 @@
+"""The lenient character tokenizer compared with the strict one."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,14 +23,14 @@ SHAPE = dataclasses.replace(
     [("hello", "hello"), ("said: hello", "d: hello"), ("Große\nÄpfel 🍏", "\n?pfel ?"), ("", "")],
     ids=["short", "long", "unknown", "empty"],
 )
-def test_a_lenient_tokenizer_keeps_the_end_of_any_text(text: str, kept: str) -> None:
+def test_lenient_tokenizer_keeps_end_of_any_text(text: str, kept: str) -> None:
     tokenizer = lenient_tokenizer(SHAPE, 8)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokens) == kept.replace("\n", "?")
     assert tokenizer.get_vocab_size() == SHAPE.vocab_size
 
 
-def test_it_counts_as_the_strict_one_does() -> None:
+def test_lenient_tokenizer_equals_strict_on_known_characters() -> None:
     text = "abc 123"
     assert (
         lenient_tokenizer(SHAPE, 8).encode(text).ids == character_tokenizer(SHAPE).encode(text).ids

@@ -1,3 +1,5 @@
+"""Rendering of chat templates, and errors of templates."""
+
 from __future__ import annotations
 
 import json
@@ -16,8 +18,8 @@ CONVERSATION = [
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "and 2+2?", "tool": {"name": "é"}},
 ]
-# What templates in the wild do: special tokens, loop controls, namespaces, block trimming, JSON,
-# markers of generation.
+# Features that published templates use: special tokens, loop controls, namespaces, block trimming,
+# JSON and generation markers.
 TEMPLATES = {
     "marked": (
         """{{ bos_token }}{% for message in messages %}
@@ -50,7 +52,7 @@ def write(directory, template, **settings):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_conversations_are_worded_as_transformers_words_them(tmp_path, name, add_generation_prompt):
+def test_rendered_conversation_equals_transformers(tmp_path, name, add_generation_prompt):
     from transformers import AutoTokenizer
 
     model = prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
@@ -65,7 +67,7 @@ def test_conversations_are_worded_as_transformers_words_them(tmp_path, name, add
     )
 
 
-def test_a_file_of_its_own_comes_first_and_of_several_templates_the_default_is_taken(directory):
+def test_template_file_overrides_default_template(directory):
     write(
         directory,
         [
@@ -78,7 +80,7 @@ def test_a_file_of_its_own_comes_first_and_of_several_templates_the_default_is_t
     assert ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False) == "2"
 
 
-def test_a_model_without_a_template_or_with_a_broken_one_is_named(directory):
+def test_missing_or_invalid_template_is_refused(directory):
     for settings in (
         None,
         {},
@@ -97,13 +99,13 @@ def test_a_model_without_a_template_or_with_a_broken_one_is_named(directory):
         ChatTemplate(directory)
 
 
-def test_a_template_that_fails_says_so(directory):
+def test_template_runtime_error_is_reported(directory):
     write(directory, "{{ messages[0].content + 1 }}")
     with pytest.raises(AlignerError, match="cannot render the messages: can only concatenate str"):
         ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False)
 
 
-def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(directory):
+def test_template_exceptions_and_sandbox_escapes_are_refused(directory):
     write(directory, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(AlignerError, match="roles must alternate"):
         ChatTemplate(directory).render(CONVERSATION, add_generation_prompt=False)
@@ -118,12 +120,13 @@ def test_a_template_refuses_in_its_own_words_and_cannot_leave_its_sandbox(direct
             ChatTemplate(directory).render(list(CONVERSATION), add_generation_prompt=False)
 
 
-def test_a_template_that_asks_for_the_date_is_told_the_one_that_the_run_has(directory):
+def test_template_receives_date_of_run(directory):
     write(directory, "{{ strftime_now('%d %b %Y %H:%M') }}")
-    for date, told in (
+    for date, expected in (
         ("2024-02-29", "29 Feb 2024 00:00"),
         ("2024-02-29T23:59:30", "29 Feb 2024 23:59"),
     ):
         assert (
-            ChatTemplate(directory, date).render(CONVERSATION, add_generation_prompt=False) == told
+            ChatTemplate(directory, date).render(CONVERSATION, add_generation_prompt=False)
+            == expected
         )

@@ -1,5 +1,4 @@
-"""Conversations grow by what was drawn and what is new, token for token as the whole is worded, or
-say why they cannot."""
+"""Appended turns give the tokens of the full rendering, or a reason why they do not."""
 
 from __future__ import annotations
 
@@ -53,8 +52,10 @@ def end_of(template: str) -> str:
 
 
 def in_place(tokenizer: Tokenizer, before: Conversation, text: str) -> Tensor | None:
-    """The tokens of a turn's text, its end included, in the conversation's; None where its first
-    merge with what is before."""
+    """Return the tokens of a turn's text, with its end token, in the tokens of the conversation.
+
+    Returns None if the first tokens merge with the text before the turn.
+    """
     whole, size = tokenizer.encode(before.text + text), len(before.tokens)
     return whole[size:] if torch.equal(whole[:size], before.tokens) else None
 
@@ -72,7 +73,7 @@ def apart(tokenizer: Tokenizer, said: str, end: str = "<|end|>") -> Tensor:
 def grown(
     tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[str, Any]]
 ) -> Conversation | Unsafe:
-    """With a turn that was drawn as its text is tokenized alone."""
+    """Append a turn whose generated tokens equal the encoding of its text alone."""
     drawn = apart(tokenizer, said)
     found = turns_of(tokenizer).go_on(before, drawn, new)
     if isinstance(found, Conversation):
@@ -82,14 +83,12 @@ def grown(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_plain_turn_grows_to_the_tokens_of_the_whole_conversation(
-    kind: str, template: str
-) -> None:
+def test_appended_plain_turn_equals_full_encoding(kind: str, template: str) -> None:
     tokenizer = chat_model(kind, template)
     turns = turns_of(tokenizer)
     if kind in ("stripping", "prepending") and template == "mistral":
-        # one takes the space before an answer away, the other adds one: no turn is tokenized as it
-        # was drawn
+        # "stripping" removes the space before an answer and "prepending" adds one, so the encoding
+        # of a turn never equals its generated tokens.
         return
     conversation = turns.begin([ASKED])
     for said in ("because", "no\n\nyes", "é ü"):
@@ -110,7 +109,7 @@ def test_a_plain_turn_grows_to_the_tokens_of_the_whole_conversation(
         conversation = found
 
 
-# What templates trim, cut and write themselves, and what tokenizers merge.
+# Texts that templates trim, cut or write themselves, and that tokenizers merge.
 PIECES = [
     "  ",
     "\n",
@@ -145,7 +144,7 @@ PLAIN = st.lists(st.sampled_from([*PIECES[:8], CALL]), min_size=1, max_size=3).m
 def drawn_turn(
     data: st.DataObject, tokenizer: Tokenizer, before: Conversation, template: str
 ) -> Tensor:
-    """A turn that a model with this template may draw."""
+    """Choose a turn that a model with this template may generate."""
     others = [] if template == "smollm2" else ["</s>", "<|tool|>"]
     return turn_of_any(data, tokenizer, before, [end_of(template)] * 8 + others)
 
@@ -153,8 +152,10 @@ def drawn_turn(
 def turn_of_any(
     data: st.DataObject, tokenizer: Tokenizer, before: Conversation, ends: list[str]
 ) -> Tensor:
-    """A turn that a model may draw: the tokens of a text, cut as in place or elsewhere, or any
-    tokens at all."""
+    """Choose a turn that a model may generate.
+
+    The turn is a text encoded in place, a text encoded in two parts, or arbitrary tokens.
+    """
     end = data.draw(st.sampled_from(ends))
     kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
     if kind == "any":
@@ -186,8 +187,7 @@ def new_messages(
 def check_growth(
     tokenizer: Tokenizer, before: Conversation, drawn: Tensor, found: Conversation, said: str
 ) -> None:
-    """A safe step: nothing of before has changed, and what is new is exactly what the whole has
-    there."""
+    """Check that earlier tokens are unchanged and new tokens equal those of the full rendering."""
     size, end = len(before.tokens), len(before.tokens) + len(drawn)
     assert (
         found.tokens[:size].tolist() == before.tokens.tolist()
@@ -206,7 +206,7 @@ def check_growth(
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(TOKENIZERS), template=st.sampled_from([*TEMPLATES]))
-def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_words_it(
+def test_any_conversation_keeps_generated_tokens_or_branches(
     data: st.DataObject, kind: str, template: str
 ) -> None:
     tokenizer = chat_model(kind, template)
@@ -233,7 +233,7 @@ def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_
             check_growth(tokenizer, conversation, drawn, found, turn.text)
             assert turn.calls or found.text.startswith(conversation.text + turn.text + ending)
         else:
-            # Of text alone the reason is always a true one: the template does say something else.
+            # For a turn of plain text, the template must indeed render the turn differently.
             assert found.reason and not plain.startswith(conversation.text + turn.text + ending)
             assert (
                 found.anew.tokens.tolist()
@@ -245,7 +245,7 @@ def test_any_conversation_keeps_what_was_drawn_and_is_otherwise_as_the_template_
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_asks_again(
+def test_user_message_removes_reasoning_of_earlier_turns(
     kind: str,
 ) -> None:
     tokenizer = chat_model(kind, "reasons")
@@ -267,7 +267,7 @@ def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_a
     plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
     assert isinstance(plain, Unsafe)
     called = grown(tokenizer, first, thought, [ASKED])
-    # as calls, with the text as it is
+    # The turn is stored as tool calls, with its text unchanged.
     assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]
     assert (
         "renders the turn differently from the model's output: " in plain.reason
@@ -275,7 +275,7 @@ def test_reasoning_stays_while_tools_answer_and_is_found_missing_once_the_user_a
     )
 
 
-def test_reasoning_that_the_prompt_begins_calls_nothing_before_it_ends() -> None:
+def test_tool_calls_inside_reasoning_are_ignored() -> None:
     tokenizer = chat_model("bytes", "begins_to_reason")
     turns = turns_of(tokenizer)
     first = turns.begin([ASKED], TOOLS)
@@ -290,7 +290,7 @@ def test_reasoning_that_the_prompt_begins_calls_nothing_before_it_ends() -> None
     )
 
 
-def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim_alone() -> None:
+def test_trimmed_turn_is_reported_only_if_text_changes() -> None:
     tokenizer = chat_model("bytes", "llama")
     first = turns_of(tokenizer).begin([ASKED])
     assert isinstance(grown(tokenizer, first, "yes", [ASKED]), Conversation)
@@ -309,9 +309,7 @@ def test_a_turn_that_the_template_trims_is_told_where_there_is_something_to_trim
         ("mistral", '[TOOL_CALLS][{"name":"look","arguments":{}}]'),
     ],
 )
-def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(
-    template: str, said: str
-) -> None:
+def test_reformatted_tool_calls_keep_generated_tokens(template: str, said: str) -> None:
     tokenizer = chat_model("bytes", template)
     turns, end = turns_of(tokenizer), end_of(template)
     first = turns.begin([ASKED], TOOLS)
@@ -321,7 +319,7 @@ def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(
     found = turns.go_on(first, drawn, new)
     assert isinstance(found, Conversation) and calls
     check_growth(tokenizer, first, drawn, found, said)
-    # And the conversation goes on behind them.
+    # The conversation can be extended after the tool calls.
     again = turns.go_on(
         found, apart(tokenizer, " yes" if template == "mistral" else "yes", end), [ASKED]
     )
@@ -331,7 +329,7 @@ def test_calls_that_the_template_words_otherwise_stay_as_they_were_drawn(
     )
 
 
-def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they_are() -> None:
+def test_unsupported_tool_calls_stay_text() -> None:
     tokenizer = chat_model("bytes", "llama")
     first = turns_of(tokenizer).begin([ASKED])
     two = '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}'
@@ -351,7 +349,7 @@ def test_calls_that_the_template_refuses_or_cuts_are_given_as_the_text_that_they
     [("", 1, True), ("", 2, False), ("so: ", 1, False)],
     ids=["other spaces", "another argument", "without what was said"],
 )
-def test_calls_of_which_the_template_writes_something_else_are_given_as_text(
+def test_tool_calls_that_template_changes_stay_text(
     before: str, argument: int, is_called: bool
 ) -> None:
     written = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
@@ -364,7 +362,7 @@ def test_calls_of_which_the_template_writes_something_else_are_given_as_text(
     assert isinstance(found, Conversation) and ("tool_calls" in found.messages[1]) is is_called
 
 
-def test_a_turn_without_its_end_is_refused() -> None:
+def test_turn_without_end_token_is_refused() -> None:
     tokenizer = chat_model("bytes", "chatml")
     turns = turns_of(tokenizer)
     first = turns.begin([ASKED])
@@ -376,7 +374,7 @@ def test_a_turn_without_its_end_is_refused() -> None:
             turns.go_on(first, tokens, [ASKED])
 
 
-def test_an_end_that_the_template_does_not_write_or_that_merges_is_told() -> None:
+def test_unexpected_or_non_special_end_token_is_reported() -> None:
     tokenizer = chat_model("bytes", "chatml")
     first = turns_of(tokenizer).begin([ASKED])
     other = turns_of(tokenizer).go_on(first, apart(tokenizer, "yes", "</s>"), [ASKED])
@@ -390,7 +388,7 @@ def test_an_end_that_the_template_does_not_write_or_that_merges_is_told() -> Non
     assert isinstance(found, Unsafe) and "'!', which is not a special token" in found.reason
 
 
-def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(tmp_path) -> None:
+def test_end_token_merged_with_turn_text_is_reported(tmp_path) -> None:
     greedy = tokenizers.Tokenizer.from_str(tokenizer_file("bytes"))
     greedy.add_special_tokens(["yes<|end|>"])
     greedy.save(str(tmp_path / "tokenizer.json"))
@@ -406,7 +404,7 @@ def test_a_token_that_takes_in_the_end_of_a_turn_with_what_is_before_it_is_told(
     )
 
 
-def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors(tmp_path) -> None:
+def test_rejected_messages_and_missing_template_raise(tmp_path) -> None:
     tokenizer = chat_model("bytes", "mistral")
     turns = turns_of(tokenizer)
     with pytest.raises(AlignerError, match="turns must alternate"):
@@ -423,7 +421,7 @@ def test_a_template_that_refuses_the_messages_and_a_model_without_one_are_errors
 
 @cache
 def smollm2() -> Tokenizer:
-    """SmolLM2's tokenizer with its own template, of a model without weights."""
+    """Return SmolLM2's tokenizer with its own chat template, without the model's weights."""
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer
 
@@ -435,12 +433,12 @@ def smollm2() -> Tokenizer:
         write_model(directory, (directory / "chat_template.jinja").read_text(), ["<|im_end|>"])
         (directory / "tokenizer_config.json").write_text(settings)
         tokenizer = Tokenizer(directory)
-        assert tokenizer.chat_template  # read while it is there
+        assert tokenizer.chat_template  # loaded lazily: read it before the directory is deleted
         return tokenizer
 
 
 @pytest.mark.slow
-def test_smollm2_grows_to_the_tokens_of_the_whole_conversation() -> None:
+def test_smollm2_appended_turns_equal_full_encoding() -> None:
     tokenizer = smollm2()
     conversation = turns_of(tokenizer).begin([ASKED])
     for said in ("Because.", "\n\nYes,  it is:\n\t1\n", "naïve 😀 ", ""):

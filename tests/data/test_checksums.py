@@ -1,4 +1,4 @@
-"""A byte that is not as it was written: whichever it is, the reader refuses the file by name."""
+"""Damaged files are refused with an error that names the file, whichever byte changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTENT = {"name": "größer", "numbers": [1, 2.5, None], "nested": {"checksum":
     ],
     ids=["json", "record"],
 )
-def test_a_flipped_lost_or_added_byte_is_found_anywhere(tmp_path, content, read):
+def test_changed_lost_or_added_byte_is_refused(tmp_path, content, read):
     file = tmp_path / "stored"
     file.write_bytes(content)
     assert read(file) in (CONTENT, bytes(range(64)))
@@ -41,17 +41,17 @@ def test_a_flipped_lost_or_added_byte_is_found_anywhere(tmp_path, content, read)
             read(file)
 
 
-def test_a_sealed_object_is_still_json_to_anyone(tmp_path):
+def test_sealed_object_remains_valid_json(tmp_path):
     content = json.loads(sealed(json.dumps(CONTENT)))
     assert {key: content[key] for key in CONTENT} == CONTENT and next(iter(content)) == "checksum"
     with pytest.raises(DamagedError, match="none: cannot be read"):
         read_sealed(tmp_path / "none")
 
 
-def test_what_is_wrong_with_files_is_told_by_name(tmp_path):
+def test_damaged_and_missing_files_are_reported(tmp_path):
     names = ("whole", "flipped", "short", "missing")
     for name in names:
-        (tmp_path / name).write_bytes(name.encode() * 300_000)  # more than is read at a time
+        (tmp_path / name).write_bytes(name.encode() * 300_000)  # larger than one read block
     records = {name: file_record(tmp_path / name) for name in names}
     assert records["whole"].size == 1_500_000 and damage(tmp_path, records) == []
     content = bytearray((tmp_path / "flipped").read_bytes())

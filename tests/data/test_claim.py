@@ -1,4 +1,4 @@
-"""Of the processes that took a run the last one writes."""
+"""Only the latest attempt of a run may write to its directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def configured(directory: Path) -> Config:
 
 @contextlib.contextmanager
 def stopped_writer(directory: Path, where: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that took the run and is stopped, in the middle of `writing` or between."""
+    """Start a process that takes the run and suspends itself, inside or outside `writing`."""
     command = [sys.executable, "-m", "tests.data.claimed_writer", str(directory), where]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         try:
@@ -44,21 +44,21 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_who_was_stopped_while_another_took_the_run_writes_nothing_more(tmp_path: Path) -> None:
+def test_suspended_writer_cannot_write_after_takeover(tmp_path: Path) -> None:
     with stopped_writer(tmp_path, "between") as old:
         assert claim.take_run(configured(tmp_path))["attempt"] == 1
         written = contents(tmp_path)
         old.send_signal(signal.SIGCONT)
-        told = old.communicate(timeout=20)[0].splitlines()
+        errors = old.communicate(timeout=20)[0].splitlines()
     why = (
         r"claim: attempt 1 \(process \d+ on .*\) has taken over the run; attempt 0 may no longer"
         r" write to the run"
     )
-    assert len(told) == 7 and all(re.search(why, line) for line in told), told
+    assert len(errors) == 7 and all(re.search(why, line) for line in errors), errors
     assert contents(tmp_path) == written
 
 
-def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writing_until_it_is_killed(
+def test_takeover_waits_for_suspended_writer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "_TELL_AFTER_S", 0.1)
@@ -80,12 +80,10 @@ def test_who_takes_the_run_waits_for_one_that_is_stopped_in_the_middle_of_writin
         assert claim.take_run(config)["attempt"] == 1
 
 
-def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_current_attempt_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "_own", None)
     config = configured(tmp_path)
-    with claim.writing():  # no run's
+    with claim.writing():  # without a claim, writing is allowed
         pass
     first = claim.take_run(config)
     claim.write_as(config, first)
@@ -110,7 +108,7 @@ def test_a_process_writes_while_the_run_is_its_own_or_that_of_whom_it_works_for(
 
 
 @bounds_seconds
-def test_to_look_whose_the_run_is_takes_nothing_beside_a_step(
+def test_claim_check_takes_at_most_one_millisecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "_own", None)
@@ -120,10 +118,10 @@ def test_to_look_whose_the_run_is_takes_nothing_beside_a_step(
     for _ in range(200):
         with claim.writing():
             pass
-    assert time.perf_counter() - begun < 0.2  # 1 ms each: nothing beside a step
+    assert time.perf_counter() - begun < 0.2  # 1 ms each: negligible compared with a training step
 
 
-def test_every_flipped_bit_of_a_claim_is_refused_by_name(tmp_path: Path) -> None:
+def test_flipped_bit_in_claim_file_is_refused(tmp_path: Path) -> None:
     config, file = configured(tmp_path), RunPaths(tmp_path).claim
     claim.take_run(config)
     content = file.read_bytes()

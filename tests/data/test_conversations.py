@@ -1,5 +1,4 @@
-"""Prompts, and the answers of conversations, token for token, with tokenizers and templates of the
-kinds that models have."""
+"""Prompt and answer tokens of conversations, with tokenizers and chat templates of common kinds."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ TURNS = [
 
 
 def model(directory: Path, *, template: str = "", post: Any = None) -> Tokenizer:
-    """A model with a byte-level BPE tokenizer, whose special tokens `post` adds to a text."""
+    """Write a model with a byte-level BPE tokenizer; `post` is its post-processing template."""
     shape = compose_config(["experiment=tiny_ppo", f"run.dir={directory}"])
     made = prepare_model(shape)
     special = [EOS, BOS, END, HEAD, HEAD_END]
@@ -117,7 +116,7 @@ def texts(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
 
 
 def learned(tokenizer: Tokenizer, demonstration: Demonstration) -> list[str]:
-    """The runs of tokens that a row's loss counts."""
+    """Return the text of each contiguous run of tokens that the loss counts."""
     rows = demonstration_rows([demonstration], pad_token_id=0)
     targets = [0, *torch.nonzero(rows.mask[0]).flatten().add(1).tolist()]
     runs: list[list[int]] = []
@@ -170,13 +169,14 @@ def test_prompt_has_special_tokens_once(tmp_path: Path) -> None:
     (again,) = open_prompts(
         DataConfig(prompts=[worded.text], max_prompt_tokens=200), tokenizer, 1
     ).take(0, 1)
-    assert torch.equal(again.tokens, worded.tokens)  # as what a run has written down is read
+    # The prompts in a run's files are rendered, and can be read again.
+    assert torch.equal(again.tokens, worded.tokens)
     without = model(tmp_path / "chatml", template=CHATML, post=f"{BOS} $A")
     (prompt,) = open_prompts(records(tmp_path, {"prompt": TURNS[:2]}), without, 1).take(0, 1)
     assert texts(without, prompt.tokens).startswith(HEAD)
 
 
-def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_it_learned_from(
+def test_scored_sentence_starts_like_plain_prompt(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path, post=f"{BOS} $A {EOS}")
@@ -204,7 +204,7 @@ def test_a_sentence_that_a_reward_model_scores_begins_as_the_plain_prompts_that_
     ("template", "settings"),
     [(CHATML, {}), (LLAMA3, {}), ("", {"long_prompts": "cut_end", "max_prompt_tokens": 5})],
 )
-def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
+def test_rollout_pairs_keep_their_prompt_tokens(
     tmp_path: Path, template: str, settings: dict[str, Any]
 ) -> None:
     tokenizer = model(tmp_path, template=template, post=f"{BOS} $A")
@@ -234,7 +234,7 @@ def test_the_prompt_of_a_pair_that_was_drawn_is_what_the_policy_was_given(
         open_preferences(records(tmp_path, wrong), tokenizer, 1)
 
 
-def test_a_long_prompt_is_an_error_left_out_or_cut_behind_its_beginning(tmp_path: Path) -> None:
+def test_long_prompt_is_refused_dropped_or_cut(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, post=f"{BOS} $A {EOS}")
     long, short = "one and two more and four", "two"
     own = tokenizer.encode(long)
@@ -264,7 +264,7 @@ def test_a_long_prompt_is_an_error_left_out_or_cut_behind_its_beginning(tmp_path
             read(how, limit=1)
 
 
-def test_records_of_long_prompts_are_left_out_and_counted_and_bad_ones_are_still_an_error(
+def test_dropping_long_prompts_still_refuses_bad_records(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path)
@@ -280,7 +280,7 @@ def test_records_of_long_prompts_are_left_out_and_counted_and_bad_ones_are_still
 
 
 @pytest.mark.parametrize("how", ["cut_start", "cut_end"])
-def test_a_chat_prompt_is_never_cut(tmp_path: Path, how: str) -> None:
+def test_cutting_a_chat_prompt_is_refused(tmp_path: Path, how: str) -> None:
     tokenizer = model(tmp_path, template=CHATML)
     with pytest.raises(
         ConfigError,
@@ -341,7 +341,7 @@ def test_template_generation_mask_equals_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("sft-trains-each-answer-and-its-end")
-def test_template_dropping_reasoning_is_refused_for_all_turns(
+def test_lost_reasoning_is_refused_for_all_turns(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path, template=THINKING)
@@ -363,7 +363,7 @@ def test_template_dropping_reasoning_is_refused_for_all_turns(
     assert learned(tokenizer, same) == [f"it is two{END}", f"four{END}"]
 
 
-def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(
+def test_turns_after_first_prompt_share_response_limit(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path, template=CHATML)
@@ -382,7 +382,7 @@ def test_of_all_turns_the_first_prompt_and_all_that_follows_have_their_limits(
         open_demonstrations(data, tokenizer, 1)
 
 
-def test_a_plain_answer_and_one_that_was_drawn_are_learned_alone(tmp_path: Path) -> None:
+def test_plain_and_recorded_responses_are_learned_alone(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, template=CHATML)
     drawn = {
         "prompt": TURNS[:4],
@@ -405,7 +405,7 @@ RESULT = {"role": "tool", "content": "2", "name": "add"}
 FUNCTIONS = [{"type": "function", "function": {"name": "add", "description": "Grüße"}}]
 
 
-def test_tool_calls_their_results_and_tools_go_to_the_template_as_they_are(tmp_path: Path) -> None:
+def test_tool_calls_and_tools_render_like_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = model(tmp_path, template=TOOLS)
@@ -455,7 +455,7 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"at": "1"}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        # This tokenizer merges the line break that ends the prompt with the start of the answer.
+        # This tokenizer merges the last line break of the prompt with the first text of the answer.
         ("qwen", [f"\n{HERMES}<|end|>", "so<|end|>", "no<|end|>"]),
         ("reasons_apart", [f"\n\n</think>\n\n{text}<|end|>" for text in (HERMES, "so", "no")]),
         ("llama", ['{"name": "look", "parameters": {"at": "1"}}<|end|>', "so<|end|>", "no<|end|>"]),
@@ -494,7 +494,7 @@ def test_sft_learns_every_turn_with_calls_and_end(
     assert learned(tokenizer, found) == said
 
 
-def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path) -> None:
+def test_tool_call_that_template_drops_is_refused(tmp_path: Path) -> None:
     data = records(tmp_path, {"messages": EPISODE}, learned_turns="all")
     with pytest.raises(
         ConfigError,
@@ -518,7 +518,7 @@ def test_calls_that_a_template_does_not_word_are_no_empty_answers(tmp_path: Path
         ({"messages": TURNS[1:3], "tools": ["add"]}, "`tools` must be a list of JSON objects"),
     ],
 )
-def test_a_message_of_nothing_and_tools_that_are_none_are_named(
+def test_empty_message_and_invalid_tools_are_refused(
     tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
     tokenizer = model(tmp_path, template=TOOLS)
@@ -526,7 +526,7 @@ def test_a_message_of_nothing_and_tools_that_are_none_are_named(
         open_demonstrations(records(tmp_path, row), tokenizer, 1)
 
 
-def test_messages_with_tools_are_worded_by_the_template_for_them_where_there_is_one(
+def test_records_with_tools_use_tool_use_template(
     tmp_path: Path,
 ) -> None:
     tokenizer = model(tmp_path)

@@ -1,5 +1,4 @@
-"""What is said of records that a run is to learn from: their lengths in tokens, their fields, and
-which were looked at."""
+"""Statistics of training records: token lengths, chosen fields, and which records were read."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def measured(
     return measure_data(config, prepare_model(config))
 
 
-def test_of_many_records_the_longest_is_looked_at_wherever_it_is(tmp_path: Path) -> None:
+def test_sampled_statistics_include_longest_record(tmp_path: Path) -> None:
     records = [{"prompt": "abc", "answer": "12"} for _ in range(5000)]
     records[3333] = {"prompt": "a" * 90, "answer": "1" * 40}
     found = measured(tmp_path, records)
@@ -68,16 +67,14 @@ def test_fields_of_other_names_are_recognized(
     assert found is not None and dict(found.fields) == fields and found.longest_prompt == 1
 
 
-def test_responses_are_measured_with_their_ends(tmp_path: Path) -> None:
+def test_response_lengths_include_eos_token(tmp_path: Path) -> None:
     pair = {"prompt": "abcd", "chosen": "xy", "rejected": "xyz"}
     found = measured(tmp_path, [pair], "algorithm=dpo")
     assert found is not None and (found.longest_prompt, found.longest_answer) == (4, 4)
 
 
 @pytest.mark.parametrize("records", [[{"nothing": "a"}], [{"prompt": 3}], []])
-def test_records_that_cannot_be_read_are_left_to_those_who_tell_what_is_wrong(
-    tmp_path: Path, records: list[dict[str, Any]]
-) -> None:
+def test_invalid_records_give_no_statistics(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert measured(tmp_path, records) is None
 
 
@@ -93,7 +90,7 @@ def test_records_that_cannot_be_read_are_left_to_those_who_tell_what_is_wrong(
         ),
     ],
 )
-def test_texts_for_a_model_that_expects_chats_are_noticed(
+def test_plain_prompts_for_chat_model_are_detected(
     tmp_path: Path, record: dict[str, Any], template: str | None, is_told: bool
 ) -> None:
     config = compose_config(
@@ -112,7 +109,7 @@ def test_texts_for_a_model_that_expects_chats_are_noticed(
     assert found is not None and found.bypasses_template == is_told
 
 
-def test_chosen_fields_come_with_a_short_rendered_example(tmp_path: Path) -> None:
+def test_chosen_fields_include_short_rendered_example(tmp_path: Path) -> None:
     record = {"instruction": "b" + "a" * 500, "input": "", "output": "c"}
     found = measured(tmp_path, [record], "algorithm=sft")
     assert found is not None and found.fields["prompt"] == "instruction"
@@ -122,7 +119,7 @@ def test_chosen_fields_come_with_a_short_rendered_example(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["a", "  b"])
-def test_rare_part_of_the_prompt_is_joined_wherever_it_is(tmp_path: Path, value: str) -> None:
+def test_rare_prompt_part_is_joined(tmp_path: Path, value: str) -> None:
     records = [{"instruction": "abc", "input": "", "output": "d" * 9} for _ in range(3000)]
     records[2345] = {"instruction": "abc", "input": value, "output": "d"}
     found = measured(tmp_path, records, "algorithm=sft")
@@ -136,6 +133,6 @@ def test_rare_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
         measured(tmp_path, records, "algorithm=sft")
 
 
-def test_field_that_would_be_lost_is_refused_when_fields_are_chosen(tmp_path: Path) -> None:
+def test_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
         measured(tmp_path, [{"question": "a", "choices": ["b", "c"], "answer": 1}])

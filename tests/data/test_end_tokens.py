@@ -1,4 +1,4 @@
-"""EOS tokens: those of config.json and generation_config.json, and the template's end of turn."""
+"""EOS tokens of config.json and generation_config.json, and end-of-turn tokens of templates."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ QUESTION = {"role": "user", "content": "1+1?"}
 
 
 def model(directory: Path, eos: Any, generation: Any = None, **settings: Any) -> Path:
-    """Write the model directory of a tiny Qwen model; `eos` are the entries of its config.json."""
+    """Write the directory of a tiny Qwen model; `eos` is the `eos_token_id` of its config.json."""
     files = KINDS["qwen"]()
     files["tokenizer_config.json"] |= settings
     files["config.json"] |= {
@@ -98,7 +98,7 @@ def test_stored_models_generate_until_any_eos_id(tmp_path: Path) -> None:
 
 
 def learned(directory: Path, record: dict[str, Any]) -> str:
-    """The text of a demonstration's learned tokens."""
+    """Return the text of a demonstration's response tokens."""
     file = directory / "data.jsonl"
     file.write_text(json.dumps(record) + "\n")
     tokenizer = Tokenizer(directory)
@@ -158,7 +158,7 @@ def test_report_lists_eos_ids_with_texts(tmp_path: Path) -> None:
         ({"chat_template": None, "eos_token": "<|endoftext|>"}, None),
     ],
 )
-def test_end_that_is_no_eos_token_is_reported_once(
+def test_end_token_that_is_not_eos_is_reported_once(
     tmp_path: Path, settings: dict[str, Any], message: str | None
 ) -> None:
     model(tmp_path, 0, **settings)

@@ -1,4 +1,4 @@
-"""What the offline trainers are given, from records of every form."""
+"""Training examples of the offline trainers, read from records of every supported form."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def chat(plain, tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture
 def data(tmp_path):
-    """Records into a file, and that into settings."""
+    """Return a function that writes records to a file and returns its configuration."""
 
     def written(*records, **settings) -> DataConfig:
         path = tmp_path / "records.jsonl"
@@ -78,7 +78,7 @@ def data(tmp_path):
 
 
 def parts(tokenizer: Tokenizer, demonstration) -> tuple[str, str]:
-    """Prompt and response, which must end with the end of sequence and have no other."""
+    """Return prompt and response as text; check that the only EOS token is the last token."""
     tokens, length = demonstration.tokens, demonstration.prompt_length
     assert tokens.dtype == torch.int64
     assert (tokens[length:] == tokenizer.eos_token_ids[0]).nonzero().tolist() == [
@@ -87,7 +87,7 @@ def parts(tokenizer: Tokenizer, demonstration) -> tuple[str, str]:
     return tokenizer.decode(tokens[:length]), tokenizer.decode(tokens[length:])
 
 
-def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, data):
+def test_plain_demonstration_ends_with_eos(plain, data):
     stream = open_demonstrations(
         data({"prompt": "1+1=", "response": " 2"}, {"prompt": "a", "response": "b<eos>"}), plain, 1
     )
@@ -99,7 +99,7 @@ def test_a_plain_demonstration_is_prompt_response_and_end_of_sequence(plain, dat
     assert len(stream) == 2
 
 
-def test_responses_may_go_without_an_end_of_sequence(plain, data):
+def test_end_of_sequence_is_omitted_if_disabled(plain, data):
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     (open_pair,) = open_preferences(
         data(pair, end_of_sequence=False, max_response_tokens=2), plain, 1
@@ -124,12 +124,12 @@ def test_responses_may_go_without_an_end_of_sequence(plain, data):
         {"prompt": "ignored", "response": [USER, SHORT]},
     ],
 )
-def test_chat_messages_are_worded_by_the_template_up_to_its_end_of_sequence(chat, data, record):
+def test_chat_demonstration_is_rendered_by_template(chat, data, record):
     (demonstration,) = open_demonstrations(data(record), chat, 1).take(0, 1)
     assert parts(chat, demonstration) == (CHAT_PROMPT, "2")
 
 
-def test_of_several_turns_the_last_answer_is_the_response(chat, data):
+def test_last_answer_of_several_turns_is_the_response(chat, data):
     (demonstration,) = open_demonstrations(
         data({"messages": [USER, SHORT, USER, LONG]}), chat, 1
     ).take(0, 1)
@@ -144,14 +144,14 @@ def test_of_several_turns_the_last_answer_is_the_response(chat, data):
         {"chosen": [USER, SHORT], "rejected": [USER, LONG]},
     ],
 )
-def test_preferences_of_every_form_are_two_answers_to_one_prompt(chat, data, record):
+def test_preference_forms_give_two_answers_to_one_prompt(chat, data, record):
     (preference,) = open_preferences(data(record), chat, 1).take(0, 1)
     assert parts(chat, preference.chosen) == (CHAT_PROMPT, "2")
     assert parts(chat, preference.rejected) == (CHAT_PROMPT, "it is 2")
     assert preference.margin is None
 
 
-def test_a_plain_preference_has_its_margin(plain, data):
+def test_plain_preference_has_its_margin(plain, data):
     (preference,) = open_preferences(
         data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}), plain, 1
     ).take(0, 1)
@@ -163,7 +163,7 @@ def test_a_plain_preference_has_its_margin(plain, data):
 
 
 @pytest.mark.parametrize("margin", [2, -1, "x"])
-def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
+def test_margin_is_ignored_if_disabled(plain, data, margin):
     settings = data({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, margin=False)
     (preference,) = open_preferences(settings, plain, 1).take(0, 1)
     assert preference.margin is None
@@ -176,16 +176,14 @@ def test_a_margin_that_is_switched_off_is_not_read(plain, data, margin):
         ({"margin": 0.5}, "field `margin` is ignored because data.margin=false"),
     ],
 )
-def test_a_pair_without_a_margin_that_the_loss_goes_by_is_refused_with_its_place(
-    plain, data, written, problem
-):
+def test_missing_required_margin_is_refused(plain, data, written, problem):
     settings = data({"prompt": "a", "chosen": "b", "rejected": "c", **written}, margin=not written)
     with pytest.raises(ConfigError, match=rf":1: {problem}; kind=rpo_sq requires it"):
         open_preferences(settings, plain, 1, margin_for="kind=rpo_sq")
 
 
 @pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False)])
-def test_a_labeled_answer_is_desirable_or_not(plain, data, label, wanted):
+def test_labeled_answer_is_desirable_or_undesirable(plain, data, label, wanted):
     (example,) = open_labeled_answers(
         data({"prompt": "a", "response": "b", "label": label}), plain, 1
     ).take(0, 1)
@@ -193,7 +191,7 @@ def test_a_labeled_answer_is_desirable_or_not(plain, data, label, wanted):
 
 
 @pytest.mark.parametrize("written", [{}, {"label": "yes"}, {"label": 2}, {"label": None}])
-def test_a_label_that_is_none_is_refused_with_its_place(plain, data, written):
+def test_invalid_label_is_refused(plain, data, written):
     with pytest.raises(
         ConfigError, match=rf":1: field `label` is {written.get('label')!r}, must be true or false"
     ):
@@ -201,7 +199,7 @@ def test_a_label_that_is_none_is_refused_with_its_place(plain, data, written):
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
-def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt):
+def test_step_labels_are_at_last_token_of_each_step(chat, data, prompt):
     record = {"prompt": prompt, "steps": ["1+1 ", "is 3.", "so 2"], "labels": [1, 0, True]}
     assert has_steps(data(record))
     (example,) = open_labeled_steps(data(record), chat, 1).take(0, 1)
@@ -216,11 +214,11 @@ def test_labeled_steps_have_a_label_at_each_steps_last_token(chat, data, prompt)
     assert example.labels.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_records_without_steps_are_preferences(data):
+def test_has_steps_is_false_for_preferences(data):
     assert not has_steps(data({"prompt": "a", "chosen": "b", "rejected": "c"}))
 
 
-def test_prompts_may_be_messages_whose_last_answer_is_left_out(chat, data):
+def test_last_answer_is_omitted_from_chat_prompt(chat, data):
     records = ({"prompt": [USER], "answer": "2"}, {"messages": [USER, SHORT], "answer": "2"})
     for prompt in open_prompts(data(*records), chat, 1).take(0, 2):
         assert (prompt.text, prompt.metadata) == ("user: 1+1?<eos> assistant: ", {"answer": "2"})
@@ -274,7 +272,7 @@ BAD_DEMONSTRATIONS = [
 
 
 @pytest.mark.parametrize(("record", "message"), BAD_DEMONSTRATIONS)
-def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, message):
+def test_invalid_demonstration_is_refused_with_location(chat, data, record, message):
     with pytest.raises(ConfigError, match=rf"records\.jsonl:2: .*{message}"):
         open_demonstrations(
             data({"prompt": "a", "response": "b"}, record, max_response_tokens=4), chat, 1
@@ -298,7 +296,7 @@ def test_a_bad_demonstration_is_named_with_line_and_field(chat, data, record, me
         ),
     ],
 )
-def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, message):
+def test_invalid_preference_is_refused_with_location(chat, data, record, message):
     with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
         open_preferences(data(record), chat, 1)
 
@@ -321,22 +319,20 @@ def test_a_bad_preference_is_named_with_line_and_field(chat, data, record, messa
         ),
     ],
 )
-def test_bad_steps_are_named_with_line_and_field(plain, data, steps, labels, message):
+def test_invalid_steps_are_refused_with_location(plain, data, steps, labels, message):
     with pytest.raises(ConfigError, match=rf"records\.jsonl:1: .*{message}"):
         open_labeled_steps(
             data({"prompt": "x", "steps": steps, "labels": labels}, max_response_tokens=4), plain, 1
         )
 
 
-def test_messages_for_a_model_without_a_template_are_an_error_even_when_bad_records_are_skipped(
-    plain, data
-):
+def test_missing_template_is_refused_with_skip_bad_records(plain, data):
     records = ({"prompt": "a", "response": "b"}, {"messages": [USER, SHORT]})
     with pytest.raises(ConfigError, match="chat messages require a chat template"):
         open_demonstrations(data(*records, skip_bad_records=True), plain, 1)
 
 
-def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, data, tmp_path):
+def test_template_that_changes_prompt_is_refused(plain, data, tmp_path):
     directory = shutil.copytree(plain.directory, tmp_path / "model")
     (directory / "chat_template.jinja").write_text(
         "{{ messages | length }}{{ messages[-1].content }}"
@@ -345,7 +341,7 @@ def test_a_template_that_words_an_answered_prompt_differently_is_refused(plain, 
         open_demonstrations(data({"messages": [USER, SHORT]}), Tokenizer(directory), 1)
 
 
-def test_bad_records_are_skipped_and_counted_only_if_asked(chat, data):
+def test_invalid_records_are_skipped_on_request(chat, data):
     good = {"prompt": "a", "response": "b"}
     records = [record for record, _ in BAD_DEMONSTRATIONS]
     settings = data(good, *records, good, skip_bad_records=True, max_response_tokens=4)
@@ -399,7 +395,7 @@ def opened(trainer: str, tokenizer: Tokenizer, path: str, **data: Any) -> RunDat
 @pytest.mark.promise("held-out-rows-are-never-trained")
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_held_out_rows_are_reported_and_never_trained_on(
+def test_held_out_rows_are_never_trained_on(
     tokenizer: Tokenizer, tmp_path: Path, trainer: str, shuffle: bool
 ) -> None:
     path = written(tmp_path / "rows.jsonl", [pair | {"response": pair["chosen"]} for pair in PAIRS])
@@ -424,9 +420,7 @@ def test_held_out_rows_are_reported_and_never_trained_on(
     )
 
 
-def test_a_file_with_too_few_rows_to_hold_out_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_holding_out_all_records_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = written(tmp_path / "pairs.jsonl", PAIRS)
     with pytest.raises(
         ConfigError, match=r"data\.held_out=5: the data has only 5 records; hold out fewer records"
@@ -434,9 +428,7 @@ def test_a_file_with_too_few_rows_to_hold_out_is_refused(
         opened("dpo", tokenizer, path, held_out=5)
 
 
-def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_reward_model_accepts_pairs_or_labeled_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
     pairs = opened("reward_model", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS))
     assert isinstance(pairs.examples.take(0, 1)[0], Preference) and pairs.samples is None
     path = written(
@@ -449,9 +441,7 @@ def test_a_reward_model_learns_from_pairs_or_from_steps_as_the_file_has_them(
         opened("reward_model", tokenizer, path, normalization=samples)
 
 
-def test_the_first_samples_of_a_file_are_normalized_by(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_normalization_uses_first_samples_of_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     samples = written(
         tmp_path / "samples.jsonl",
         [{"prompt": "ab", "response": letter, "prompt_index": 0} for letter in "cde"],
@@ -464,7 +454,7 @@ def test_the_first_samples_of_a_file_are_normalized_by(
     assert [tokenizer.decode(sample.tokens[2:]) for sample in data.samples] == ["c", "d"]
 
 
-def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(plain, data):
+def test_recorded_response_tokens_are_kept(plain, data):
     end, tokens = plain.eos_token_ids[0], plain.encode("it is 2").tolist()
     (ended,) = open_demonstrations(
         data(
@@ -481,7 +471,7 @@ def test_a_response_that_was_drawn_is_its_own_tokens_as_generate_writes_them(pla
     assert ended.tokens[ended.prompt_length :].tolist() == [*tokens, end]
     cut = {"prompt": "1+1=", "response": "it is 2", "tokens": tokens, "finish_reason": "length"}
     (demonstration,) = open_demonstrations(data(cut), plain, 1).take(0, 1)
-    # what was cut does not end
+    # A truncated response gets no EOS token.
     assert demonstration.tokens[demonstration.prompt_length :].tolist() == tokens
     for settings, record in (({"drawn_tokens": False}, cut), ({}, {**cut, "tokens": len(tokens)})):
         (demonstration,) = open_demonstrations(data(record, **settings), plain, 1).take(0, 1)
@@ -524,15 +514,13 @@ def test_sft_on_episode_learns_generated_tokens_only(plain, data):
         ("2", "field `chosen_tokens` must be a non-empty list of token ids from 0 to"),
     ],
 )
-def test_tokens_that_are_not_those_of_the_text_are_refused(plain, data, tokens, message):
+def test_invalid_recorded_tokens_are_refused(plain, data, tokens, message):
     record = {"prompt": "1+1=", "chosen": "it is 2", "rejected": "3", "chosen_tokens": tokens}
     with pytest.raises(ConfigError, match=rf"records\.jsonl:1: {message}"):
         open_preferences(data(record), plain, 1)
 
 
-def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_own(
-    plain, data, tmp_path
-):
+def test_text_ends_with_eos_token_of_tokenizer_config(plain, data, tmp_path):
     directory = shutil.copytree(plain.directory, tmp_path / "model")
     shape = json.loads((directory / "config.json").read_text())
     end, other = shape["eos_token_id"], plain.encode("}").tolist()[0]
@@ -549,7 +537,7 @@ def test_of_several_end_tokens_a_text_gets_the_one_that_the_tokenizer_calls_its_
         assert int(demonstration.tokens[-1]) == expected
 
 
-def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
+def test_prompt_cut_applies_to_every_kind_of_record(plain, data):
     cut = {"prompt_after": "Q:", "prompt_before": "!"}
     (demonstration,) = open_demonstrations(
         data({"prompt": "aQ:b!c", "response": "2"}, **cut), plain, 1
@@ -580,9 +568,7 @@ def test_a_prompt_is_cut_wherever_one_is_read(plain, data):
         open_demonstrations(data({"prompt": "aQ:b!c", "response": "2"}, prompt_after="?"), plain, 1)
 
 
-def test_the_samples_that_rewards_are_normalized_by_have_prompts_that_are_cut(
-    plain, data, tmp_path
-):
+def test_normalization_samples_are_not_cut_again(plain, data, tmp_path):
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"prompt": "b", "response": "2"}\n{"prompt": "b", "response": "3"}\n')
     settings = data(

@@ -1,5 +1,4 @@
-"""Re-sharding and converting directories; checkpoints are exported in
-tests/megatron/test_export.py."""
+"""Export of model directories (tests/megatron/test_export.py covers checkpoints)."""
 
 from __future__ import annotations
 
@@ -48,36 +47,36 @@ def tensors(directory):
     }
 
 
-def test_a_directory_is_cut_into_shards_no_larger_than_asked_for(model, tmp_path):
-    told = []
+def test_export_splits_weights_into_shards(model, tmp_path):
+    progress_reports = []
     notices = export(
         find_source(model),
         tmp_path / "out",
         max_shard_bytes=20_000,
-        progress=lambda *bytes_done: told.append(bytes_done),
+        progress=lambda *bytes_done: progress_reports.append(bytes_done),
     )
     assert notices == []
     assert check_model_directory(tmp_path / "out") == check_model_directory(model)
     whole, cut = tensors(model), tensors(tmp_path / "out")
     assert cut.keys() == whole.keys() and all(torch.equal(cut[name], whole[name]) for name in whole)
     sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
-    assert len(sizes) > 2 and max(sizes) < 20_000 + 2_000  # and the header
+    assert len(sizes) > 2 and max(sizes) < 20_000 + 2_000  # the header adds to the limit
     total = sum(tensor.nbytes for tensor in whole.values())
-    assert told[-1] == (total, total) and len(told) == len(whole)
-    # A sharded directory is a source as well.
+    assert progress_reports[-1] == (total, total) and len(progress_reports) == len(whole)
+    # A sharded directory can be exported again.
     export(find_source(tmp_path / "out"), tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").stat().st_size > total
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_is_that_of_every_weight_and_of_the_configuration(model, tmp_path, dtype):
+def test_export_converts_weights_and_config_to_dtype(model, tmp_path, dtype):
     export(find_source(model), tmp_path / "out", dtype=dtype)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     for name, tensor in tensors(model).items():
         assert torch.equal(tensors(tmp_path / "out")[name], tensor.to(getattr(torch, dtype)))
 
 
-def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_path):
+def test_failed_export_overwrites_nothing_and_leaves_no_files(model, tmp_path):
     source = find_source(model)
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out: already exists"):
@@ -91,7 +90,7 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(model, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, tmp_path):
+def test_unwritable_destination_leaves_no_files(model, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/out: cannot be written: Not a directory"):
         export(find_source(model), tmp_path / "file" / "out")
@@ -139,7 +138,7 @@ def test_a_place_that_cannot_be_written_to_is_named_and_nothing_is_left(model, t
         ),
     ],
 )
-def test_what_is_no_source_is_refused_by_name(tmp_path, make, told):
+def test_invalid_export_source_is_refused(tmp_path, make, told):
     path = tmp_path / "source"
     path.mkdir()
     make(path)
@@ -147,7 +146,7 @@ def test_what_is_no_source_is_refused_by_name(tmp_path, make, told):
         find_source(path)
 
 
-def test_a_size_is_a_number_with_a_unit():
+def test_shard_size_is_parsed_with_unit():
     assert [parse_size(text) for text in ("5GB", "1.5 MiB", "7kb", "12")] == [
         5 * 10**9,
         3 << 19,
@@ -159,7 +158,7 @@ def test_a_size_is_a_number_with_a_unit():
             parse_size(text)
 
 
-def test_files_are_read_by_safetensors_itself_whatever_their_types(tmp_path):
+def test_written_tensors_are_readable_by_safetensors(tmp_path):
     written = {
         "flags": torch.tensor([True, False, True]),
         "half": torch.randn(3, 5).to(torch.bfloat16),

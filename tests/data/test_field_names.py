@@ -1,4 +1,4 @@
-"""The record fields of published formats that stand for `prompt`, `response` and `answer`."""
+"""Automatic choice of the record fields for `prompt`, `response` and `answer`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RLVR = {
 
 
 def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[dict[str, Any]]:
-    """The records under our names."""
+    """Return the records with the field names that aligner reads."""
     choice = choose_fields(records, trainer, generates=trainer == "online")
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -66,14 +66,14 @@ def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[
         ("online", {"question": "1+1?", "answer": ["2"]}, {"prompt": "1+1?", "answer": "2"}),
     ],
 )
-def test_published_format_keeps_whole_prompt_and_answer(
+def test_published_format_keeps_prompt_and_answer(
     tmp_path: Path, trainer: str, record: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     (found,) = mapped(tmp_path, [record], trainer)
     assert {name: found[name] for name in wanted} == wanted
 
 
-def test_empty_or_missing_companion_leaves_no_blank_lines(tmp_path: Path) -> None:
+def test_empty_input_field_leaves_no_blank_lines(tmp_path: Path) -> None:
     missing = {"instruction": "Say hi.", "output": "hi"}
     null = {"instruction": "Say ho.", "input": None, "output": "ho"}
     found = mapped(tmp_path, [missing, ALPACA_ALONE, null, ALPACA], "sft")
@@ -110,9 +110,7 @@ def test_empty_or_missing_companion_leaves_no_blank_lines(tmp_path: Path) -> Non
     ],
 )
 @pytest.mark.parametrize("trainer", ["sft", "online"])
-def test_field_that_cannot_be_joined_is_refused_by_name(
-    trainer: str, field: str, value: Any
-) -> None:
+def test_unjoinable_prompt_part_is_refused(trainer: str, field: str, value: Any) -> None:
     record = {"question": "Which is a prime?", field: value, "answer": 1}
     with pytest.raises(FieldsNotChosen, match=f"the record field `{field}` looks like a part"):
         choose_fields([record], trainer, generates=trainer == "online")
@@ -132,24 +130,24 @@ def test_fields_that_repeat_the_prompt_are_accepted() -> None:
         assert choose_fields([record], "sft", generates=False).notices == ()
 
 
-def test_text_beside_a_prompt_is_noted() -> None:
+def test_extra_text_field_of_prompt_record_is_reported() -> None:
     record = {"prompt": "Summarize.", "text": "Ann ran.", "response": "Running."}
     (notice,) = choose_fields([record], "sft", generates=False).notices
     assert "`text` looks like a part" in notice
 
 
-def test_unused_field_that_repeats_a_lost_part_does_not_hide_it() -> None:
+def test_repeated_text_does_not_hide_lost_prompt_part() -> None:
     record = {"question": "Who?", "system": "Be brief.", "text": "Be brief. Who?", "answer": "Ann"}
     with pytest.raises(FieldsNotChosen, match="`system` looks like a part"):
         choose_fields([record], "sft", generates=False)
 
 
-def test_choices_in_the_prompt_already_are_accepted() -> None:
+def test_choices_already_in_prompt_are_accepted() -> None:
     record = {"question": "Prime? A) 4 B) 7", "choices": ["4", "7"], "answer": "B"}
     assert choose_fields([record], "online", generates=True).fields == {"prompt": "question"}
 
 
-def test_unused_context_of_records_with_a_prompt_is_noted() -> None:
+def test_unused_context_of_prompt_record_is_reported() -> None:
     records = [{"prompt": "Who?", "context": "Ann ran.", "response": "Ann"}]
     choice = choose_fields(records, "sft", generates=False)
     assert choice.fields == {} and "`context` looks like a part" in choice.notices[0]
@@ -157,7 +155,7 @@ def test_unused_context_of_records_with_a_prompt_is_noted() -> None:
     assert choose_fields(contained, "sft", generates=False).notices == ()
 
 
-def test_several_answers_are_refused_before_the_first_score() -> None:
+def test_list_of_several_answers_is_refused() -> None:
     with pytest.raises(FieldsNotChosen, match="`ground_truth` is a list of 2 answers"):
         choose_fields([RLVR | {"ground_truth": ["2", "two"]}], "online", generates=True)
 
@@ -165,13 +163,13 @@ def test_several_answers_are_refused_before_the_first_score() -> None:
         choose_fields([{"question": "1+1?", "answer": ["2", "two"]}], "online", generates=True)
 
 
-def test_full_solution_of_any_record_comes_before_short_answer() -> None:
+def test_full_solution_is_preferred_to_short_answer() -> None:
     records = [MATHEMATICS | {"solution": None}, MATHEMATICS | {"solution": ""}, MATHEMATICS]
     assert choose_fields(records, "sft", generates=False).fields["response"] == "solution"
     assert choose_fields(records[:2], "sft", generates=False).fields["response"] == "answer"
 
 
-def test_companion_that_is_a_text_in_some_records_only_is_refused() -> None:
+def test_companion_that_is_not_always_text_is_refused() -> None:
     records = [
         {"question": "Who?", "context": "Ann ran.", "answer": "Ann"},
         {"question": "Who?", "context": ["Bob sat."], "answer": "Bob"},
@@ -180,7 +178,7 @@ def test_companion_that_is_a_text_in_some_records_only_is_refused() -> None:
         choose_fields(records, "sft", generates=False)
 
 
-def test_answer_keeps_its_name_for_other_rewards() -> None:
+def test_answer_field_is_not_mapped_for_other_rewards() -> None:
     record = {"question": "1+1?", "solution": "2"}
     choice = choose_fields([record], "online", generates=True, reads_answer=False)
     assert choice.fields == {"prompt": "question"}

@@ -1,4 +1,4 @@
-"""Messages in the forms in which data sets and OpenAI's clients write them."""
+"""Chat messages in the forms of published data sets and OpenAI clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.data.chat_models import (
 )
 
 ANSWER = {"role": "assistant", "content": "No."}
-# Reads the content of every message, as Llama 3's; fails without one, as Qwen3's.
+# Reads the content of every message, like Llama 3's template, and fails if a message has no
+# content, like Qwen3's template.
 CONCATENATES = (
     "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content + '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
@@ -88,7 +89,7 @@ def test_arguments_as_json_text_render_as_an_object(template_of, text):
 
 @pytest.mark.promise("null-fields-are-absent")
 @pytest.mark.parametrize("text", ALL.values(), ids=ALL)
-def test_nulls_of_unified_schemas_are_absent_from_arguments(template_of, text):
+def test_null_arguments_of_unified_schemas_are_absent(template_of, text):
     template = template_of(text)
     unified = called({"city": "Lyon", "zone": None, "area": {"unit": None}}, content=None)
     unified[1]["tool_calls"][0]["id"] = None
@@ -97,13 +98,13 @@ def test_nulls_of_unified_schemas_are_absent_from_arguments(template_of, text):
     assert found == rendered(template, called({"city": "Lyon", "area": {}}))
 
 
-def test_null_inside_json_text_is_an_argument(template_of):
+def test_null_in_json_text_arguments_is_kept(template_of):
     found = rendered(template_of(PRINTS), called('{"city": "Lyon", "unit": null}'))
     assert '{"city": "Lyon", "unit": null}' in found
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3"])
-def test_arguments_that_are_no_object_are_refused_with_their_place(arguments):
+def test_non_object_tool_call_arguments_are_refused(arguments):
     with pytest.raises(AlignerError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
         normalized_messages(called(arguments))
 
@@ -132,18 +133,18 @@ REASONS = (
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_learned_whatever_its_field_is_called(tokenizer_of, name):
+def test_reasoning_is_learned_under_every_field_name(tokenizer_of, name):
     record = Record({"messages": [QUESTION, {**ANSWER, name: "Lyon is dry."}]}, "data.jsonl:1")
     _, response = exchange(record, "response", tokenizer_of(REASONS))
     assert response == "<think>Lyon is dry.</think>No.<|end|>"
 
 
-def test_reasoning_is_rendered_by_a_template_that_calls_it_thinking(template_of):
+def test_template_with_thinking_field_renders_reasoning(template_of):
     template = template_of(REASONS.replace("reasoning_content", "thinking"))
     assert "<think>dry</think>" in rendered(template, [QUESTION, {**ANSWER, "reasoning": "dry"}])
 
 
-def test_lost_reasoning_of_a_learned_turn_is_warned_about_once(tokenizer_of, caplog):
+def test_lost_learned_reasoning_is_warned_about_once(tokenizer_of, caplog):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     record = Record({"messages": [QUESTION, {**ANSWER, "reasoning": "dry"}]}, "data.jsonl:1")
     with caplog.at_level(logging.WARNING):
@@ -160,7 +161,7 @@ KNOWS_THREE = (
 )
 
 
-def test_developer_is_rendered_as_system_with_one_log_line(template_of, caplog):
+def test_developer_role_is_rendered_as_system(template_of, caplog):
     template = template_of(KNOWS_THREE)
     messages = [{"role": "developer", "content": "Be brief."}, QUESTION]
     with caplog.at_level(logging.INFO, "aligner"):
@@ -169,7 +170,7 @@ def test_developer_is_rendered_as_system_with_one_log_line(template_of, caplog):
     assert len([each for each in caplog.messages if "'developer'" in each]) == 1
 
 
-def test_developer_is_kept_for_a_template_that_knows_it(template_of):
+def test_supported_developer_role_is_kept(template_of):
     text = KNOWS_THREE.replace("'system'", "'developer'")
     messages = [{"role": "developer", "content": "Be brief."}, QUESTION]
     assert "<|system|>Be brief." in rendered(template_of(text), messages)
@@ -177,13 +178,13 @@ def test_developer_is_kept_for_a_template_that_knows_it(template_of):
 
 @pytest.mark.promise("messages-lose-no-part")
 @pytest.mark.parametrize("role", ["critic", "function", "ipython2"])
-def test_unknown_role_is_refused_with_role_and_template(tokenizer_of, role):
+def test_dropped_unknown_role_is_refused(tokenizer_of, role):
     record = Record({"messages": [{"role": role, "content": "no"}, QUESTION]}, "data.jsonl:1")
     with pytest.raises(BadRecord, match=rf"chat template of .* does not render the role '{role}'"):
         prompt_text(record, tokenizer_of(KNOWS_THREE))
 
 
-def test_role_that_the_template_writes_out_is_accepted(template_of):
+def test_rendered_unknown_role_is_accepted(template_of):
     messages = [{"role": "critic", "content": "no"}, QUESTION]
     assert "critic\nno" in rendered(template_of(TEMPLATES["chatml"]), messages)
 
@@ -214,7 +215,7 @@ def test_complete_rendering_is_not_warned_about(template_of, caplog, name):
     assert warnings_of(template_of(TEMPLATES[name]), caplog, [QUESTION, ANSWER], tools) == []
 
 
-def test_tools_as_json_text_are_those_of_the_list(template_of):
+def test_tools_as_json_text_equal_tools_as_list(template_of):
     template = template_of(TEMPLATES["qwen"])
     found = rendered(template, [QUESTION], json.dumps([WEATHER]))
     assert found == rendered(template, [QUESTION], [WEATHER]) and "Weather of a city" in found
@@ -223,7 +224,7 @@ def test_tools_as_json_text_are_those_of_the_list(template_of):
 SWITCH = TEMPLATES["chatml"] + "{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
-def test_template_variable_applies_globally_and_per_record(tokenizer_of):
+def test_template_variable_per_record_overrides_global(tokenizer_of):
     off, on = {"enable_thinking": False}, {"enable_thinking": True}
     values: dict[str, Any] = {"messages": [QUESTION]}
 
@@ -250,7 +251,7 @@ def test_template_variable_stays_for_later_turns(tokenizer_of):
     assert anew.text.endswith("<think></think>")
 
 
-def test_variable_that_the_template_does_not_read_is_warned_about(template_of, caplog):
+def test_unused_template_variable_is_warned_about(template_of, caplog):
     template = template_of(TEMPLATES["chatml"])
     with caplog.at_level(logging.WARNING):
         rendered(template, [QUESTION], variables={"enable_thinking": False})
@@ -259,24 +260,24 @@ def test_variable_that_the_template_does_not_read_is_warned_about(template_of, c
 
 @pytest.mark.promise("control-tokens-in-texts-are-plain")
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
-def test_control_token_in_a_text_is_encoded_as_plain_characters(tokenizer_of, role):
+def test_control_token_in_message_is_encoded_as_text(tokenizer_of, role):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     asked = [{"role": role, "content": "What does <|end|> mean?"}, QUESTION]
     tokens = tokenizer.encode(rendered(tokenizer.chat_template, asked))
     end = int(tokenizer.encode("<|end|>"))
-    assert (tokens == end).sum() == 2  # the template's own
+    assert (tokens == end).sum() == 2  # the control tokens that the template writes
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     assert "What does <|end|> mean?" in text and "\ufdd2" not in text
 
 
-def test_text_without_control_tokens_is_encoded_as_before(tokenizer_of):
+def test_ordinary_message_equals_tokenizer_encoding(tokenizer_of):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     text = rendered(tokenizer.chat_template, [QUESTION])
     expected = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text).tolist() == expected
 
 
-def test_control_tokens_stay_without_sanitize_and_are_warned_about_once(tokenizer_of, caplog):
+def test_control_tokens_stay_if_sanitize_is_off(tokenizer_of, caplog):
     tokenizer = tokenizer_of(TEMPLATES["chatml"], sanitize=False)
     asked = [{"role": "user", "content": "<|end|>"}]
     with caplog.at_level(logging.WARNING):
@@ -286,7 +287,7 @@ def test_control_tokens_stay_without_sanitize_and_are_warned_about_once(tokenize
     assert len([each for each in caplog.messages if "control tokens" in each]) == 1
 
 
-def test_control_token_of_an_assistant_and_of_a_plain_prompt_is_one(tokenizer_of):
+def test_control_token_in_answer_or_plain_prompt_is_kept(tokenizer_of):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     end = int(tokenizer.encode("<|end|>"))
     said = [QUESTION, {"role": "assistant", "content": "a<|end|>b"}, QUESTION]
@@ -296,7 +297,7 @@ def test_control_token_of_an_assistant_and_of_a_plain_prompt_is_one(tokenizer_of
     assert (tokenizer.encode(prompt.text, begins=True) == end).sum() == 1
 
 
-def test_control_token_from_a_tool_ends_no_turn_of_an_episode(tokenizer_of):
+def test_control_token_in_new_message_does_not_end_turn(tokenizer_of):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     turns = ChatTurns(tokenizer, None)
     begun = turns.begin([QUESTION])
@@ -311,14 +312,14 @@ def test_control_token_from_a_tool_ends_no_turn_of_an_episode(tokenizer_of):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(deadline=None)
 @given(text=st.text(st.sampled_from("ab <|end>[]/INST\n"), max_size=20))
-def test_plain_encoding_equals_the_ordinary_one_without_marks(kind, text):
+def test_plain_encoder_equals_tokenizer_without_marks(kind, text):
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_file(kind))
     whole = f"<|user|>{text}<|end|> a"
     expected = tokenizer.encode(whole, add_special_tokens=False)
     assert PlainEncoder(tokenizer).encode(whole)[0] == expected.ids
 
 
-def test_plain_encoding_reports_the_ends_of_tokens_in_the_marked_text():
+def test_plain_encoder_returns_token_ends_in_marked_text():
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -329,12 +330,12 @@ def test_plain_encoding_reports_the_ends_of_tokens_in_the_marked_text():
     assert encoder._pattern is not None
     text = "a" + escape("<e>", encoder._pattern) + "<e>"
     ids, ends = encoder.encode(text)
-    assert ends == [1, 2, 4, 5, 8]  # the mark is the third character
+    assert ends == [1, 2, 4, 5, 8]  # the escape mark is the third character
     assert ids[-1] == tokenizer.token_to_id("<e>") and ids[-1] not in ids[:-1]
 
 
 @pytest.mark.parametrize("name", ["response", "messages"])
-def test_prompt_that_a_response_repeats_is_rendered_once(tokenizer_of, name):
+def test_prompt_repeated_in_response_is_rendered_once(tokenizer_of, name):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     record = Record({"prompt": [QUESTION], name: [QUESTION, ANSWER]}, "data.jsonl:1")
     prompt, response = exchange(record, "response", tokenizer)

@@ -45,20 +45,20 @@ def test_call_without_arguments_renders_empty_object(
     assert without == render(template, ASKED, called(call(arguments={}), content=""))
 
 
-def test_missing_content_is_never_the_word_none() -> None:
+def test_missing_content_is_not_rendered_as_none() -> None:
     template = _BLOCKS.replace("%s", "m.get('content')")
     text = render(template, ASKED, called(call(arguments={"city": "Lyon"}), content=None))
     assert "None" not in text
 
 
-def test_user_writing_none_keeps_the_word() -> None:
+def test_word_none_in_user_message_is_kept() -> None:
     said = {"role": "user", "content": "Is None a value?"}
     text = render("qwen", said, called(call(arguments={"city": "Lyon"})))
     assert "Is None a value?" in text
 
 
 @pytest.mark.promise("messages-lose-no-part")
-def test_second_tool_call_that_template_drops_is_reported(caplog: Any) -> None:
+def test_dropped_second_tool_call_is_reported(caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     template = _BLOCKS.replace("%s", "m.content or m.tool_calls[0] | tojson")
     render(template, ASKED, called(call(arguments={"a": 1}), call("other", arguments={"b": 2})))
@@ -68,9 +68,7 @@ def test_second_tool_call_that_template_drops_is_reported(caplog: Any) -> None:
 @pytest.mark.parametrize(
     ("learned", "is_reported"), [("last", True), ("all", True), ("none", False)]
 )
-def test_learned_reasoning_in_content_is_checked(
-    caplog: Any, learned: str, is_reported: bool
-) -> None:
+def test_lost_learned_reasoning_is_reported(caplog: Any, learned: str, is_reported: bool) -> None:
     caplog.set_level(logging.WARNING)
     template = _BLOCKS.replace("%s", "m.content.split('</think>')[-1]")
     said = {"role": "assistant", "content": "<think>\nIt is dry.\n</think>\n\nNo."}
@@ -97,7 +95,7 @@ def test_roles_that_template_renders_are_not_reported(caplog: Any, name: str) ->
     assert "role" not in caplog.text
 
 
-def test_ids_do_not_make_a_conversation_a_new_form() -> None:
+def test_tool_call_ids_cause_no_new_template_probe() -> None:
     template = chat_model("bytes", "qwen").chat_template
     template._probed.clear()
     for number in range(5):
@@ -115,7 +113,7 @@ def test_reserved_template_variable_is_refused(name: str) -> None:
 
 @pytest.fixture
 def model_with_word(tmp_path: Path) -> Tokenizer:
-    """A model whose vocabulary has an added token that is an ordinary word."""
+    """Return a tokenizer with an added token that is an ordinary word."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_file("bytes"))
     tokenizer.add_special_tokens(["<|later|>"])
     tokenizer.add_tokens([AddedToken("Lyonnais", special=False, normalized=False)])
@@ -136,7 +134,7 @@ def test_added_word_keeps_its_id_next_to_control_token(model_with_word: Tokenize
     )
 
 
-def test_prompt_text_has_no_marks_of_control_tokens(tmp_path: Path) -> None:
+def test_prompt_text_contains_no_escape_marks(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     said = {"role": "user", "content": "What does <|end|> mean?"}
     file.write_text(json.dumps({"prompt": [said]}) + "\n")

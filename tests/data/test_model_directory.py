@@ -1,3 +1,5 @@
+"""Preparation and checks of model directories."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,7 +42,7 @@ def from_directory(path: Path) -> Config:
     return compose_config(["experiment=tiny_ppo", "model.source=directory", f"model.path={path}"])
 
 
-def test_a_random_model_has_every_weight_of_its_shape_and_the_asked_spread(prepared):
+def test_random_weights_have_configured_shape_and_std(prepared):
     weights = load_file(prepared / "model.safetensors")
     table = weight_table(read_shape(prepared))
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
@@ -54,7 +56,7 @@ def test_a_random_model_has_every_weight_of_its_shape_and_the_asked_spread(prepa
             assert float(weights[spec.name].std()) == pytest.approx(0.05, rel=0.1)
 
 
-def test_random_weights_depend_on_seed_and_name_alone(prepared, tmp_path):
+def test_random_weights_depend_only_on_seed_and_name(prepared, tmp_path):
     small = load_file(prepared / "model.safetensors")
     deeper = (
         prepare_model(tiny(tmp_path / "deeper", "model.config.num_hidden_layers=5"))
@@ -78,7 +80,7 @@ def test_transformers_loads_a_random_model_with_equal_weights(prepared):
     assert all(torch.equal(parameters[name], tensor) for name, tensor in weights.items())
 
 
-def test_the_character_tokenizer_is_exactly_the_vocabulary_and_goes_round(prepared):
+def test_character_tokenizer_round_trips_its_vocabulary(prepared):
     tokenizer = Tokenizer(prepared)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_ids) == (0, (1,))
     text = CHARACTERS[:62]
@@ -90,7 +92,7 @@ def test_the_character_tokenizer_is_exactly_the_vocabulary_and_goes_round(prepar
     assert tokenizer.decode([2, 1, 3, 0]) == "01"
 
 
-def test_a_character_outside_the_vocabulary_is_named(prepared):
+def test_characters_outside_vocabulary_are_reported(prepared):
     with pytest.raises(AlignerError, match=r"lacks the characters \['A', 'ß'\]"):
         Tokenizer(prepared).encode("a Aß")
 
@@ -103,15 +105,13 @@ def test_a_character_outside_the_vocabulary_is_named(prepared):
         ("model.config.vocab_size=5000", "at most"),
     ],
 )
-def test_a_vocabulary_that_no_character_tokenizer_fits_leaves_nothing_behind(
-    tmp_path, override, message
-):
+def test_invalid_character_vocabulary_leaves_no_files(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         prepare_model(tiny(tmp_path / "run", override))
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_an_existing_directory_is_left_as_it_is(tmp_path):
+def test_existing_model_directory_is_not_rewritten(tmp_path):
     config = tiny(tmp_path)
     before = (prepare_model(config) / "model.safetensors").stat()
     after = (prepare_model(config) / "model.safetensors").stat()
@@ -143,7 +143,7 @@ def start(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
+def test_concurrent_preparations_give_one_model(tmp_path, prepared):
     overrides = ["experiment=tiny_ppo", f"run.dir={tmp_path}"]
     processes = [preparing(*overrides) for _ in range(2)]
     try:
@@ -162,8 +162,8 @@ def test_racing_processes_both_end_with_the_complete_model(tmp_path, prepared):
 
 
 @pytest.mark.slow
-def test_a_killed_preparation_leaves_nothing_under_the_final_name(tmp_path):
-    # Large enough that the kill comes while the weights are being drawn.
+def test_killed_preparation_leaves_no_model_directory(tmp_path):
+    # The model is large enough that the process is killed while it generates the weights.
     overrides = ["experiment=tiny_ppo", f"run.dir={tmp_path}"]
     process = preparing(
         *overrides, "model.config.hidden_size=1024", "model.config.num_hidden_layers=40"
@@ -183,7 +183,7 @@ def test_a_killed_preparation_leaves_nothing_under_the_final_name(tmp_path):
     assert read_shape(prepare_model(tiny(tmp_path))).hidden_size == 64
 
 
-def test_a_random_model_that_fills_the_disk_names_its_file_and_leaves_nothing(tmp_path):
+def test_full_disk_is_reported_and_leaves_no_files(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         config = compose_config(["experiment=tiny_ppo", f"run.dir={disk.directory / 'run'}"])
         with pytest.raises(OSError, match=r"No space left on device: '.*/model\.safetensors'"):
@@ -191,11 +191,11 @@ def test_a_random_model_that_fills_the_disk_names_its_file_and_leaves_nothing(tm
         assert not [path for path in disk.directory.rglob("*") if path.is_file()]
 
 
-def test_a_complete_directory_is_taken_where_it_is(copy):
+def test_complete_model_directory_is_used_in_place(copy):
     assert prepare_model(from_directory(copy)) == copy
 
 
-def test_a_missing_directory_and_missing_files_are_named(tmp_path, copy):
+def test_missing_directory_and_files_are_reported(tmp_path, copy):
     with pytest.raises(ConfigError, match="absent: no such model directory"):
         prepare_model(from_directory(tmp_path / "absent"))
     (copy / "tokenizer.json").unlink()
@@ -204,7 +204,7 @@ def test_a_missing_directory_and_missing_files_are_named(tmp_path, copy):
         prepare_model(from_directory(copy))
 
 
-def test_all_missing_misshapen_and_unknown_weights_are_named_at_once(copy):
+def test_all_wrong_weights_are_reported_at_once(copy):
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"], weights["model.layers.2.mlp.up_proj.weight"]
     weights["model.norm.weight"] = torch.ones(32)
@@ -221,7 +221,7 @@ def test_all_missing_misshapen_and_unknown_weights_are_named_at_once(copy):
         assert problem in str(caught.value)
 
 
-def test_weights_may_lie_in_several_files(copy):
+def test_sharded_weights_require_index_and_all_shards(copy):
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     index = {name: f"model-{part % 2}.safetensors" for part, name in enumerate(sorted(weights))}
@@ -238,7 +238,7 @@ def test_weights_may_lie_in_several_files(copy):
         prepare_model(from_directory(copy))
 
 
-def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_are_refused(copy):
+def test_invalid_weights_architecture_or_tokenizer_is_refused(copy):
     original = (copy / "config.json").read_text()
     for change, message in [
         (
@@ -261,7 +261,7 @@ def test_a_truncated_weight_file_an_unsupported_model_and_a_foreign_tokenizer_ar
 def test_token_id_beyond_the_vocabulary_is_refused(copy):
     file = copy / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["model"]["vocab"]["a"] = 64  # as many tokens as before, with a gap
+    content["model"]["vocab"]["a"] = 64  # the number of tokens is unchanged, but the ids have a gap
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="more than the model's vocab_size 64; for example 'a'"):
         prepare_model(from_directory(copy))
@@ -270,7 +270,7 @@ def test_token_id_beyond_the_vocabulary_is_refused(copy):
 @pytest.mark.parametrize(
     "content", [b"{", b"version https://git-lfs.github.com/spec/v1\n", b"\xff\xfe", b"{}"]
 )
-def test_a_file_that_is_no_tokenizer_is_named(copy, content):
+def test_invalid_tokenizer_file_is_refused(copy, content):
     (copy / "tokenizer.json").write_bytes(content)
     for read in (lambda: prepare_model(from_directory(copy)), lambda: Tokenizer(copy)):
         with pytest.raises(ConfigError, match=r"tokenizer\.json: not a valid tokenizer file: "):
@@ -278,9 +278,9 @@ def test_a_file_that_is_no_tokenizer_is_named(copy, content):
 
 
 @pytest.mark.slow
-def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
+def test_smollm2_is_converted_once_and_answers_correctly(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    # where `make` has fetched its package
+    # `make` stores the fetched package in this directory.
     (tmp_path / "packages").symlink_to(cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))
     config = compose_config(["experiment=smollm2_sentiment"])
@@ -297,8 +297,7 @@ def test_smollm2_is_converted_once_and_reads_back(tmp_path, monkeypatch):
     tokenizer = Tokenizer(directory)
     text = "The movie was great, naïve 3 times."
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    # Transformers finds its own greedy answer in the directory's weights: not a mere matter of
-    # names and shapes.
+    # A correct greedy answer also checks the values of the weights, not only names and shapes.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory)

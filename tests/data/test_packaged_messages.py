@@ -1,5 +1,4 @@
-"""Messages in other people's forms, rendered with the chat templates that TRL packages, as
-transformers renders them in the form that templates expect."""
+"""Messages of other forms render like their usual form in transformers, with TRL's templates."""
 
 from __future__ import annotations
 
@@ -47,11 +46,14 @@ def template_of(name: str) -> ChatTemplate:
         own = tokenizers.Tokenizer.from_str(tokenizer_file("bytes"))
         own.save(str(directory / "tokenizer.json"))
         write_model(directory, TEMPLATES[name].read_text(), SPECIAL[1:3])
-        return ChatTemplate(directory)  # the current date, as in transformers
+        return ChatTemplate(directory)  # uses the current date, like transformers
 
 
 def by_transformers(template: ChatTemplate, name: str, messages: Any, tools: Any) -> str | None:
-    """None if the template refuses the messages, with and without an empty content."""
+    """Render messages with transformers.
+
+    Returns None if the template refuses the messages, with and without an empty content.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     forms = [messages, [{"content": "", **each} for each in messages]]
@@ -73,7 +75,7 @@ def by_transformers(template: ChatTemplate, name: str, messages: Any, tools: Any
 @pytest.mark.promise("packaged-templates-equal-transformers")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_messages_render_as_transformers_renders_their_usual_form(name, case):
+def test_message_rendering_equals_transformers(name, case):
     given, tools, usual = CASES[case]
     template = template_of(name)
     expected = by_transformers(template, name, usual, tools)

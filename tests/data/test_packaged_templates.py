@@ -1,5 +1,4 @@
-"""The chat templates of a package that has those of many families: conversations grow by what was
-drawn, or branch."""
+"""Appended turns with the chat templates that TRL packages for many model families."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ from tests.trl_source import needs_trl, trl_files
 
 
 def packaged() -> dict[str, Path]:
-    """TRL's copies of models' templates, without those that take only parts, among them pictures,
-    and no text."""
+    """Return TRL's copies of models' chat templates by name.
+
+    Templates that accept only lists of content parts, such as images, are omitted.
+    """
     return {
         file.stem: file
         for file in trl_files("chat_templates/*.jinja")
@@ -54,8 +55,7 @@ _SAID, _ASKED_NEXT = "because", "and now"
 
 @cache
 def model_of(kind: str, name: str) -> tuple[Tokenizer, str]:
-    """A tokenizer that knows what the template marks turns with, and what ends a turn of the
-    assistant's."""
+    """Return a tokenizer with the template's control tokens, and the assistant's end of turn."""
     text = TEMPLATES[name].read_text()
     with TemporaryDirectory() as place:
         directory = Path(place)
@@ -76,11 +76,11 @@ def model_of(kind: str, name: str) -> tuple[Tokenizer, str]:
         end = next(iter(_MARK.findall(behind.partition(_ASKED_NEXT)[0])), "</s>")
         write_model(directory, text, [end])
         tokenizer = Tokenizer(directory, "2026-01-01")
-        assert tokenizer.chat_template  # read while it is there
+        assert tokenizer.chat_template  # loaded lazily: read it before the directory is deleted
         return tokenizer, end
 
 
-def test_turns_of_most_families_grow_to_the_tokens_of_the_whole_conversation() -> None:
+def test_appended_turns_equal_full_encoding() -> None:
     whole = {}
     for name in TEMPLATES:
         tokenizer, end = model_of("bytes", name)
@@ -96,7 +96,7 @@ def test_turns_of_most_families_grow_to_the_tokens_of_the_whole_conversation() -
 @pytest.mark.promise("packaged-templates-equal-transformers")
 @settings(max_examples=600, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(TOKENIZERS), name=st.sampled_from([*TEMPLATES] or [""]))
-def test_any_conversation_keeps_what_was_drawn_or_branches(
+def test_any_conversation_keeps_generated_tokens_or_branches(
     data: st.DataObject, kind: str, name: str
 ) -> None:
     tokenizer, end = model_of(kind, name)

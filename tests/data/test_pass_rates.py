@@ -1,3 +1,5 @@
+"""Pass rates of prompts, the sampling curriculum, and filters by pass rate."""
+
 from __future__ import annotations
 
 import json
@@ -24,7 +26,7 @@ NAN = float("nan")
 
 
 def stream(*sizes, seed=1, weights=None, **curriculum) -> PromptStream:
-    """Prompts whose texts are their numbers over all sources."""
+    """Build a stream whose prompt texts are the prompts' numbers, counted over all sources."""
     numbers = iter(range(sum(sizes)))
     sources = [
         [Prompt(0, str(next(numbers)), torch.tensor([5])) for _ in range(size)] for size in sizes
@@ -35,13 +37,16 @@ def stream(*sizes, seed=1, weights=None, **curriculum) -> PromptStream:
 
 
 def of_rates(rates, number=0) -> PassRates:
-    """Prompts of these pass rates, drawn once in a pass; not a number: never."""
+    """Return pass rates of prompts that were sampled once, in pass `number`.
+
+    A prompt with rate NaN was never sampled.
+    """
     found = PassRates.none(len(rates))
     known = [(place, rate) for place, rate in enumerate(rates) if rate == rate]
     return found.after([Draw(0, place, number, 1, rate) for place, rate in known], memory=1.0)
 
 
-def test_what_came_of_a_prompt_is_told_by_its_samples_that_have_a_score():
+def test_pass_counts_ignore_samples_without_score():
     places = {3: (1, 0), 8: (0, 1), 5: (2, 0)}
     scores = torch.tensor([1.0, 0.0, 0.5, NAN, NAN, NAN, 2.0, -1.0, 0.4])
     ids = [8, 8, 8, 5, 5, 5, 3, 3, 3]
@@ -60,25 +65,23 @@ def test_what_came_of_a_prompt_is_told_by_its_samples_that_have_a_score():
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]))
-def test_a_pass_rate_is_the_share_of_the_runs_samples_that_passed_earlier_ones_by_what_memory_leaves(
-    seed, memory
-):
+def test_pass_rate_equals_memory_weighted_reference(seed, memory):
     draw = random.Random(seed)
-    rates, told = PassRates.none(3), [[] for _ in range(3)]
+    rates, histories = PassRates.none(3), [[] for _ in range(3)]
     for step in range(6):
         drawn = []
         for example in draw.sample(range(3), 2):
             samples = draw.randrange(4)
             passed = draw.randint(0, samples)
             drawn.append(Draw(step, example, step, samples, float(passed)))
-            told[example].append((step, samples, passed))
+            histories[example].append((step, samples, passed))
         before = rates.drawn.clone()
         after = rates.after(drawn, memory)
         assert torch.equal(rates.drawn, before), (
             "what a batch that is drawn ahead has been given stays"
         )
         rates = after
-    for example, history in enumerate(told):
+    for example, history in enumerate(histories):
         scored = [(samples, passed) for _, samples, passed in history if samples]
         weights = [memory ** (len(scored) - 1 - place) for place in range(len(scored))]
         samples = sum(
@@ -91,7 +94,7 @@ def test_a_pass_rate_is_the_share_of_the_runs_samples_that_passed_earlier_ones_b
         assert int(rates.last_pass[example]) == max((step for step, _, _ in history), default=-1)
 
 
-def test_a_prompt_outside_rests_for_so_many_passes_and_is_tried_again():
+def test_prompt_outside_range_rests_and_is_retried():
     prompts = stream(6, between=[0.1, 0.9], rest_passes=2)
     rates = of_rates([0.5, 0.0, 1.0, 0.1, 0.9, NAN])
     taken, end = prompts.draw(6, 20, rates)
@@ -111,7 +114,7 @@ def test_a_prompt_outside_rests_for_so_many_passes_and_is_tried_again():
     )
 
 
-def test_a_prompt_is_left_out_for_good_and_too_few_are_told():
+def test_too_few_prompts_in_range_raises():
     prompts = stream(5, between=[0.1, 0.9], rest_passes=0)
     rates = of_rates([0.5, 0.0, 1.0, 0.5, 0.0])
     taken, _ = (
@@ -129,7 +132,7 @@ def test_a_prompt_is_left_out_for_good_and_too_few_are_told():
         prompts.draw(500, 3, rates)
 
 
-def test_the_nearer_to_the_target_the_more_often_a_prompt_is_drawn():
+def test_sampling_frequency_equals_configured_chance():
     prompts = stream(5, target=0.5, least_chance=0.05)
     taken, end = prompts.draw(5, 4000, of_rates([0.0, 0.1, 0.5, 0.8, NAN]))
     counts, passes = Counter(int(prompt.text) for prompt in taken), (end - 5) / 5
@@ -141,7 +144,7 @@ def test_the_nearer_to_the_target_the_more_often_a_prompt_is_drawn():
 
 
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
-def test_the_chance_is_greatest_at_the_target_and_falls_on_either_side(target):
+def test_sampling_chance_peaks_at_target(target):
     rule = DrawRule(CurriculumConfig(target=target, least_chance=1e-9), 1)
     chances = [rule.chance(number / 100) for number in range(101)]
     assert max(range(101), key=chances.__getitem__) == round(100 * target) and max(
@@ -156,7 +159,7 @@ def test_the_chance_is_greatest_at_the_target_and_falls_on_either_side(target):
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_which_prompts_are_drawn_depends_on_the_place_and_the_pass_rates_alone(data):
+def test_sampled_prompts_do_not_depend_on_batch_size(data):
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     weights = [data.draw(st.sampled_from([0.3, 1.0, 2.0])) for _ in sizes]
     rates = of_rates(
@@ -179,7 +182,7 @@ def test_which_prompts_are_drawn_depends_on_the_place_and_the_pass_rates_alone(d
     ] and last == end
 
 
-def test_pass_rates_come_back_exactly_and_are_none_of_other_prompts(tmp_path):
+def test_pass_rates_load_only_for_the_same_prompts(tmp_path):
     rates = PassRates.none(3, 7)
     for drawn, memory in (
         ([Draw(0, 1, 4, 3, 0.1 + 0.2), Draw(1, 2, 0, 1, 1.0)], 1.0),
@@ -222,7 +225,7 @@ RATED = [
 ]
 
 
-def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer, tmp_path):
+def test_records_are_filtered_and_sorted_by_pass_rate(tokenizer, tmp_path):
     path = written(tmp_path / "rated.jsonl", RATED)
     data = DataConfig(path=path, fields={"pass_rate": "solved"}, pass_rate=[0.1, 0.9])
     kept, (notice,) = texts(data, tokenizer)
@@ -246,7 +249,7 @@ def test_records_are_chosen_and_ordered_by_a_pass_rate_that_they_have(tokenizer,
     ]
 
 
-def test_pass_rates_of_stored_samples_do_not_count_abstentions(tokenizer, tmp_path):
+def test_abstentions_do_not_count_in_stored_pass_rates(tokenizer, tmp_path):
     path = written(tmp_path / "plain.jsonl", [{"prompt": text} for text in "abc"])
     scored = [("a", 1), ("a", None), ("b", 0), ("b", None), ("c", None)]
     samples = written(
@@ -258,7 +261,7 @@ def test_pass_rates_of_stored_samples_do_not_count_abstentions(tokenizer, tmp_pa
     assert "has no sample of this record's prompt with a score" in str(notices)
 
 
-def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(tokenizer, tmp_path):
+def test_records_are_filtered_by_stored_samples(tokenizer, tmp_path):
     path = written(tmp_path / "plain.jsonl", [{"prompt": text, "answer": "1"} for text in "abc"])
     scored = [("a", 1), ("a", 0), ("b", 1), ("b", 1), ("c", 0.5), ("c", 0)]
     samples = written(
@@ -293,7 +296,7 @@ def test_records_are_chosen_by_samples_that_a_stored_model_was_evaluated_with(to
         ({"prompt": "a", "pass_rate": True}, "field `pass_rate` is True, must be a finite number"),
     ],
 )
-def test_a_record_without_a_pass_rate_is_bad(tokenizer, tmp_path, record, message):
+def test_missing_or_invalid_pass_rate_is_refused(tokenizer, tmp_path, record, message):
     path = written(tmp_path / "bad.jsonl", [record])
     with pytest.raises(ConfigError, match=re.escape(message)):
         texts(DataConfig(path=path, pass_rate=[0.1, 0.9]), tokenizer)
@@ -314,7 +317,7 @@ def test_a_record_without_a_pass_rate_is_bad(tokenizer, tmp_path, record, messag
         ),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused_by_name(given, message):
+def test_invalid_pass_rate_configuration_is_refused(given, message):
     with pytest.raises(ConfigError) as caught:
         check(compose_config(["experiment=tiny_ppo", given]))
     assert message in str(caught.value)

@@ -1,3 +1,5 @@
+"""Prompt streams from files, functions and inline prompts."""
+
 from __future__ import annotations
 
 import codecs
@@ -36,9 +38,7 @@ def read_texts(path):
     return [record.text("prompt") for record in read_prompts(path, "data.path=")]
 
 
-def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_text(
-    tokenizer, tmp_path
-):
+def test_prompt_ids_are_stream_positions(tokenizer, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         "".join(
@@ -51,51 +51,51 @@ def test_ids_are_positions_in_the_stream_and_tokens_and_metadata_go_with_the_tex
         assert tokenizer.decode(prompt.tokens) == prompt.text == TEXTS[prompt.metadata["index"]]
 
 
-def test_what_is_taken_depends_on_nothing_taken_before(tokenizer):
+def test_prompts_do_not_depend_on_earlier_takes(tokenizer):
     used = stream(tokenizer)
     for start in range(0, 12, 3):
         used.take(start, 3)
     assert texts(used.take(12, 3)) == texts(stream(tokenizer).take(12, 3))
 
 
-def test_another_cut_of_the_stream_gives_the_same_prompts(tokenizer):
+def test_prompts_do_not_depend_on_batch_size(tokenizer):
     prompts = stream(tokenizer)
     assert texts(prompts.take(0, 12)) == [
         text for start in range(0, 12, 3) for text in texts(prompts.take(start, 3))
     ]
 
 
-def test_every_pass_has_all_prompts_in_an_order_of_its_own(tokenizer):
+def test_each_pass_has_all_prompts_in_a_new_order(tokenizer):
     passes = [tuple(texts(stream(tokenizer).take(start, len(TEXTS)))) for start in range(0, 40, 5)]
     assert all(sorted(order) == sorted(TEXTS) for order in passes)
     assert len(set(passes)) > 4
 
 
-def test_the_seed_decides_the_order(tokenizer):
+def test_prompt_order_depends_on_seed(tokenizer):
     assert texts(stream(tokenizer, seed=1).take(0, 20)) != texts(
         stream(tokenizer, seed=2).take(0, 20)
     )
 
 
-def test_without_shuffling_every_pass_keeps_the_order(tokenizer):
+def test_unshuffled_passes_keep_the_given_order(tokenizer):
     assert texts(stream(tokenizer, shuffle=False).take(0, 7)) == [*TEXTS, "one", "two"]
 
 
-def test_a_prompt_over_the_limit_is_named_with_the_limit(tokenizer):
+def test_prompt_over_token_limit_is_refused(tokenizer):
     with pytest.raises(
         ConfigError, match=r"data\.prompts\[2\].* 5 tokens.*max_prompt_tokens=4: 'three'"
     ):
         stream(tokenizer, limit=4)
 
 
-def test_a_prompt_outside_the_vocabulary_is_named_with_its_characters(tokenizer):
+def test_prompt_outside_vocabulary_is_refused(tokenizer):
     with pytest.raises(
         ConfigError, match=r"data\.prompts\[1\]: 'Hi é'.*lacks the characters \['H', 'é'\]"
     ):
         stream(tokenizer, texts=["hi", "Hi é"])
 
 
-def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path, tokenizer):
+def test_jsonl_keeps_other_fields_as_metadata(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "a\\u2028b"}\n')
     first, second = read_prompts(path, "data.path=")
@@ -104,13 +104,13 @@ def test_jsonl_keeps_the_other_keys_as_metadata(tmp_path, tokenizer):
     assert second.values == {"prompt": "a\u2028b"}
 
 
-def test_txt_has_a_prompt_a_line(tmp_path):
+def test_txt_file_has_one_prompt_per_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("first \nzweité\r\nlast".encode())
     assert read_texts(path) == ["first ", "zweité", "last"]
 
 
-def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
+def test_file_takes_precedence_over_inline_prompts(tokenizer, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("from the file\n")
     for data, expected in [
@@ -148,14 +148,14 @@ def test_a_file_comes_before_prompts_in_place(tokenizer, tmp_path):
         ("p.csv", "a\n", r"unsupported file type '\.csv'; allowed: \.jsonl, \.txt"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_line(tmp_path, name, content, message):
+def test_invalid_prompt_file_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_prompts(path, "data.path=")
 
 
-def test_a_function_gives_records(tokenizer):
+def test_function_supplies_records(tokenizer):
     (prompt,) = open_prompts(DataConfig(path=f"function:{FUNCTIONS}:good"), tokenizer, seed=1).take(
         0, 1
     )
@@ -179,14 +179,12 @@ def test_a_function_gives_records(tokenizer):
         ),
     ],
 )
-def test_a_function_that_gives_none_is_named(tokenizer, function, message):
+def test_function_without_valid_records_is_refused(tokenizer, function, message):
     with pytest.raises(ConfigError, match=message):
         open_prompts(DataConfig(path=f"function:{FUNCTIONS}:{function}"), tokenizer, seed=1)
 
 
-def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(
-    tokenizer, tmp_path, monkeypatch
-):
+def test_function_with_failing_import_is_refused(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "broken_data.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
@@ -196,7 +194,7 @@ def test_a_functions_module_that_cannot_be_imported_is_named_with_its_fault(
         open_prompts(DataConfig(path="function:broken_data:f"), tokenizer, seed=1)
 
 
-def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
+def test_missing_or_binary_prompt_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.txt cannot be read"):
         read_prompts(tmp_path / "absent.txt", "data.path=")
     binary = tmp_path / "binary.txt"
@@ -205,14 +203,14 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
         read_prompts(binary, "data.path=")
 
 
-def test_no_prompts_at_all_and_an_empty_one_in_place_are_refused(tokenizer):
+def test_missing_and_empty_inline_prompts_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="no prompts"):
         open_prompts(DataConfig(), tokenizer, seed=1)
     with pytest.raises(ConfigError, match=r"data\.prompts\[1\]: field `prompt` is empty"):
         open_prompts(DataConfig(prompts=["a", ""]), tokenizer, seed=1)
 
 
-def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
+def test_prompt_is_cut_between_configured_markers(tokenizer):
     def cut(text, **settings):
         return open_prompts(DataConfig(prompts=[text], **settings), tokenizer, 1).take(0, 1)[0].text
 
@@ -232,7 +230,7 @@ def test_a_prompt_may_begin_behind_and_end_before_a_text(tokenizer):
         cut("one..", prompt_after=".", prompt_before=".")
 
 
-def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer, tmp_path):
+def test_byte_order_mark_is_ignored(tokenizer, tmp_path):
     for name, content in (
         ("prompts.txt", "abc\nde\n"),
         ("prompts.jsonl", '{"prompt": "abc"}\n{"prompt": "de"}\n'),
@@ -251,9 +249,7 @@ def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_it(tokenizer
         ("is_killed", "the function was killed by SIGKILL: exit code"),
     ],
 )
-def test_a_function_of_records_that_hangs_or_is_killed_is_told_by_name(
-    tokenizer, function, message
-):
+def test_hanging_or_killed_record_function_is_refused(tokenizer, function, message):
     given = DataConfig(path=f"function:{FUNCTIONS}:{function}", function_timeout_s=0.5)
     with pytest.raises(ConfigError, match=f"data.path=function:{FUNCTIONS}:{function}: {message}"):
         open_prompts(given, tokenizer, seed=1)

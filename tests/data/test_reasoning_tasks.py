@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym as prompts and as demonstrations, and what their verifiers say."""
+"""Tasks of reasoning_gym as prompts and demonstrations, and the scores of their verifiers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ IMPURE = (
     "ransom_note",
     "word_ladder",
 )
-"""Those that the library makes differently with another global random state, or another hash of
-texts."""
+"""Tasks whose questions in the library depend on the global random state or on string hashes."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def data_of(*tasks: Any, **settings: Any) -> DataConfig:
 
 
 def records(*tasks: str) -> dict[str, list[dict[str, Any]]]:
-    """Three of each."""
+    """Return three records of each task."""
     given = data_of(*({"name": task, "questions": 3} for task in tasks))
     return dict(
         zip(tasks, read_examples(given, lambda record: dict(record.values))[0], strict=True)
@@ -73,7 +72,7 @@ def scores(*pairs: tuple[str, Any]) -> list[float]:
     return checked_scores("reasoning_gym", resolve_scorer("reasoning_gym"), requests)
 
 
-def test_tasks_are_mixed_by_weight_and_scored_by_themselves(tokenizer: Tokenizer) -> None:
+def test_tasks_are_mixed_by_weight_and_scored(tokenizer: Tokenizer) -> None:
     data = data_of(
         "chain_sum",
         {"name": "spell_backward", "weight": 2, "questions": 50},
@@ -96,7 +95,7 @@ def test_tasks_are_mixed_by_weight_and_scored_by_themselves(tokenizer: Tokenizer
 
 
 @pytest.mark.slow
-def test_held_out_questions_are_never_learned_from_whatever_the_seed(tokenizer: Tokenizer) -> None:
+def test_held_out_questions_are_never_trained_on(tokenizer: Tokenizer) -> None:
     task = {"name": "chain_sum", "config": {"max_terms": 2, "max_digits": 1}, "questions": 600}
     data = data_of(task, "gcd")
     held_out = open_evaluation_prompts(Suite(None, EvaluationConfig(questions=40)), data, tokenizer)
@@ -111,7 +110,7 @@ def test_held_out_questions_are_never_learned_from_whatever_the_seed(tokenizer: 
 
 @pytest.mark.promise("reasoning-tasks-report-each-task")
 @pytest.mark.slow
-def test_a_question_is_the_same_whatever_came_before_and_in_any_process() -> None:
+def test_questions_do_not_depend_on_order_or_process() -> None:
     one, other = records(*IMPURE), records(*reversed(IMPURE))
     for task in IMPURE:
         texts = [record["prompt"] for record in one[task]]
@@ -124,7 +123,7 @@ def test_a_question_is_the_same_whatever_came_before_and_in_any_process() -> Non
     ] * len(requests)
 
 
-def test_an_answer_that_its_task_cannot_read_is_worth_nothing_and_said() -> None:
+def test_unparsable_answer_scores_zero_and_is_reported() -> None:
     record = json.dumps(records("prime_factorization")["prime_factorization"][0])
     code = (
         "import json; from aligner.rewards.reasoning_scorer import reasoning_scores as scores\n"
@@ -143,7 +142,7 @@ def test_an_answer_that_its_task_cannot_read_is_worth_nothing_and_said() -> None
     assert ": ValueError: " in done.stderr
 
 
-def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_errors(
+def test_changed_or_missing_question_raises(
     tokenizer: Tokenizer,
 ) -> None:
     (prompt,) = open_prompts(data_of("gcd"), tokenizer, 1).take(0, 1)
@@ -157,7 +156,7 @@ def test_a_question_that_is_made_otherwise_here_and_a_prompt_of_other_data_are_e
             checked_scores("reasoning_gym", scorer, [ScoringRequest("", "1", metadata)])
 
 
-def test_difficulty_rises_from_the_first_question_to_the_last(tokenizer: Tokenizer) -> None:
+def test_difficulty_rises_from_first_to_last_question(tokenizer: Tokenizer) -> None:
     task = {"name": "chain_sum", "difficulty": [0, 3], "questions": 100}
     levels = [
         json.loads(p.metadata["question"]["made_of"])[2]
@@ -166,7 +165,7 @@ def test_difficulty_rises_from_the_first_question_to_the_last(tokenizer: Tokeniz
     assert levels == [level for level in range(4) for _ in range(25)]
 
 
-def test_answers_are_demonstrations_and_questions_messages(tokenizer: Tokenizer) -> None:
+def test_tasks_give_demonstrations_or_messages(tokenizer: Tokenizer) -> None:
     data = data_of({"name": "gcd", "questions": 20}, fields={"response": "answer"})
     assert len(open_demonstrations(data, tokenizer, 1)) == 20
     assert data_sources(data)[0].arguments["messages"] is False
@@ -202,11 +201,11 @@ def test_answers_are_demonstrations_and_questions_messages(tokenizer: Tokenizer)
         ([3], r"data\.tasks\[0\]=3: expected the name of a task"),
     ],
 )
-def test_what_is_no_task_is_told_before_anything_runs(tasks: list[Any], message: str) -> None:
+def test_invalid_task_is_refused_by_checks(tasks: list[Any], message: str) -> None:
     assert re.search(message, problems(data_of(*tasks)))
 
 
-def test_tasks_are_not_given_beside_other_data() -> None:
+def test_tasks_with_other_data_are_refused() -> None:
     assert "data.tasks: is not supported with data.path" in problems(data_of("gcd", path="p.jsonl"))
     assert "must contain {question}" in problems(data_of("gcd", task_prompt="answer!"))
     assert "evaluation.path or evaluation.prompts is also set" in problems(
@@ -215,6 +214,6 @@ def test_tasks_are_not_given_beside_other_data() -> None:
     assert problems(data_of("gcd"), questions=4, every=1) == ""
 
 
-def test_settings_that_the_task_refuses_are_told_with_its_words(tokenizer: Tokenizer) -> None:
+def test_setting_error_of_task_is_reported(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="min_value must be"):
         open_prompts(data_of({"name": "gcd", "config": {"min_value": -5}}), tokenizer, 1)

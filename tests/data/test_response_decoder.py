@@ -1,4 +1,4 @@
-"""The text of a response is the text behind its prompt, for tokenizers of all kinds."""
+"""Response text and observation tokens after a prompt, for all kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def model(directory: Path, kind: str) -> Tokenizer:
 
 
 def splits(kind: str, directory: Path) -> Iterator[tuple[ResponseDecoder, list[int], int]]:
-    """Each sequence of tokens with each place where a response can begin."""
+    """Yield a decoder, a token sequence, and each position at which a response can begin."""
     write_kind(directory, KINDS[kind]())
     tokenizer = read_tokenizer(directory)
     special = [id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special]
     for text in TEXTS:
         for prompt in PROMPTS:
-            together = tokenizer.encode(prompt + text).ids
+            joint = tokenizer.encode(prompt + text).ids
             apart = [
                 tokenizer.encode(part, add_special_tokens=False).ids for part in (prompt, text)
             ]
-            for ids in (together, [*special[:1], *apart[0], *special[1:3], *apart[1]]):
+            for ids in (joint, [*special[:1], *apart[0], *special[1:3], *apart[1]]):
                 for place in range(len(ids) + 1):
                     yield ResponseDecoder(tokenizer), ids, place
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_what_the_response_adds_to_the_prompt(tmp_path: Path, kind: str) -> None:
-    """Wherever the boundary does not split a character."""
+def test_response_text_equals_text_after_prompt(tmp_path: Path, kind: str) -> None:
+    """Positions at which the boundary splits a character are skipped."""
     checked = 0
     decoder = None
     for new, ids, place in splits(kind, tmp_path):
@@ -66,14 +66,14 @@ def test_text_is_what_the_response_adds_to_the_prompt(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-def test_byte_level_responses_are_decoded_as_alone(tmp_path: Path, kind: str) -> None:
-    """Also where the boundary splits a character."""
+def test_byte_level_text_does_not_depend_on_prompt(tmp_path: Path, kind: str) -> None:
+    """This includes boundaries that split a character."""
     for decoder, ids, place in splits(kind, tmp_path):
         alone = decoder._tokenizer.decode(ids[place:], skip_special_tokens=True)
         assert decoder.decode_after(ids[:place], ids[place:]) == alone
 
 
-def test_response_that_begins_inside_a_character_is_decoded_alone(tmp_path: Path) -> None:
+def test_response_inside_character_is_decoded_alone(tmp_path: Path) -> None:
     tokenizer = model(tmp_path, "llama2")
     tokens = tokenizer.encode("€ four").tolist()
     place = next(at for at, each in enumerate(tokens) if tokenizer.decode([each]) == "�") + 1
@@ -94,7 +94,7 @@ def test_response_text_keeps_its_leading_space(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", (*SENTENCEPIECE, *BYTE_LEVEL))
-def test_turns_of_an_episode_make_up_its_text(tmp_path: Path, kind: str) -> None:
+def test_episode_turns_concatenate_to_its_text(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     prompt, action = tokenizer.encode("question"), tokenizer.encode(" answer")
     observation = tokenizer.encode_observation(torch.cat([prompt, action]), "tool said")
@@ -107,7 +107,7 @@ def test_turns_of_an_episode_make_up_its_text(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-def test_byte_level_observations_are_encoded_as_before(tmp_path: Path, kind: str) -> None:
+def test_byte_level_observations_equal_plain_encoding(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     for text in TEXTS:
         found = tokenizer.encode_observation(torch.tensor([40]), text)
@@ -118,8 +118,8 @@ def test_byte_level_observations_are_encoded_as_before(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_first_observation_begins_the_text(tmp_path: Path, kind: str) -> None:
-    """Behind special tokens alone, SentencePiece tokenizers put a space before a text."""
+def test_first_observation_equals_start_of_text(tmp_path: Path, kind: str) -> None:
+    """SentencePiece tokenizers add a space before text that follows nothing or special tokens."""
     tokenizer = model(tmp_path, kind)
     for before in ([], [1]):
         found = tokenizer.encode_observation(torch.tensor(before, dtype=torch.int64), "answer")
@@ -129,7 +129,7 @@ def test_first_observation_begins_the_text(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_single_token_is_that_inside_a_text(tmp_path: Path, kind: str) -> None:
+def test_single_token_equals_token_inside_text(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     token = tokenizer.single_token(")", "environment.turn_end")
     assert token is not None and token == int(tokenizer.encode("b)")[-1])
@@ -139,10 +139,8 @@ def test_single_token_is_that_inside_a_text(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 @pytest.mark.parametrize("text", ("answer", " answer", "日本 answer", "\nanswer"))
-def test_stored_responses_are_accepted_with_their_tokens(
-    tmp_path: Path, kind: str, text: str
-) -> None:
-    """Decoded behind the prompt, or alone as in files of earlier versions."""
+def test_stored_response_text_must_match_its_tokens(tmp_path: Path, kind: str, text: str) -> None:
+    """Stored text may be decoded after the prompt, or alone as in files of earlier versions."""
     tokenizer = model(tmp_path, kind)
     prompt = tokenizer.encode("question")
     tokens = tokenizer.encode_after("question", prompt, text)

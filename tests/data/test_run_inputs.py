@@ -1,4 +1,4 @@
-"""Files that a run reads: their checksums, and what counts as a change."""
+"""Checksums of a run's input files, and the changes that a resumed run refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(tmp_path):
     )
 
 
-def test_checksums_cover_weights_tokenizer_templates_and_data(config):
+def test_checksums_cover_model_files_and_data(config):
     found = input_checksums(config)
     assert {key: sorted(files) for key, files in found.items()} == {
         "model.path": [
@@ -82,7 +82,7 @@ def check(config, *, changes=()):
         ("data.path", "data.jsonl"),
     ],
 )
-def test_resume_refuses_one_flipped_bit_with_the_file_named(config, key, name):
+def test_changed_input_file_is_refused_on_resume(config, key, name):
     commit(config)
     check(config)
     root = Path(config.model.path) if key == "model.path" else Path(config.data.path).parent
@@ -97,7 +97,7 @@ def test_resume_refuses_one_flipped_bit_with_the_file_named(config, key, name):
         check(config, changes=["critic"])
 
 
-def test_resume_refuses_added_and_removed_weight_files(config):
+def test_changed_weight_file_list_is_refused_on_resume(config):
     commit(config)
     model = Path(config.model.path)
     (model / "model.safetensors").rename(model / "model-2.safetensors")
@@ -107,7 +107,7 @@ def test_resume_refuses_added_and_removed_weight_files(config):
     assert "model-2.safetensors: missing when the checkpoint was saved" in str(refused.value)
 
 
-def test_moved_files_with_the_same_content_are_no_change(config, tmp_path):
+def test_moved_input_files_are_no_change(config, tmp_path):
     commit(config)
     moved = Path(config.model.path).rename(tmp_path / "elsewhere")
     model = dataclasses.replace(config.model, path=str(moved))

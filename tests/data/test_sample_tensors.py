@@ -1,5 +1,4 @@
-"""What engines tell of every token goes with the samples: between ranks, over the wire, into
-checkpoints and batches."""
+"""Token data of samples survives the conversion to tensors, to wire messages and to batches."""
 
 from dataclasses import fields, replace
 
@@ -14,7 +13,7 @@ from aligner.rollout.rollout_builder import environment_scores, truncated
 from aligner.servers.wire_protocol import response_tensors, with_responses
 
 EXPERTS = 3, 2
-"""Layers, and experts a token."""
+"""Number of layers, and experts per token."""
 
 
 def a_sample(
@@ -26,7 +25,10 @@ def a_sample(
     routed: bool,
     seed: int = 0,
 ) -> Sample:
-    """A prompt of `prompt` tokens with a response of `length`, unfinished where that is 0."""
+    """Return a sample with `prompt` prompt tokens and `length` response tokens.
+
+    A sample of length 0 is unfinished.
+    """
     draw = torch.Generator().manual_seed(seed + 10 * prompt + index)
     tokens = torch.randint(50, (prompt + length,), generator=draw)
     tokens[:prompt] = torch.arange(prompt)
@@ -64,7 +66,7 @@ def samples(*, kept: bool, routed: bool) -> list[Sample]:
 
 
 def sets(kept: KeptTokens | None) -> list[list[int]] | None:
-    """The ids, by token."""
+    """Return the kept token ids of each token."""
     if kept is None:
         return None
     token, ids = kept.in_rows()
@@ -87,9 +89,7 @@ def assert_same(got: Sample, expected: Sample) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("routed", [False, True])
-def test_samples_come_back_from_their_tensors_and_from_the_wire_as_they_were(
-    kept: bool, routed: bool
-) -> None:
+def test_samples_survive_tensor_and_wire_round_trip(kept: bool, routed: bool) -> None:
     given = samples(kept=kept, routed=routed)
     for got, expected in zip(samples_from_tensors(samples_to_tensors(given)), given, strict=True):
         assert_same(got, expected)
@@ -101,11 +101,11 @@ def test_samples_come_back_from_their_tensors_and_from_the_wire_as_they_were(
         assert_same(got, expected)
 
 
-def test_no_samples_are_no_tensors_of_anything() -> None:
+def test_empty_sample_list_survives_tensor_round_trip() -> None:
     assert samples_from_tensors(samples_to_tensors([])) == []
 
 
-def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
+def test_selected_rows_keep_kept_tokens_and_expert_routing() -> None:
     given = [
         sample for sample in samples(kept=True, routed=True) if sample.finish_reason != "unfinished"
     ]
@@ -129,7 +129,7 @@ def test_a_batch_and_its_rows_have_each_tokens_own_set_and_routes() -> None:
     )
 
 
-def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
+def test_truncated_response_keeps_data_of_its_tokens() -> None:
     sample = a_sample(2, 0, 3, [[5, 6], [], [7]], routed=True)
     cut = truncated(sample, int(sample.tokens[3]), 1)
     assert (sets(cut.kept), cut.finish_reason) == ([[5, 6], []], "stop")
@@ -138,13 +138,13 @@ def test_a_response_that_is_cut_keeps_what_belongs_to_its_tokens() -> None:
     assert torch.equal(cut.routes, sample.routes[:3])
 
 
-def test_what_does_not_fit_the_tokens_is_refused() -> None:
+def test_kept_token_counts_of_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match="kept-token counts"):
         a_sample(2, 0, 3, [[5]], routed=False)
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_makes_none_up(
+def test_partial_expert_routing_is_omitted(
     order: int,
 ) -> None:
     some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
@@ -153,7 +153,7 @@ def test_a_batch_of_which_some_samples_tell_no_routes_has_none_and_the_wire_make
 
 
 def an_episode() -> Sample:
-    """Two turns of two and one tokens, with two given between them."""
+    """Return an episode with two generated, two observation and one generated token."""
     sample = a_sample(3, 0, 5, None, routed=False)
     drawn, rewards = (
         torch.tensor([True, True, False, False, True]),
@@ -162,7 +162,7 @@ def an_episode() -> Sample:
     return replace(sample, drawn=drawn, rewards=rewards)
 
 
-def test_which_tokens_were_drawn_and_what_environments_gave_goes_with_the_samples():
+def test_episode_data_survives_tensor_round_trip():
     episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
     first, second = samples_from_tensors(samples_to_tensors([episode, plain]))
     assert torch.equal(first.drawn, episode.drawn) and torch.equal(first.rewards, episode.rewards)
@@ -171,7 +171,7 @@ def test_which_tokens_were_drawn_and_what_environments_gave_goes_with_the_sample
     assert alone.drawn is None and alone.rewards is None
 
 
-def test_what_was_given_is_neither_learned_from_nor_counted():
+def test_observation_tokens_are_masked_and_not_counted():
     episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
     batch = collate([episode, plain], pad_token_id=0)
     assert batch.mask.tolist() == [
@@ -187,21 +187,21 @@ def test_what_was_given_is_neither_learned_from_nor_counted():
     assert torch.equal(torch.cat(episode.cut(3, "length").turns()), episode.response[:3])
 
 
-def test_a_score_is_of_what_was_said_last():
+def test_last_turn_starts_at_its_first_generated_token():
     episode, plain = an_episode(), a_sample(3, 1, 4, None, routed=False)
     alone = replace(episode, drawn=torch.tensor([False, True, True, True, True]))
     batch = collate([episode, plain, alone], 0)
     assert batch.last_turns.tolist() == [episode.prompt_length + 4, 3, alone.prompt_length + 1]
 
 
-def test_a_prompt_whose_episode_was_lost_has_no_score():
+def test_lost_episode_leaves_its_prompt_without_score():
     lost = replace(an_episode(), rewards=torch.full((5,), torch.nan))
     scores = environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)
     assert scores[:2].tolist() == [-0.5, -0.5] and bool(scores[2:].isnan().all())
     assert environment_scores([a_sample(2, 1, 4, None, routed=False)], 1) is None
 
 
-def test_branches_travel_with_their_samples():
+def test_branches_survive_tensor_round_trip():
     plain = samples(kept=True, routed=False)
     branch = replace(a_sample(5, 0, 2, [[1], []], routed=False), drawn=torch.tensor([False, True]))
     branched = [plain[0], replace(plain[2], branches=(branch, plain[3])), plain[1]]
@@ -215,7 +215,7 @@ def test_branches_travel_with_their_samples():
     assert "branches" not in samples_to_tensors(plain)
 
 
-def test_the_rows_of_an_episode_are_found_again_whatever_is_selected():
+def test_selected_episodes_keep_their_branches():
     first, second, third = (
         replace(a_sample(4, index, 3, None, routed=False)) for index in range(3)
     )

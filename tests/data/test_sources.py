@@ -1,4 +1,4 @@
-"""Where records come from: files, data sets, several of them, under names of their own."""
+"""Sources of records: files, saved data sets, weighted mixes and mapped field names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """A data set as Hugging Face datasets saves it, of which a field is null in one record."""
+    """Save a data set with Hugging Face datasets; its field `hint` is null in two records."""
     import datasets
 
     path = tmp_path_factory.mktemp("saved")
@@ -55,7 +55,7 @@ def problems(data: DataConfig, trainer: str = "online") -> str:
     )
 
 
-def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer, dataset):
+def test_saved_dataset_is_read_with_mapped_fields(tokenizer, dataset):
     data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question"}, shuffle=False)
     assert problems(data) == ""
     prompts = open_prompts(data, tokenizer, 1).take(0, 3)
@@ -66,7 +66,7 @@ def test_a_saved_data_set_is_read_under_our_names_and_nulls_are_absent(tokenizer
     ]
 
 
-def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
+def test_invalid_dataset_record_is_refused_with_index(tokenizer, dataset):
     data = DataConfig(path=str(dataset / "one"), fields={"prompt": "question", "response": "hint"})
     with pytest.raises(
         ConfigError,
@@ -78,9 +78,7 @@ def test_a_data_sets_bad_record_is_named_with_its_index(tokenizer, dataset):
     assert len(stream) == 1 and "skipped 2 of 3 records" in stream.notices[0]
 
 
-def test_several_splits_and_other_directories_are_refused_before_and_when_read(
-    tokenizer, dataset, tmp_path
-):
+def test_directories_other_than_one_split_are_refused(tokenizer, dataset, tmp_path):
     splits = DataConfig(path=str(dataset / "splits"))
     train, test = dataset / "splits" / "train", dataset / "splits" / "test"
     assert (
@@ -96,7 +94,7 @@ def test_several_splits_and_other_directories_are_refused_before_and_when_read(
             open_prompts(DataConfig(path=path), tokenizer, 1)
 
 
-def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset, tmp_path):
+def test_sources_are_mixed_by_weight_with_own_fields(tokenizer, dataset, tmp_path):
     file = jsonl(tmp_path / "more.jsonl", {"text": "a"}, {"text": "b"})
     sources = {
         "sums": {"path": str(dataset / "one"), "weight": 3, "fields": {"prompt": "question"}},
@@ -112,7 +110,7 @@ def test_sources_are_mixed_by_weight_with_names_of_their_own(tokenizer, dataset,
     )
 
 
-def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_path):
+def test_mapped_field_replaces_field_of_that_name(tokenizer, tmp_path):
     file = jsonl(tmp_path / "p.jsonl", {"prompt": "wrong", "query": "right", "answer": "x"})
     (prompt,) = open_prompts(
         DataConfig(path=file, fields={"prompt": "query", "label": "answer"}), tokenizer, 1
@@ -120,7 +118,7 @@ def test_a_renamed_field_takes_the_place_of_one_with_that_name(tokenizer, tmp_pa
     assert (prompt.text, prompt.metadata) == ("right", {"label": "x"})
 
 
-def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
+def test_record_kind_is_that_of_first_valid_record(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{\n{"prompt": "a", "stages": []}\n')
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: not valid JSON"):
@@ -154,18 +152,18 @@ def test_the_kind_of_records_is_that_of_the_first_good_one(tmp_path):
         ({"a": {"path": "p", "fields": "x"}}, r"data\.sources\.a\.fields=x: expected a mapping"),
     ],
 )
-def test_sources_that_do_not_say_what_they_must_are_refused_by_key(entries, message):
+def test_invalid_source_entry_is_refused_with_key(entries, message):
     with pytest.raises(ConfigError, match=message):
         data_sources(DataConfig(sources=entries))
 
 
-def test_a_path_beside_sources_is_refused():
+def test_path_with_sources_is_refused():
     with pytest.raises(ConfigError, match=r"data\.sources: is not supported with data\.path"):
         data_sources(DataConfig(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])
-def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
+def test_offline_trainer_requires_records(tmp_path, trainer):
     (tmp_path / "p.txt").write_text("a\n")
     assert f"algorithm.trainer={trainer} requires records, not only prompts" in problems(
         DataConfig(prompts=["a"]), trainer
@@ -174,7 +172,7 @@ def test_prompts_alone_are_nothing_for_an_offline_trainer(tmp_path, trainer):
     assert problems(DataConfig(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""
 
 
-def test_every_wrong_source_is_told_at_once(tmp_path):
+def test_all_invalid_sources_are_reported_at_once(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     paths = {"a": str(tmp_path / "empty.jsonl"), "b": "absent.jsonl", "c": "p.csv"}
     found = problems(
@@ -185,7 +183,7 @@ def test_every_wrong_source_is_told_at_once(tmp_path):
     ]
 
 
-def test_field_templates_are_filled_and_drop_recorded_tokens(tmp_path: Path) -> None:
+def test_field_templates_drop_recorded_tokens(tmp_path: Path) -> None:
     record = {
         "prompt": "1+1=",
         "prompt_tokens": [3],

@@ -1,4 +1,4 @@
-"""What kept samples say of their tokens: the piece of text of each, and an episode's messages."""
+"""Text pieces of tokens, and the messages of an episode, as stored with samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_ca
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_pieces_of_tokens_make_up_the_text(kind: str) -> None:
+def test_token_pieces_concatenate_to_text(kind: str) -> None:
     tokenizer = chat_model(kind, "qwen")
     tokens = tokenizer.encode("why  yes no\n{} <|end|>")
     pieces = [tokenizer.piece(token) for token in tokens.tolist()]
@@ -22,7 +22,7 @@ def test_the_pieces_of_tokens_make_up_the_text(kind: str) -> None:
     assert pieces[-1] == "<|end|>"
 
 
-def test_an_episodes_messages_have_its_tool_calls_and_what_the_policy_was_given() -> None:
+def test_episode_messages_have_tool_calls_and_observations() -> None:
     tokenizer = chat_model("bytes", "qwen")
     asked = tokenizer.encode("why?")
     parts = [f"look:\n{CALL}<|end|>", "\n<|user|>yes<|end|>\n", "no"]

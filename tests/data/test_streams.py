@@ -1,3 +1,5 @@
+"""Order and mix of example streams."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -11,7 +13,7 @@ from aligner.errors import ConfigError
 
 
 def stream(*sizes: int, weights=None, seed=1, shuffle=True) -> ExampleStream[tuple[int, int]]:
-    """Examples that say which source they are of and which of it."""
+    """Build a stream whose examples are pairs of source number and index in the source."""
     sources = [[(source, index) for index in range(size)] for source, size in enumerate(sizes)]
     return ExampleStream(sources, weights, seed=seed, shuffle=shuffle)
 
@@ -21,7 +23,7 @@ SHARES = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 @settings(deadline=None)
 @given(SHARES, st.integers(0, 10**6), st.integers(1, 30), st.data())
-def test_what_is_taken_depends_on_its_place_alone(weights, start, count, data):
+def test_examples_depend_only_on_stream_position(weights, start, count, data):
     examples = stream(*range(3, 3 + len(weights)), weights=weights)
     cut = data.draw(st.integers(0, count))
     whole = examples.take(start, count)
@@ -29,7 +31,7 @@ def test_what_is_taken_depends_on_its_place_alone(weights, start, count, data):
     assert examples.take(start, cut) + examples.take(start + cut, count - cut) == whole
 
 
-def test_where_an_example_comes_from_is_told_by_its_place():
+def test_origin_returns_example_number_and_pass():
     examples = stream(3, 2)
     every = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     origins = [examples.origin(position) for position in range(12)]
@@ -42,7 +44,7 @@ def test_where_an_example_comes_from_is_told_by_its_place():
 
 @settings(deadline=None, max_examples=30)
 @given(SHARES)
-def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):
+def test_stream_prefixes_mix_sources_by_weight(weights):
     taken = Counter[int]()
     for position, (source, _) in enumerate(
         stream(*[7] * len(weights), weights=weights).take(0, 300), start=1
@@ -52,7 +54,7 @@ def test_every_beginning_of_the_stream_has_the_sources_in_their_shares(weights):
             assert abs(taken[index] - position * weight / sum(weights)) < len(weights)
 
 
-def test_shares_are_exact_where_they_come_out_even():
+def test_source_counts_are_exact_for_integer_shares():
     for start in (0, 1000, 10**12):
         taken = Counter(
             source for source, _ in stream(3, 5, 2, weights=[0.7, 0.2, 0.1]).take(start, 1000)
@@ -60,7 +62,7 @@ def test_shares_are_exact_where_they_come_out_even():
         assert taken == {0: 700, 1: 200, 2: 100}
 
 
-def test_every_source_goes_through_passes_of_its_own_whatever_the_mix():
+def test_each_pass_has_all_examples_of_its_source():
     taken = stream(6, 4, weights=[3, 1]).take(0, 48)
     for source, size, weight in ((0, 6, 36), (1, 4, 12)):
         own = [index for name, index in taken if name == source]
@@ -69,14 +71,14 @@ def test_every_source_goes_through_passes_of_its_own_whatever_the_mix():
         assert len(set(passes)) > 1
 
 
-def test_a_further_source_does_not_change_the_order_of_the_others():
+def test_added_source_does_not_change_order_of_others():
     def first(examples: ExampleStream) -> list[tuple[int, int]]:
         return [example for example in examples.take(0, 60) if example[0] == 0][:20]
 
     assert first(stream(20)) == first(stream(20, 9)) == first(stream(20, 9, 30, weights=[5, 1, 2]))
 
 
-def test_sources_of_one_size_are_shuffled_differently_and_by_the_seed():
+def test_shuffle_order_depends_on_source_and_seed():
     taken = stream(20, 20).take(0, 40)
     orders = [[index for name, index in taken if name == source] for source in (0, 1)]
     assert orders[0] != orders[1]
@@ -85,7 +87,7 @@ def test_sources_of_one_size_are_shuffled_differently_and_by_the_seed():
     assert [index for name, index in in_order if name == 0] == list(range(20))
 
 
-def test_every_example_is_there_once():
+def test_examples_returns_each_example_once():
     assert sorted(stream(2, 3).examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
@@ -97,14 +99,15 @@ def test_held_out_rows_are_a_seeded_choice_per_source():
     assert not set(kept) & set(rest.take(0, 3000)) and len(set(kept)) == 200
     for source, size in ((0, 1000), (1, 500)):
         places = [place for name, place in kept if name == source]
-        assert abs(sum(places) / 100 - size / 2) < 0.1 * size  # three deviations of the mean
+        # The bound is three standard deviations of the mean.
+        assert abs(sum(places) / 100 - size / 2) < 0.1 * size
     assert kept == stream(1000, 500).hold_out(100)[1] != stream(1000, 500, seed=2).hold_out(100)[1]
     assert set(examples.hold_out(40)[1]) < set(kept)
     assert kept == [each for each in stream(1000, 500, 700).hold_out(100)[1] if each[0] < 2]
     assert stream(6, shuffle=False).hold_out(2)[1] == [(0, 4), (0, 5)]
 
 
-def test_examples_are_counted_over_all_sources_and_none_are_refused():
+def test_stream_length_counts_all_sources_and_none_is_empty():
     assert len(stream(3, 4)) == 7
     for sources in ([], [[]], [[1], []]):
         with pytest.raises(ConfigError, match="every data source must have at least one record"):

@@ -46,7 +46,7 @@ PAIRS = (
 
 @cache
 def of_trl(trainer: str) -> dict[str, Callable[..., Any]]:
-    """TRL's `tokenize_fn` and `add_eos` of a trainer."""
+    """Return the functions `tokenize_fn` and `add_eos` of a TRL trainer, by name."""
     from transformers import ProcessorMixin
 
     logger = logging.getLogger("trl")
@@ -80,7 +80,7 @@ def _templates() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Tokenizer, Any]]:
-    """Our tokenizer and transformers' tokenizer of a kind, with a chat template."""
+    """Return a function that loads a kind of tokenizer with aligner and with transformers."""
 
     @cache
     def made(kind: str, template: str) -> tuple[Tokenizer, Any]:
@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         write_kind(directory, KINDS[kind]())
         theirs = AutoTokenizer.from_pretrained(directory)
         theirs.chat_template = _templates()[template]
-        # The tokenizer of any architecture, also of those that aligner does not train.
+        # A replaced shape allows tokenizers of architectures that aligner does not train.
         shape = SimpleNamespace(
             eos_token_ids=(theirs.eos_token_id,), pad_token_id=0, vocab_size=len(theirs)
         )
@@ -100,7 +100,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("aligner.data.tokenizer.directory_shape", lambda *_: shape)
             tokenizer = Tokenizer(directory)
-        assert tokenizer.chat_template  # read while the directory is there
+        assert tokenizer.chat_template  # loaded lazily: read it while the directory exists
         return tokenizer, theirs
 
     return made
@@ -146,7 +146,7 @@ def test_sft_tokens_and_loss_masks_equal_trl(
         rows, found.take(0, len(rows)), wanted, strict=True
     ):
         assert demonstration.tokens.tolist() == theirs_of_row["input_ids"], row
-        # Nothing predicts the first token, whatever TRL's mask says of it.
+        # No position predicts the first token, so its entry in TRL's mask has no effect.
         mask = demonstration.is_learned.int().tolist()
         assert mask[1:] == theirs_of_row["completion_mask"][1:], row
 
@@ -196,7 +196,7 @@ def test_sentencepiece_response_has_no_extra_space(
 
 
 @pytest.mark.parametrize("kind", ("llama2", "mistral"))
-def test_merge_across_the_boundary_is_noted_with_its_record(
+def test_merge_across_prompt_boundary_is_reported(
     tmp_path: Path, model: Callable[[str, str], tuple[Tokenizer, Any]], kind: str
 ) -> None:
     ours, _ = model(kind, "turns")
@@ -207,7 +207,7 @@ def test_merge_across_the_boundary_is_noted_with_its_record(
     assert "quick" in ours.decode(first.tokens[first.prompt_length :])
 
 
-def test_text_behind_fixed_prompt_tokens_gets_no_extra_space(
+def test_text_after_prompt_tokens_has_no_extra_space(
     model: Callable[[str, str], tuple[Tokenizer, Any]],
 ) -> None:
     ours, theirs = model("llama2 legacy", "turns")

@@ -1,4 +1,4 @@
-"""Tokenizers of published kinds are loaded as AutoTokenizer loads them, or refused."""
+"""Tokenizers of published kinds equal those of AutoTokenizer, or are refused."""
 
 import json
 import re
@@ -91,8 +91,8 @@ def test_decoding_cleans_up_spaces_as_auto_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_sentencepiece_spaces_are_as_auto_tokenizer_decodes(tmp_path: Path) -> None:
-    """The normalizer of the file would count a leading space twice."""
+def test_sentencepiece_adds_no_second_leading_space(tmp_path: Path) -> None:
+    """The normalizer in tokenizer.json would add a second space before a leading one."""
     write_kind(tmp_path, KINDS["llama2"]())
     loaded = read_tokenizer_files(tmp_path).tokenizer
     file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -101,13 +101,13 @@ def test_sentencepiece_spaces_are_as_auto_tokenizer_decodes(tmp_path: Path) -> N
     assert loaded.encode("▁odd").ids != file.encode("▁odd").ids
 
 
-def test_classes_are_those_that_transformers_registers() -> None:
+def test_tokenizer_classes_equal_transformers_registry() -> None:
     from transformers.models.auto.tokenization_auto import (
         MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
         TOKENIZER_MAPPING_NAMES,
     )
 
-    # Without the package mistral-common, transformers uses the file as it is.
+    # Without the package mistral-common, transformers uses tokenizer.json unchanged.
     theirs = {
         name: str(of_class).replace("MistralCommonBackend", "TokenizersBackend")
         for name, of_class in TOKENIZER_MAPPING_NAMES.items()
@@ -120,7 +120,7 @@ def test_classes_are_those_that_transformers_registers() -> None:
     assert {name for name in supported if name in theirs} <= set(REGISTERED)
 
 
-def test_unsupported_classes_are_all_other_classes_of_transformers() -> None:
+def test_other_transformers_classes_are_listed_as_unsupported() -> None:
     import transformers
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -136,7 +136,7 @@ def test_unsupported_classes_are_all_other_classes_of_transformers() -> None:
 
 
 def refused(directory: Path, **files: Any) -> str:
-    """The error of a Llama 3 tokenizer with other files."""
+    """Return the error of loading a Llama 3 tokenizer with changed files."""
     kind = KINDS["llama3"]() | {name.replace("__", "."): entry for name, entry in files.items()}
     write_kind(directory, {name: entry for name, entry in kind.items() if entry is not None})
     with pytest.raises(ConfigError) as error:
@@ -175,7 +175,7 @@ def test_entries_that_cannot_be_reproduced_are_refused(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "tiktoken.model"])
-def test_other_tokenizer_formats_are_refused_with_remedy(tmp_path: Path, name: str) -> None:
+def test_unsupported_file_formats_are_refused_with_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x0a")
 
     with pytest.raises(ConfigError, match=f"{name} is not supported; convert it with") as error:
@@ -183,7 +183,7 @@ def test_other_tokenizer_formats_are_refused_with_remedy(tmp_path: Path, name: s
     assert "save_pretrained" in str(error.value)
 
 
-def test_vocabulary_files_of_another_class_are_refused_by_name(tmp_path: Path) -> None:
+def test_vocabulary_files_of_wrong_class_are_refused(tmp_path: Path) -> None:
     files = KINDS["gpt2 files"]() | {"config.json": {"model_type": "llama"}}
     write_kind(tmp_path, files | {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
 
@@ -191,14 +191,14 @@ def test_vocabulary_files_of_another_class_are_refused_by_name(tmp_path: Path) -
         read_tokenizer_files(tmp_path)
 
 
-def test_vocabulary_files_alone_have_the_same_vocabulary(tmp_path: Path) -> None:
+def test_read_vocabulary_equals_tokenizer_vocabulary(tmp_path: Path) -> None:
     write_kind(tmp_path, KINDS["qwen files"]())
     tokens = read_tokenizer_files(tmp_path).tokenizer.get_vocab()
 
     assert read_vocabulary(tmp_path) == {id: text for text, id in tokens.items()}
 
 
-def test_another_model_than_the_class_needs_is_logged_once(
+def test_mismatched_tokenizer_model_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_kind(tmp_path, KINDS["words"]() | {"config.json": {"model_type": "gpt2"}})
@@ -211,7 +211,7 @@ def test_another_model_than_the_class_needs_is_logged_once(
     assert "model.type=WordLevel" in record.getMessage()
 
 
-def test_tokens_of_the_class_alone_do_not_exceed_the_model(tmp_path: Path) -> None:
+def test_class_tokens_beyond_vocab_size_are_not_added(tmp_path: Path) -> None:
     files = KINDS["gemma"]()
     content = files["tokenizer.json"]
     content["added_tokens"] = [e for e in content["added_tokens"] if e["content"] != "<mask>"]
@@ -231,7 +231,7 @@ def test_null_bos_token_renders_as_empty_text(tmp_path: Path) -> None:
     assert text == "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
 
 
-def test_template_of_a_processor_counts_if_there_is_no_other(tmp_path: Path) -> None:
+def test_processor_template_is_used_if_no_other_exists(tmp_path: Path) -> None:
     template = tmp_path / "chat_template.json"
     template.write_text(json.dumps({"chat_template": "processor"}))
     assert read_chat_templates(tmp_path) == {"default": "processor"}

@@ -1,4 +1,4 @@
-"""Tool calls as models write them, and functions as templates describe them."""
+"""Parsing of tool calls in generated text, and tool schemas of Python functions."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def problem(text: str, form: ToolFormat) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", ["bytes", "prepending"])
-def test_the_format_of_calls_is_what_the_template_writes(
+def test_tool_call_format_is_detected_from_template(
     kind: str, template: str, form: ToolFormat | None
 ) -> None:
     assert format_of(chat_model(kind, template)) == form
 
 
-def test_calls_are_told_from_what_is_said_around_them() -> None:
+def test_tool_calls_are_separated_from_text() -> None:
     one, two = '{"name": "a", "arguments": {"x": [1, null]}}', '{"arguments":{},"name":"b"}'
     turn = parse_turn(
         f"\nFirst.\n<tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call> Then.",
@@ -110,14 +110,14 @@ def test_calls_are_told_from_what_is_said_around_them() -> None:
     ]
 
 
-def test_text_that_calls_nothing_is_content_as_it_is() -> None:
+def test_text_without_tool_call_is_unchanged_content() -> None:
     for form in (*FORMS, None):
         for text in ("", " plain \n", '{"answer": 4}', "{", "the name is a", "</tool_call>"):
             assert parse_turn(text, form) == AssistantTurn(text, text)
             assert parse_turn(text, form).messages == [{"role": "assistant", "content": text}]
 
 
-def test_what_is_only_thought_of_is_not_called() -> None:
+def test_tool_calls_in_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     assert not parse_turn(f"<think>I could {call}", "hermes").calls
     turn = parse_turn(f"<think>\nI could {call}\n</think>\n\nWell.\n{call}", "hermes")
@@ -202,20 +202,18 @@ def test_what_is_only_thought_of_is_not_called() -> None:
         ("mistral", "[TOOL_CALLS]", "not valid JSON"),
     ],
 )
-def test_a_malformed_call_says_what_is_wrong_and_how_a_call_is_written(
-    form: ToolFormat, text: str, message: str
-) -> None:
-    told = problem(text, form)
+def test_malformed_tool_call_error_shows_format(form: ToolFormat, text: str, message: str) -> None:
+    error = problem(text, form)
     forms = {
         "hermes": '<tool_call>{"name": "TOOL"',
         "llama3": '{"name": "TOOL", "parameters"',
         "mistral": "[TOOL_CALLS][{",
     }
-    assert message in told and f"Write a call as {forms[form]}" in told and len(told) < 500
+    assert message in error and f"Write a call as {forms[form]}" in error and len(error) < 500
     assert parse_turn(text, form).messages == [{"role": "assistant", "content": text}]
 
 
-def test_a_malformed_call_leaves_the_others_to_be_carried_out() -> None:
+def test_malformed_tool_call_keeps_valid_calls() -> None:
     good, bad = (
         '<tool_call>{"name": "a", "arguments": {}}</tool_call>',
         "<tool_call>{a}</tool_call>",
@@ -248,7 +246,7 @@ CALLS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(wanted=CALLS, form=st.sampled_from(FORMS), spaced=st.booleans())
-def test_any_calls_are_read_as_they_were_meant(
+def test_parsed_tool_calls_equal_serialized_calls(
     wanted: list[Any], form: ToolFormat, spaced: bool
 ) -> None:
     key = "parameters" if form == "llama3" else "arguments"
@@ -275,7 +273,7 @@ def test_any_calls_are_read_as_they_were_meant(
         )
     )
 )
-def test_no_text_is_an_error_and_none_of_it_is_lost(pieces: list[str]) -> None:
+def test_any_text_is_parsed_without_loss_or_error(pieces: list[str]) -> None:
     text = "".join(pieces)
     for form in FORMS:
         turn = parse_turn(text, form)
@@ -306,10 +304,10 @@ def look_up(
 
 
 class Unknown:
-    """A type that JSON does not have."""
+    """A type without a JSON schema."""
 
 
-def test_a_function_is_described_by_its_signature_and_docstring() -> None:
+def test_tool_schema_uses_signature_and_docstring() -> None:
     described = tool_schema(look_up)
     assert described["type"] == "function" and described["function"]["name"] == "look_up"
     assert described["function"]["description"] == "Look a name up."
@@ -325,7 +323,7 @@ def test_a_function_is_described_by_its_signature_and_docstring() -> None:
     assert parameters["properties"]["tags"]["items"] == {"type": "string"}
 
 
-def test_a_function_that_cannot_be_described_is_named_with_what_it_lacks() -> None:
+def test_function_without_schema_is_refused_with_reason() -> None:
     def odd(value: Unknown) -> None:
         """Do.
 

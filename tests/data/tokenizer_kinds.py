@@ -61,7 +61,7 @@ _QWEN = _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
 def _byte_level(
     special: list[str], *, pattern: str | None = None, form: str | None = None
 ) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE, as GPT-2, GPT-NeoX, Llama 3, Qwen and DeepSeek have it."""
+    """Train a byte-level BPE like those of GPT-2, GPT-NeoX, Llama 3, Qwen and DeepSeek."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     if form == "NFC":
         tokenizer.normalizer = normalizers.NFC()
@@ -81,7 +81,7 @@ def _byte_level(
 
 
 def _sentencepiece(special: list[str], style: str) -> tokenizers.Tokenizer:
-    """Train a BPE with byte fallback, as Llama 2, Mistral, Phi-3 and Gemma have it."""
+    """Train a BPE with byte fallback like those of Llama 2, Mistral, Phi-3 and Gemma."""
     tokenizer = tokenizers.Tokenizer(
         models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     )
@@ -93,7 +93,7 @@ def _sentencepiece(special: list[str], style: str) -> tokenizers.Tokenizer:
     tokenizer.train_from_iterator(_CORPUS, trainer)
 
     content = json.loads(tokenizer.to_str())
-    # Training calls the bytes special; they are tokens of the vocabulary alone.
+    # Training marks the byte tokens as special; here they must be ordinary vocabulary tokens.
     content["added_tokens"] = [e for e in content["added_tokens"] if e["content"] in special]
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -163,7 +163,7 @@ def _around(tokenizer: tokenizers.Tokenizer, before: str | None, after: str | No
 
 
 Files = dict[str, Any]
-"""The files of a directory by name: JSON objects, and texts."""
+"""File contents by file name: JSON objects or text."""
 
 _QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -217,7 +217,7 @@ def _file(kind: str) -> dict[str, Any]:
 
 
 def _vocabulary_files(kind: str) -> Files:
-    """The vocabulary as vocab.json and merges.txt."""
+    """Return the vocabulary as vocab.json and merges.txt."""
     model = _file(kind)["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return {
@@ -227,7 +227,7 @@ def _vocabulary_files(kind: str) -> Files:
 
 
 def _kind(file: str, model_type: str, settings: Mapping[str, Any] | None, **files: Any) -> Files:
-    """The files of a kind: its tokenizer.json, config.json and tokenizer_config.json."""
+    """Return the files of a kind: tokenizer.json, config.json and tokenizer_config.json."""
     named = {name.replace("__", "."): content for name, content in files.items()}
     settings_file = {} if settings is None else {"tokenizer_config.json": dict(settings)}
     return {
@@ -269,7 +269,7 @@ def _qwen_settings() -> dict[str, Any]:
 
 
 def _more(content: dict[str, Any], id: int, text: str, **flags: Any) -> dict[str, Any]:
-    """A tokenizer.json with an added token more."""
+    """Return the tokenizer.json with one more added token."""
     token = {
         "id": id,
         "content": text,

@@ -1,4 +1,4 @@
-"""Agents that only know OpenAI's client, as users have them."""
+"""Agents for the tests, written as users write them: with OpenAI's client only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client(base_url: str, api_key: str) -> AsyncOpenAI:
 
 
 def log(task: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Note what the agent got, where its test wants to know."""
+    """Append what the agent received to the file `task["log"]`, if the task has one."""
     if "log" in task:
         with open(task["log"], "a") as file:  # noqa: PTH123  (an agent as users write them)
             file.write(json.dumps({"task": task["at"], **entry}) + "\n")
@@ -40,14 +40,14 @@ async def reward(base_url: str, api_key: str, value: float) -> None:
 
 
 async def looks(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Answers calls of its tool, three times at most."""
+    """Run a tool loop of three turns, and give reward 0.5."""
     own = client(base_url, api_key)
     messages: list[Any] = [{"role": "user", "content": task["asked"]}]
     for turn in range(3):
-        found = await own.chat.completions.create(
+        response = await own.chat.completions.create(
             model="any", messages=messages, tools=TOOLS, logprobs=True, temperature=0.3
         )
-        choice = found.choices[0]
+        choice = response.choices[0]
         log(
             task,
             {
@@ -70,7 +70,8 @@ async def looks(task: dict[str, Any], base_url: str, api_key: str) -> None:
 
 
 async def branches(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Asks in parallel, in an order that `task` says, and goes on from both."""
+    """Send three requests in parallel, in the order of `task["forwards"]`, and continue the last
+    one."""
     own = client(base_url, api_key)
     first = [{"role": "user", "content": task["asked"]}]
 
@@ -78,32 +79,33 @@ async def branches(task: dict[str, Any], base_url: str, api_key: str) -> None:
         await asyncio.sleep(0.15 * (at if task.get("forwards", True) else 2 - at))
         return await own.chat.completions.create(model="any", messages=messages, n=n)
 
-    said = (await one(0, first)).choices[0].message
-    behind = [*first, {"role": "assistant", "content": said.content}]
-    asked = [[*behind, {"role": "user", "content": f"so {at}?"}] for at in range(3)]
-    found = await asyncio.gather(*(one(at, asked[at], n=1 + (at == 1)) for at in range(3)))
-    last = found[2].choices[0].message.content
+    first_answer = (await one(0, first)).choices[0].message
+    history = [*first, {"role": "assistant", "content": first_answer.content}]
+    requests = [[*history, {"role": "user", "content": f"so {at}?"}] for at in range(3)]
+    responses = await asyncio.gather(*(one(at, requests[at], n=1 + (at == 1)) for at in range(3)))
+    last = responses[2].choices[0].message.content
     await one(
-        0, [*asked[2], {"role": "assistant", "content": last}, {"role": "user", "content": "end"}]
+        0,
+        [*requests[2], {"role": "assistant", "content": last}, {"role": "user", "content": "end"}],
     )
 
 
 def steps(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """One request after another, of which each is a list of messages or a text; not async."""
+    """Send the task's requests one after another: message lists or texts; a synchronous agent."""
     own = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
-    for asked in task["requests"]:
-        if isinstance(asked, str):
-            own.completions.create(model="any", prompt=asked, **task.get("with", {}))
+    for request in task["requests"]:
+        if isinstance(request, str):
+            own.completions.create(model="any", prompt=request, **task.get("with", {}))
         else:
-            own.chat.completions.create(model="any", messages=asked, **task.get("with", {}))
+            own.chat.completions.create(model="any", messages=request, **task.get("with", {}))
 
 
 async def misbehaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """In the way that its task says."""
-    own, asked = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
+    """Fail in the way of `task["how"]`."""
+    own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
     if task["how"] == "silent":
         return
-    await own.chat.completions.create(model="any", messages=asked)
+    await own.chat.completions.create(model="any", messages=messages)
     if task["how"] == "raises":
         raise RuntimeError("the lights are out")
     if task["how"] == "dies":
@@ -111,7 +113,7 @@ async def misbehaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
     if task["how"] == "hangs":
         await asyncio.sleep(1000)
     if task["how"] == "computes":
-        time.sleep(1000)  # it keeps the loop to itself
+        time.sleep(1000)  # blocks the event loop
     if task["how"] == "recovers":
         if not os.path.exists(task["mark"]):  # noqa: PTH110
             open(task["mark"], "w").close()  # noqa: PTH123
@@ -119,51 +121,53 @@ async def misbehaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
         return
     if task["how"] == "endless":
         while True:
-            await own.chat.completions.create(model="any", messages=asked)
+            await own.chat.completions.create(model="any", messages=messages)
     if task["how"] == "overflows":
         for _ in range(3):
-            asked += [{"role": "user", "content": "x" * 500}]
-            found = await own.chat.completions.create(model="any", messages=asked)
+            messages += [{"role": "user", "content": "x" * 500}]
+            response = await own.chat.completions.create(model="any", messages=messages)
             log(
                 task,
                 {
-                    "text": found.choices[0].message.content,
-                    "finish": found.choices[0].finish_reason,
+                    "text": response.choices[0].message.content,
+                    "finish": response.choices[0].finish_reason,
                 },
             )
 
 
 async def rewrites(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Sends what it got back with the arguments of calls in another form."""
+    """Return the policy's tool calls with their JSON arguments reformatted."""
     own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
-    found = await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-    said = found.choices[0].message.model_dump(exclude_none=True)
-    for call in said.get("tool_calls", []):
+    response = await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    message = response.choices[0].message.model_dump(exclude_none=True)
+    for call in message.get("tool_calls", []):
         call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
-        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "saw"}]
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "saw"}]
     await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
 
 
 async def calculates(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Works out what the policy asks for in brackets, and rewards the right answer."""
+    """Compute the products that the policy requests in brackets, and reward the correct answer."""
     own, text = AsyncOpenAI(base_url=base_url, api_key=api_key), task["prompt"]
     for _ in range(2):
-        said = (await own.completions.create(model="policy", prompt=text, stop="]")).choices[0].text
-        if "[" not in said:
+        completion = (
+            (await own.completions.create(model="policy", prompt=text, stop="]")).choices[0].text
+        )
+        if "[" not in completion:
             break
-        asked = re.fullmatch(r"\[(\d{1,4})\*(\d{1,4})", said)
-        text += said + (f"]{int(asked[1]) * int(asked[2])};" if asked else "]?;")
-    await own.post("/reward", body={"reward": float(said == task["answer"])}, cast_to=object)
+        match = re.fullmatch(r"\[(\d{1,4})\*(\d{1,4})", completion)
+        text += completion + (f"]{int(match[1]) * int(match[2])};" if match else "]?;")
+    await own.post("/reward", body={"reward": float(completion == task["answer"])}, cast_to=object)
 
 
 async def calculates_slowly(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """The same, so that whatever is killed has episodes under way."""
+    """Run `calculates` slowly, so that episodes are in flight when a test kills a process."""
     await asyncio.sleep(0.1)
     await calculates(task, base_url, api_key)
 
 
 def main() -> None:
-    """The command: a loop with a tool, of the plain client."""
+    """Run a tool loop with the plain client; the entry point of the agent command."""
     task, own = json.load(sys.stdin), OpenAI(max_retries=0)
     messages: list[Any] = [{"role": "user", "content": task["asked"]}]
     for _ in range(2):

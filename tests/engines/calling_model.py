@@ -1,4 +1,4 @@
-"""A tiny model of chats that calls a tool."""
+"""A tiny chat model that is trained to call a tool."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def saved(
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
 ) -> Path:
-    """A tiny model of chats; with the template of tools it has learned to call one, or what
-    conversations are given."""
+    """Save a tiny chat model. With the tool template, it is trained to call a tool, or on the given
+    conversations."""
     file = tokenizer_file("bytes")
     (directory / "tokenizer.json").write_text(file)
     write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
@@ -44,11 +44,11 @@ def saved(
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     spoken = [conversation(at) for at in range(2)] if conversations is None else conversations
-    parts = [written(tokenizer, each, tools) for each in spoken]
+    parts = [tokenize_parts(tokenizer, each, tools) for each in spoken]
     tokens = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in parts], batch_first=True)
     labels = tokens.masked_fill(tokens == 0, -100)
     for row, each in zip(labels, parts, strict=True):
-        # tools and a question are many tokens, and not for it to say
+        # The model does not learn the prompt: tools and the question are many tokens.
         row[: len(each[0]) if conversations else 0] = -100
     for _ in range(0 if template != "qwen" else 80 if conversations else 130):
         model(input_ids=tokens, labels=labels).loss.backward()
@@ -59,7 +59,7 @@ def saved(
 
 
 def conversation(at: int) -> list[dict[str, Any]]:
-    """What the model learns from: a question, a call, its answer, and what is said to that."""
+    """A training conversation: a question, a tool call, its result, and the final answer."""
     return [
         *called(
             f"why {at}?",
@@ -72,16 +72,16 @@ def conversation(at: int) -> list[dict[str, Any]]:
     ]
 
 
-def called(asked: str, call: ToolCall, told: str, said: str) -> list[dict[str, Any]]:
-    """A question that a call helps to answer."""
-    turns = [*AssistantTurn("", "", (call,)).messages[:1], call.answered(told)]
-    return [{"role": "user", "content": asked}, *turns, {"role": "assistant", "content": said}]
+def called(question: str, call: ToolCall, result: str, answer: str) -> list[dict[str, Any]]:
+    """A conversation whose question is answered with one tool call."""
+    turns = [*AssistantTurn("", "", (call,)).messages[:1], call.answered(result)]
+    return [{"role": "user", "content": question}, *turns, {"role": "assistant", "content": answer}]
 
 
-def written(
+def tokenize_parts(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[torch.Tensor]:
-    """A conversation's tokens, in parts that begin where the policy speaks."""
+    """Tokens of a conversation, split where each turn of the policy starts."""
     text = tokenizer.chat_template.render(messages, tools, add_generation_prompt=False)
-    # A turn is not tokenized with what is before it, when it is drawn.
+    # A generated turn is not tokenized together with the text before it.
     return [tokenizer.encode(part) for part in re.split(r"(?<=<\|user\|>assistant\n)", text)]

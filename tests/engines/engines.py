@@ -1,4 +1,4 @@
-"""Engines of every kind behind one function, a tiny model for them, and publishing without a
+"""Engines of every kind behind one function, a tiny model for them, and weight sync without a
 trainer."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = EngineConfig(
     cuda_graphs=False,
     bucket_mib=1,
     tensorrt_llm=TensorRTLLMConfig(stream_interval=1),
-    vllm=VLLMConfig(stream_interval=1, timeout_s=280),  # beside other tests it starts slowly
+    vllm=VLLMConfig(stream_interval=1, timeout_s=280),  # starts slowly next to other tests
 )
 KINDS = ("embedded-atomic", "embedded-in_place", "tensorrt_llm")
 
@@ -79,7 +79,7 @@ def save_tiny(
 
 
 def engine_bytes(engine: EmbeddedEngine) -> int:
-    """Device memory that the engine holds: weights, spare ones, keys and values."""
+    """Bytes of device memory that the engine holds: weights, spare weights and KV cache."""
     spare = 0 if engine._spare is None else engine._spare.storage.nbytes
     return engine._weights.storage.nbytes + spare + engine._machine.cache._storage.nbytes
 
@@ -98,7 +98,7 @@ def reference_model(directory: Path) -> Any:
 def engine_of(
     kind: str, directory: Path, seed: int = 7, **settings: Any
 ) -> Iterator[GenerationEngine]:
-    """An engine without weights."""
+    """Yield an engine of `kind` without weights."""
     if kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
         from tests.engines.tensorrt_llm.fake import installed
@@ -133,8 +133,7 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
 def write(
     engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = ""
 ) -> None:
-    """Load this rank's slices of a directory's tensors, in groups as small as the engine wants
-    them."""
+    """Load this rank's slices of a directory's tensors, in groups of at most `group_bytes`."""
     to, table = engine.weight_format, weight_table(shape_of(directory))
     rank = dist.get_rank() if dist.is_initialized() else 0
     slices = dict(
@@ -167,7 +166,7 @@ def publish(
 def generate(
     engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
 ) -> list[Sample]:
-    """One sample per request, in order."""
+    """Generate one sample per request, in the order of the requests."""
     generation = engine.start(requests, options)
     try:
         samples = advance(generation)
@@ -177,7 +176,7 @@ def generate(
 
 
 def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:
-    """Publish this rank's slices of a Hugging Face directory of safetensors."""
+    """Sync this rank's slices of a Hugging Face directory of safetensors to the engine."""
     table = weight_table(engine._shape)
     pieces = read_slices(
         directory,
@@ -211,7 +210,7 @@ def response(sample: Sample) -> list[int]:
 
 
 def whole_logprobs(model: Any, sample: Sample, temperature: float) -> Tensor:
-    """[R]: of the response's tokens, by a full forward pass."""
+    """Log-probs [R] of the response tokens, computed by a full forward pass."""
     with torch.no_grad():
         logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
     return (
@@ -223,7 +222,7 @@ def whole_logprobs(model: Any, sample: Sample, temperature: float) -> Tensor:
 
 
 def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
-    """The next `count` tokens by transformers."""
+    """Return the next `count` tokens of transformers' greedy decoding."""
     if not count:
         return []
     everything = torch.ones_like(tokens)[None]  # token 0 may be part of a prompt

@@ -1,4 +1,4 @@
-"""Agents that ask for what they should not, and note what they are told."""
+"""Agents that send invalid requests, and record the answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from openai import APIStatusError, OpenAI
 from tests.engines.agents import TOOLS
 
 
-def asked(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
-    """The status and the JSON that a request gets; a GET without a body."""
+def send_request(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
+    """Send a request, a GET if `body` is None, and return the status and the JSON of the answer."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(
@@ -29,7 +29,7 @@ def asked(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
 
 
 def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """One wrong request after another; then a right one."""
+    """Send invalid requests one after another, then a valid one."""
     user = {"role": "user", "content": "why?"}
     chats = {
         "garbage": b"{",
@@ -47,28 +47,28 @@ def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
         "megabytes": {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
         "too long": {"messages": [{"role": "user", "content": "x" * 5_000}]},
     }
-    told = {}
+    answers = {}
     for name, body in chats.items():
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        told[name] = asked(f"{base_url}/chat/completions", api_key, content)
+        answers[name] = send_request(f"{base_url}/chat/completions", api_key, content)
     right = json.dumps({"messages": [user]}).encode()
-    told["another's key"] = asked(f"{base_url}/chat/completions", "sk-other", right)
-    told["another's address"] = asked(
+    answers["another's key"] = send_request(f"{base_url}/chat/completions", "sk-other", right)
+    answers["another's address"] = send_request(
         f"{base_url.replace('/0-0-0/', '/0-0-9/')}/chat/completions", api_key, right
     )
-    told["no such path"] = asked(f"{base_url}/embeddings", api_key, right)
-    told["no such method"] = asked(f"{base_url}/chat/completions", api_key, None)
-    told["no token"] = asked(
+    answers["no such path"] = send_request(f"{base_url}/embeddings", api_key, right)
+    answers["no such method"] = send_request(f"{base_url}/chat/completions", api_key, None)
+    answers["no token"] = send_request(
         f"{base_url}/completions", api_key, json.dumps({"prompt": [10**6]}).encode()
     )
-    told["no reward"] = asked(f"{base_url}/reward", api_key, b'{"reward": "NaN"}')
-    told["models"] = asked(f"{base_url}/models", api_key, None)
-    told["right"] = asked(f"{base_url}/chat/completions", api_key, right)
-    Path(task["log"]).write_text(json.dumps(told))
+    answers["no reward"] = send_request(f"{base_url}/reward", api_key, b'{"reward": "NaN"}')
+    answers["models"] = send_request(f"{base_url}/models", api_key, None)
+    answers["right"] = send_request(f"{base_url}/chat/completions", api_key, right)
+    Path(task["log"]).write_text(json.dumps(answers))
 
 
 def streams(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """The same in all the ways that an answer can come."""
+    """Request answers plain and streamed, as chat and as completion."""
     own = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "why 0?"}]
     chunks = list(
@@ -103,7 +103,7 @@ def streams(task: dict[str, Any], base_url: str, api_key: str) -> None:
 
 
 def leaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Hangs up before it is answered, and asks again."""
+    """Disconnect before the answer, and send the request again."""
     place = urlsplit(base_url)
     body = json.dumps({"messages": [{"role": "user", "content": "why?"}], "max_tokens": 60})
     headers = {"Authorization": f"Bearer {api_key}"}
@@ -117,7 +117,8 @@ def leaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
 
 
 def after_the_end(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """The first one leaves its address to the second, which asks there once the first has ended."""
+    """Use an endpoint after its episode: the second agent sends a request to the first agent's
+    address."""
     own, file = OpenAI(base_url=base_url, api_key=api_key, max_retries=0), Path(task["log"])
     own.completions.create(model="any", prompt="yes", max_tokens=2)
     if task["at"] == 0:

@@ -1,4 +1,4 @@
-"""A policy whose turns a test says."""
+"""A policy whose turns are scripted by the test."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from aligner.engines.partial_response import PartialResponse
 
 
 class Scripted:
-    """An engine that draws what `says` makes of a turn's number in its episode, and of all that it
-    has read there."""
+    """An engine that returns scripted turns.
+
+    `says` maps the number of a turn in its episode, and all tokens of the episode so far, to the
+    turn's tokens.
+    """
 
     def __init__(self, says: Callable[[int, Tensor], list[int]]) -> None:
         self._says, self._said = says, Counter[tuple[int, int]]()
@@ -50,14 +53,14 @@ class Scripted:
         for place in complete:
             response = self._responses[place]
             episode = response.request.prompt.id, response.request.sample_index
-            drawn = self._says(
+            turn_tokens = self._says(
                 self._said[episode],
                 torch.tensor([*response.request.prompt.tokens.tolist(), *response.tokens]),
             )
             self._said[episode] += 1
-            response.tokens += drawn
-            response.logprobs += [0.0] * len(drawn)
-            response.versions += [0] * len(drawn)
+            response.tokens += turn_tokens
+            response.logprobs += [0.0] * len(turn_tokens)
+            response.versions += [0] * len(turn_tokens)
             response.finish_reason = "stop"
         return [(place, self._responses[place].sample()) for place in complete]
 

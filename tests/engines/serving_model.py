@@ -1,4 +1,4 @@
-"""A stored model that `aligner serve-model` serves meanwhile."""
+"""Serve a stored model with `aligner serve-model` during a test."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def served(model: Path) -> Iterator[str]:
-    """Its address, as OpenAI clients have it; the command is told to end, must end well, and tells
-    of nothing but notes."""
+    """Yield the base URL for OpenAI clients.
+
+    Afterwards, SIGTERM must stop the command with exit code 0, and its log must contain only notes.
+    """
     command = [sys.executable, "-m", "aligner", "serve-model", str(model), "--precision", "fp32"]
     with (
         tempfile.TemporaryFile("w+") as error,

@@ -1,4 +1,4 @@
-"""Environments that say how many turns they have had."""
+"""Environments that return the number of turns they have had."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from aligner.data.tool_calls import ToolCall, parse_turn
 
 
 class Teller:
-    """Says how many turns it has had, after a while; ends after `turns`, fails at prompts that say
-    so."""
+    """Return the number of turns so far, after a delay; end after `turns` turns.
+
+    If the task has `fails`, the second turn raises.
+    """
 
     def __init__(self, turns: int = 3, delay_s: float = 0.0, spread: int = 1) -> None:
         self._turns, self._delay_s, self._spread, self._had = turns, delay_s, spread, 0
@@ -32,7 +34,7 @@ class Teller:
 
 
 class Caller:
-    """Goes on in chat messages."""
+    """Answer each turn with a chat message."""
 
     def __init__(self, turns: int = 3) -> None:
         self._turns = turns
@@ -47,7 +49,8 @@ class Caller:
 
 
 class Conversant:
-    """Says what its task says for each turn, as the user or in answer to the turn's calls."""
+    """Answer each turn with the script of its task, as the user or as the result of the turn's tool
+    calls."""
 
     async def reset(self, task: dict[str, Any], seed: int) -> list[dict[str, str]]:
         self._script, self._form, self._messages = (
@@ -60,20 +63,20 @@ class Conversant:
     async def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
         if not self._script:
             return [], 1.0, True
-        who, said = self._script.pop(0)
+        who, text = self._script.pop(0)
         calls = [
             call
             for call in parse_turn(action, self._form, self._messages).calls
             if isinstance(call, ToolCall)
         ]
-        told = [call.answered(said) for call in calls or [ToolCall("000000000", "none", {})]]
-        told = told if who == "tool" else [{"role": who, "content": said}]
-        self._messages += 1 + len(told)
-        return told, 0.25, False
+        messages = [call.answered(text) for call in calls or [ToolCall("000000000", "none", {})]]
+        messages = messages if who == "tool" else [{"role": who, "content": text}]
+        self._messages += 1 + len(messages)
+        return messages, 0.25, False
 
 
 class Quiet:
-    """Says something to every second turn only."""
+    """Answer only every second turn with a text."""
 
     async def reset(self, task: dict[str, Any], seed: int) -> str:
         self._had = 0
@@ -89,7 +92,7 @@ class Quiet:
 
 
 class Fickle(Teller):
-    """Never says the same twice."""
+    """Return a different answer at each call, so that a repeated episode differs."""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         _, reward, done = await super().step(action)

@@ -1,4 +1,4 @@
-"""An agent's turns as samples, whatever they go on from and in whatever order they were drawn."""
+"""Conversion of an agent's turns, in any order, to samples with branches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ REQUEST = GenerationRequest(Prompt(3, "", torch.tensor([1]), {"answer": "yes"}),
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 
 
-def turn(read: list[int], drawn: list[int], reason: str = "stop") -> AgentTurn:
-    logprobs = torch.tensor([-len(read) - 0.5, *(-1000.0 - at for at in range(1, len(drawn)))])
-    versions = torch.full((len(drawn),), 7)
-    response = Sample(3, 2, torch.tensor(drawn), 0, logprobs, versions, reason)  # type: ignore[arg-type]
+def turn(read: list[int], generated: list[int], reason: str = "stop") -> AgentTurn:
+    logprobs = torch.tensor([-len(read) - 0.5, *(-1000.0 - at for at in range(1, len(generated)))])
+    versions = torch.full((len(generated),), 7)
+    response = Sample(3, 2, torch.tensor(generated), 0, logprobs, versions, reason)  # type: ignore[arg-type]
     return AgentTurn(torch.tensor(read), response, None, (), "")
 
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[AgentTurn]:
-    """Turns that begin anew, or go on from any one before, some of them from the same."""
+    """Generate turns that start a new sequence or continue any earlier turn; two may continue the
+    same turn."""
     turns: list[AgentTurn] = []
     for _ in range(draw(st.integers(1, 8))):
         before: list[int] = []
@@ -37,8 +38,11 @@ def episodes(draw: st.DrawFn) -> list[AgentTurn]:
 
 
 def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
-    """What was read before each turn, and its tokens and log-probs; turns that follow each other at
-    once are told apart."""
+    """Return each turn's preceding tokens, its tokens and its log-probs.
+
+    The first log-prob of a turn encodes the number of preceding tokens, which separates adjacent
+    turns.
+    """
     marks = (
         torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
     )
@@ -49,7 +53,7 @@ def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
         if not marks[at]:
             continue
         read = sample.tokens[: sample.prompt_length + at].tolist()
-        if logprob == -len(read) - 0.5:  # the first of its turn
+        if logprob == -len(read) - 0.5:  # first token of its turn
             found.append((read, [], []))
         found[-1][1].append(token)
         found[-1][2].append(logprob)
@@ -57,9 +61,7 @@ def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 @given(episodes(), st.randoms())
-def test_each_turn_is_drawn_in_one_sample_behind_what_it_read_and_their_order_is_nothing(
-    turns, shuffled
-):
+def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
     sample = episode_sample(REQUEST, turns, 0.5, is_cut=False)
     assert sample is not None and sample.rewards is not None and float(sample.rewards.sum()) == 0.5
     assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
@@ -76,7 +78,7 @@ def test_each_turn_is_drawn_in_one_sample_behind_what_it_read_and_their_order_is
         assert torch.equal(one.tokens, same.tokens) and one.prompt_length == same.prompt_length
 
 
-def test_the_main_sequence_has_the_most_turns_and_of_these_it_is_the_longest() -> None:
+def test_main_sequence_has_most_turns() -> None:
     loop = [turn([1], [2]), turn([1, 2, 0], [2]), turn([1, 2, 0, 2, 0], [2], "length")]
     aside = [turn([1, 2, 1, 1, 1, 1, 1, 1, 1], [0]), turn([0], [1])]
     sample = episode_sample(REQUEST, [*aside, *loop], 0.0, is_cut=False)

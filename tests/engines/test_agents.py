@@ -1,5 +1,5 @@
-"""Agents through the endpoint: what they ask for is drawn once, and learned from as it was
-drawn."""
+"""Agents that use the OpenAI endpoint: requests are generated once, and the samples have exactly
+these tokens."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def episodes(
     first: int = 0,
     **options: Any,
 ) -> tuple[list[Sample], Tokenizer]:
-    """A sample of each task, by all ranks of the world; with a journal that forgets those before
-    the `first`."""
+    """Run one episode per task on all ranks of the world, and return the samples and the tokenizer.
+
+    A journal, if given, forgets the episodes of prompts before `first`.
+    """
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.group.WORLD if size > 1 else None
@@ -72,25 +74,31 @@ def episodes(
         GenerationRequest(Prompt(at, "task", prompt, {"at": at, "asked": f"why {at}?", **task}), 0)
         for at, task in enumerate(tasks)
     ]
-    kept = None if journal is None else EpisodeJournal(journal)
-    means = AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT, kept) if rank == 0 else None
-    draws: BeginsGenerations | None = means
+    episode_journal = None if journal is None else EpisodeJournal(journal)
+    agent_engine = (
+        AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT, episode_journal)
+        if rank == 0
+        else None
+    )
+    generator: BeginsGenerations | None = agent_engine
     if group is not None:
-        draws = LedEngine(
-            engine, group, None if means is None else lambda told: replace(means, engine=told)
+        generator = LedEngine(
+            engine,
+            group,
+            None if agent_engine is None else lambda leader: replace(agent_engine, engine=leader),
         )
-    assert draws is not None
+    assert generator is not None
     try:
-        if means is not None:
-            means.forget(first)
+        if agent_engine is not None:
+            agent_engine.forget(first)
         found = advance(
-            draws.start(
+            generator.start(
                 requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)
             )
         )
     finally:
-        if means is not None:
-            means.close()
+        if agent_engine is not None:
+            agent_engine.close()
     return [found[place] for place in range(len(requests))], tokenizer
 
 
@@ -102,8 +110,8 @@ def agent(name: str, module: str = "agents") -> dict[str, Any]:
     return {"agent": f"tests.engines.{module}:{name}"}
 
 
-def drawn_parts(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Where each stretch of drawn tokens begins, its tokens and their log-probs."""
+def generated_spans(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Return start, tokens and log-probs of each contiguous span of generated tokens."""
     marks = (
         torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
     )
@@ -119,7 +127,7 @@ def drawn_parts(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     ]
 
 
-def said(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
+def decode_turn(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
     ended = bool(tokenizer.ends(tokens[-1:]))
     return tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
 
@@ -135,11 +143,11 @@ def test_agent_samples_have_the_generated_tokens(models, template, tmp_path):
     samples, tokenizer = episodes(models[template], [{"log": str(log)}] * 4, agent("looks"))
     whole = calls = 0
     for at, sample in enumerate(samples):
-        told = [entry for entry in lines(log) if entry["task"] == at]
-        parts = [part for each in (sample, *sample.branches) for part in drawn_parts(each)]
-        assert len(parts) == len(told) == 3
-        texts = {said(tokenizer, tokens): logprobs for _, tokens, logprobs in parts}
-        for entry in told:
+        entries = [entry for entry in lines(log) if entry["task"] == at]
+        parts = [part for each in (sample, *sample.branches) for part in generated_spans(each)]
+        assert len(parts) == len(entries) == 3
+        texts = {decode_turn(tokenizer, tokens): logprobs for _, tokens, logprobs in parts}
+        for entry in entries:
             if entry["text"] is not None:
                 assert texts[entry["text"]].tolist() == pytest.approx(entry["logprobs"], abs=1e-6)
             calls += entry["text"] is None
@@ -151,22 +159,22 @@ def test_agent_samples_have_the_generated_tokens(models, template, tmp_path):
         assert whole >= 2 and calls >= 2
 
 
-def test_the_log_probs_are_those_of_the_model_on_the_samples_own_tokens(models):
+def test_agent_logprobs_equal_forward_pass(models):
     samples, _ = episodes(models["qwen"], [{}], agent("branches"))
     reference = LlamaForCausalLM.from_pretrained(models["qwen"]).eval()
     assert samples[0].branches
     for sample in (samples[0], *samples[0].branches):
         with torch.no_grad():
             logprobs = reference(sample.tokens[None]).logits[0].log_softmax(-1)
-        for start, tokens, told in drawn_parts(sample):
+        for start, tokens, recorded in generated_spans(sample):
             expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[
                 :, 0
             ]
-            assert torch.allclose(expected, told, atol=1e-4)
+            assert torch.allclose(expected, recorded, atol=1e-4)
 
 
 @pytest.mark.promise("agent-training-uses-generated-tokens")
-def test_order_of_parallel_requests_changes_nothing(models):
+def test_agent_samples_ignore_order_of_parallel_requests(models):
     forwards, _ = episodes(models["chatml"], [{}] * 3, agent("branches"))
     backwards, _ = episodes(models["chatml"], [{"forwards": False}] * 3, agent("branches"))
     for one, other in zip(forwards, backwards, strict=True):
@@ -174,9 +182,9 @@ def test_order_of_parallel_requests_changes_nothing(models):
         for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
             assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
             assert torch.equal(mine.engine_logprobs, its.engine_logprobs)
-        # The first turn, three answers and one more behind the third, and the end; each is learned
-        # from once.
-        parts = [part for each in (one, *one.branches) for part in drawn_parts(each)]
+        # Six turns: the first, one for each of the three parallel requests, a second choice of one
+        # of them, and the last. Each is trained on once.
+        parts = [part for each in (one, *one.branches) for part in generated_spans(each)]
         assert len(parts) == 6
     assert not torch.equal(forwards[0].tokens, forwards[1].tokens)
 
@@ -191,7 +199,7 @@ def test_order_of_parallel_requests_changes_nothing(models):
         ("misbehaves", [{"how": "endless"}, {"how": "silent"}]),
     ],
 )
-def test_replica_answers_agents_like_one_rank(pool, models, name, tasks):
+def test_replica_samples_of_agents_equal_one_rank(pool, models, name, tasks):
     alone, _ = episodes(models["qwen"], tasks, agent(name))
     first, second = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
     for one, *others in zip(alone, first, second, strict=True):
@@ -214,13 +222,13 @@ def test_replica_answers_agents_like_one_rank(pool, models, name, tasks):
     )
 
 
-def test_an_agent_in_a_process_of_its_own_is_trained_as_it_is(models):
+def test_agent_command_yields_scored_samples(models):
     settings = {"agent_command": [sys.executable, "-m", "tests.engines.agents"]}
     samples, _ = episodes(models["qwen"], [{}] * 2, settings)
     assert all(not sample.rewards.isnan().any() and sample.drawn_count for sample in samples)
 
 
-def test_requests_go_on_from_the_tokens_that_the_same_messages_had(models):
+def test_different_user_messages_start_separate_branches(models):
     system = {"role": "system", "content": "be brief"}
     settings = {**agent("steps"), "max_turn_tokens": 3}
     one, two = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
@@ -246,15 +254,15 @@ def test_first_branch_of_each_reason_is_logged(models, caplog):
     assert "the request does not continue an earlier turn" in logged[0]
 
 
-def test_a_text_goes_on_from_the_tokens_that_it_had(models):
+def test_completion_request_continues_earlier_tokens(models):
     def draw(requests: list[str]) -> tuple[Sample, Tokenizer]:
         task = {"requests": requests, "with": {"max_tokens": 3}}
         samples, tokenizer = episodes(models["qwen"], [task], agent("steps"))
         return samples[0], tokenizer
 
     alone, tokenizer = draw(["yes yes"])
-    said = tokenizer.decode(alone.response, skip_special_tokens=False)
-    sample, _ = draw(["yes yes", f"yes yes{said} and?"])
+    answer = tokenizer.decode(alone.response, skip_special_tokens=False)
+    sample, _ = draw(["yes yes", f"yes yes{answer} and?"])
     assert not sample.branches and sample.drawn is not None
     assert (
         torch.equal(sample.turns()[0], alone.response)
@@ -270,15 +278,15 @@ def test_finished_episode_is_replayed_without_its_agent(models, tmp_path):
         tmp_path / "journal",
         {**agent("looks"), "retries": 0},
     )
-    tasks = [{"log": str(log)}, {"log": str(log)}, {"asked": 1}]  # the last one fails
+    tasks = [{"log": str(log)}, {"log": str(log)}, {"asked": 1}]  # the last task fails
 
     def draw(**options: Any) -> tuple[list[Sample], int]:
         samples, _ = episodes(models["qwen"], tasks, settings, journal=journal, **options)
         return samples, len(lines(log))
 
     first, begun = draw()
-    again, told = draw()
-    assert told == begun == 6
+    again, replayed = draw()
+    assert replayed == begun == 6
     for one, other in zip(first, again, strict=True):
         assert (
             torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
@@ -289,16 +297,14 @@ def test_finished_episode_is_replayed_without_its_agent(models, tmp_path):
             assert torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
             assert torch.equal(mine.engine_logprobs, its.engine_logprobs)
     assert first[2].rewards.isnan().any()
-    _, greedy = draw(temperature=0.5)  # as an evaluation has others
-    assert greedy == told + 6
+    _, greedy = draw(temperature=0.5)  # other sampling options, as in an evaluation
+    assert greedy == replayed + 6
     _, forgotten = draw(first=1)
     assert forgotten == greedy + 3
 
 
 @pytest.mark.slow
-def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_scored_0(
-    models, tmp_path
-):
+def test_failed_or_silent_agent_has_nan_reward(models, tmp_path):
     hows = ["silent", "raises", "dies", "hangs", "recovers"]
     tasks = [{"how": how, "mark": str(tmp_path / "mark")} for how in hows]
     settings = {
@@ -318,7 +324,7 @@ def test_an_agent_that_fails_or_asks_for_nothing_is_lost_and_counted_and_never_s
     ]
 
 
-def test_an_agent_that_asks_for_ever_and_one_whose_context_overflows_are_cut(models, tmp_path):
+def test_endless_or_overflowing_agent_is_truncated(models, tmp_path):
     log = tmp_path / "log"
     tasks = [{"how": "endless"}, {"how": "overflows", "log": str(log)}]
     samples, _ = episodes(models["qwen"], tasks, {**agent("misbehaves"), "max_turns": 6})
@@ -328,10 +334,10 @@ def test_an_agent_that_asks_for_ever_and_one_whose_context_overflows_are_cut(mod
     assert all(len(each.tokens) <= CONTEXT for each in (samples[1], *samples[1].branches))
 
 
-def test_what_cannot_be_answered_is_refused_in_openais_form_and_changes_nothing(models, tmp_path):
+def test_invalid_request_returns_openai_error(models, tmp_path):
     log = tmp_path / "log"
     samples, _ = episodes(models["qwen"], [{"log": str(log)}], agent("pokes", "poking_agents"))
-    told = json.loads(log.read_text())
+    answers = json.loads(log.read_text())
     expected = dict.fromkeys(("another's key", "another's address"), 401)
     expected |= {
         "no such path": 404,
@@ -340,10 +346,12 @@ def test_what_cannot_be_answered_is_refused_in_openais_form_and_changes_nothing(
         "models": 200,
         "right": 200,
     }
-    assert {name: status for name, (status, _) in told.items()} == {
-        name: expected.get(name, 400) for name in told
+    assert {name: status for name, (status, _) in answers.items()} == {
+        name: expected.get(name, 400) for name in answers
     }
-    errors = {name: content["error"] for name, (status, content) in told.items() if status != 200}
+    errors = {
+        name: content["error"] for name, (status, content) in answers.items() if status != 200
+    }
     assert all(
         error["message"] and error["type"] and {"param", "code"} <= {*error}
         for error in errors.values()
@@ -355,26 +363,30 @@ def test_what_cannot_be_answered_is_refused_in_openais_form_and_changes_nothing(
     assert not samples[0].branches and samples[0].drawn is None
 
 
-def test_answers_come_whole_or_as_events_with_calls_log_probs_and_stops(models, tmp_path):
+def test_plain_and_streamed_answers_have_calls_and_logprobs(models, tmp_path):
     log = tmp_path / "log"
     samples, tokenizer = episodes(
         models["qwen"], [{"log": str(log)}], agent("streams", "poking_agents")
     )
-    told = json.loads(log.read_text())
-    assert told["called"] == [["look", '{"at": "here"}']] and told["finish"] == "tool_calls"
+    answers = json.loads(log.read_text())
+    assert answers["called"] == [["look", '{"at": "here"}']] and answers["finish"] == "tool_calls"
     parts = [
-        tokens for each in (samples[0], *samples[0].branches) for _, tokens, _ in drawn_parts(each)
+        tokens
+        for each in (samples[0], *samples[0].branches)
+        for _, tokens, _ in generated_spans(each)
     ]
-    assert len(parts) == 5 and len(told["usage"]) == 1 and told["usage"][0] in map(len, parts)
-    assert {told["text"][0], told["streamed"]} <= {said(tokenizer, tokens) for tokens in parts}
-    assert told["text"][1] in ("stop", "length") and "".join(told["text"][2]).startswith(
-        told["text"][0]
+    assert len(parts) == 5 and len(answers["usage"]) == 1 and answers["usage"][0] in map(len, parts)
+    assert {answers["text"][0], answers["streamed"]} <= {
+        decode_turn(tokenizer, tokens) for tokens in parts
+    }
+    assert answers["text"][1] in ("stop", "length") and "".join(answers["text"][2]).startswith(
+        answers["text"][0]
     )
-    for text, finish in told["stopped"]:
+    for text, finish in answers["stopped"]:
         assert finish == "stop" and "look" not in text
 
 
-def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog):
+def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):
     others = ("top_k", "min_p", "repetition_penalty")
     wanted = {
         "temperature": 0.3,
@@ -393,14 +405,14 @@ def test_what_would_draw_otherwise_is_ignored_and_the_log_says_so(models, caplog
     )
 
 
-def test_who_hangs_up_and_asks_again_gets_what_was_drawn_for_the_first_time(models, caplog):
+def test_repeated_request_after_disconnect_reuses_answer(models, caplog):
     caplog.set_level("INFO")
     samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
     assert "the client disconnected" in caplog.text
     assert not samples[0].branches and samples[0].drawn is None
 
 
-def test_nobody_is_answered_after_the_end_of_an_episode(models, tmp_path):
+def test_request_after_episode_end_is_refused(models, tmp_path):
     episodes(
         models["chatml"],
         [{"log": str(tmp_path / "log")}] * 2,
@@ -410,18 +422,18 @@ def test_nobody_is_answered_after_the_end_of_an_episode(models, tmp_path):
 
 
 @pytest.mark.parametrize(("matching", "branches"), [(["arguments"], 0), ([], 1)])
-def test_rewritten_arguments_go_on_where_that_is_allowed(models, matching, branches):
+def test_rewritten_arguments_branch_unless_matching_allows(models, matching, branches):
     samples, _ = episodes(models["qwen"], [{}], agent("rewrites") | {"matching": matching})
     assert len(samples[0].branches) == branches
-    assert sum(len(drawn_parts(each)) for each in (samples[0], *samples[0].branches)) == 2
+    assert sum(len(generated_spans(each)) for each in (samples[0], *samples[0].branches)) == 2
 
 
-def test_an_agent_that_is_not_there_is_refused_at_the_start(models):
+def test_unknown_agent_is_refused_at_start(models):
     with pytest.raises(ConfigError, match="no_such"):
         episodes(models["chatml"], [{}], agent("no_such"))
 
 
-def test_what_tokens_were_drawn_among_is_told_in_every_branch(models):
+def test_every_branch_has_kept_token_ids(models):
     samples, _ = episodes(models["chatml"], [{}], agent("branches"), top_p=0.8, renormalize=True)
     assert samples[0].branches
     for sample in (samples[0], *samples[0].branches):

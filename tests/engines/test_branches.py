@@ -1,5 +1,5 @@
-"""Episodes whose messages cannot be appended go on in branches: each token is one that was drawn,
-or the template's."""
+"""Branches of episodes whose messages cannot be appended: each token is generated or the chat
+template's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.data.test_chat_turns import (
     turns_of,
 )
 from tests.engines.scripted import Scripted
-from tests.engines.test_agents import drawn_parts
+from tests.engines.test_agents import generated_spans
 from tests.engines.test_episodes import assert_equal, episodes
 from tests.megatron.reference import save_llama
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.promise("unappendable-messages-branch")
 CONVERSANT = EnvironmentConfig(
     target="tests.engines.teller:Conversant", tools=["tests.environments.tool_samples:multiply"]
 )
-"""It has tools, so that it is told of special tokens."""
+"""An environment with tools, so that the policy's special tokens reach it."""
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def environments(journal: EpisodeJournal) -> Iterator[EnvironmentPool]:
 
 
 class Conversing:
-    """One episode with a model's tokenizer, whose turns are drawn at random and whose every word is
-    looked at."""
+    """One episode with random turns and a model's tokenizer, which checks every token of the
+    episode."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class Conversing:
         self.conversation = self.turns.begin([{"role": "user", "content": data.draw(PLAIN)}], tools)
         roles = ["user"] if template in WITHOUT_TOOLS else ["user", "tool"]
         script = data.draw(st.lists(st.tuples(st.sampled_from(roles), PLAIN), max_size=3))
-        asked = {
+        metadata = {
             "messages": [*self.conversation.messages],
             "tools": tools,
             "form": format_of(tokenizer),
             "script": script,
         }
-        self.prompt = Prompt(0, "", self.conversation.tokens, asked)
+        self.prompt = Prompt(0, "", self.conversation.tokens, metadata)
 
     def says(self, journal: EpisodeJournal, turn: int, read: Tensor) -> list[int]:
-        """A turn, behind what the engine was given for it."""
+        """Return a random turn, after checking the tokens that the engine received for it."""
         if turn:
             self.hear(journal, turn)
         assert read.tolist() == self.conversation.tokens.tolist()
@@ -116,8 +116,8 @@ class Conversing:
         return self.drawn[-1].tolist()
 
     def hear(self, journal: EpisodeJournal, turn: int) -> None:
-        """What the environment has said is appended as the template words it, or all is worded
-        anew."""
+        """Add the environment's messages: append their rendered tokens, or render the whole
+        conversation again."""
         before, drawn = self.conversation, self.drawn[-1]
         new = journal.answers("0/0")[turn].observation
         assert isinstance(new, list)
@@ -146,9 +146,10 @@ class Conversing:
             generation.cancel()
 
     def check(self, sample: Sample, journal: EpisodeJournal) -> None:
-        """The sequences are the turns, byte for byte, in their order, each behind what it read."""
+        """Check that the sample's sequences consist of the turns in order, each after the tokens
+        that it read."""
         assert torch.equal(sample.asked, self.prompt.tokens)
-        if sample.finish_reason == "length":  # the template refuses what was said
+        if sample.finish_reason == "length":  # the template refuses the messages
             new = journal.answers("0/0")[len(self.drawn)].observation
             with pytest.raises(AlignerError, match="alternate"):
                 self.turns.go_on(self.conversation, self.drawn[-1], new)  # type: ignore[arg-type]
@@ -180,7 +181,7 @@ class Conversing:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(TOKENIZERS), template=st.sampled_from([*TEMPLATES]))
-def test_any_episode_has_the_tokens_that_were_drawn_behind_the_templates_words(
+def test_episode_has_generated_and_template_tokens(
     environments: EnvironmentPool,
     journal: EpisodeJournal,
     data: st.DataObject,
@@ -192,17 +193,17 @@ def test_any_episode_has_the_tokens_that_were_drawn_behind_the_templates_words(
     talk.check(sample, journal)
     if sample.finish_reason == "stop":
         answers = [outcome.observation for outcome in journal.answers("0/0")]
-        said = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)[
+        messages = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)[
             "messages"
         ]
         if any(answers):
-            assert [each["role"] for each in said].count("assistant") == len(talk.drawn)
+            assert [each["role"] for each in messages].count("assistant") == len(talk.drawn)
 
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_episode_of_smollm2s_has_the_tokens_that_were_drawn_behind_its_templates_words(
+def test_smollm2_episode_has_generated_and_template_tokens(
     environments: EnvironmentPool, journal: EpisodeJournal, data: st.DataObject
 ) -> None:
     talk = Conversing(data, smollm2(), "smollm2", environments)
@@ -213,7 +214,7 @@ FORGETFUL = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content[:KEPT] if m.role == 'assistant' else"
     " m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
-"""Of what the model has said it keeps some characters."""
+"""A chat template that keeps only the first KEPT characters of each assistant turn."""
 CALLER = "tests.engines.teller:Caller"
 SETTINGS: dict[str, Any] = {"turn_end": None, "max_turn_tokens": 20}
 
@@ -224,8 +225,10 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forgetful_model(directory: Path, kept: int = 3) -> Path:
-    """A model that likes to end its turns, with a template that is not append-only: it keeps so
-    many characters of each."""
+    """Save a model that often ends its turns, with a chat template that is not append-only.
+
+    The template keeps only the first `kept` characters of each assistant turn.
+    """
     save_llama(directory, tied=False)
     shape = read_shape(directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
@@ -236,7 +239,7 @@ def forgetful_model(directory: Path, kept: int = 3) -> Path:
     return directory
 
 
-def drawn(
+def run_episodes(
     model: Path, parts: tuple[int, ...] = (), tokens: int = 100, **given: Any
 ) -> tuple[list[Sample], Tokenizer]:
     options = {"stop_token_ids": Tokenizer(model).eos_token_ids, "max_new_tokens": tokens}
@@ -252,15 +255,13 @@ def assert_same_episode(one: Sample, other: Sample) -> None:
         assert mine.prompt_length == its.prompt_length
 
 
-def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_once(
-    forgetful: Path, caplog
-) -> None:
+def test_rerendered_conversation_starts_branch_and_logs_once(forgetful: Path, caplog) -> None:
     caplog.set_level("INFO")
-    samples, tokenizer = drawn(forgetful)
+    samples, tokenizer = run_episodes(forgetful)
     assert {len(sample.branches) for sample in samples} >= {1, 2}
     assert sum("starts a new branch" in message for message in caplog.messages) == 1
-    told = next(message for message in caplog.messages if "starts a new branch" in message)
-    assert "the chat template renders the turn differently from the model's output" in told
+    logged = next(message for message in caplog.messages if "starts a new branch" in message)
+    assert "the chat template renders the turn differently from the model's output" in logged
     whole = [sample for sample in samples if sample.finish_reason == "stop"]
     assert len(whole) > 4
     for sample in whole:
@@ -268,25 +269,25 @@ def test_what_the_template_words_anew_is_a_branch_that_goes_on_and_it_is_told_on
         texts = [
             tokenizer.decode(each.tokens, skip_special_tokens=False) for each in sample.sequences
         ]
-        for before, after in pairwise(texts):  # what was said before is three characters of it now
-            said = re.sub("(?<=a:)([^<]{0,3})[^<]*", r"\1", before)
+        for before, after in pairwise(texts):  # earlier turns are cut to three characters
+            shortened = re.sub("(?<=a:)([^<]{0,3})[^<]*", r"\1", before)
             assert (
                 before.endswith("<eos>")
-                and after.startswith(f"{said}u:n")
+                and after.startswith(f"{shortened}u:n")
                 and not after.startswith(before)
             )
 
 
-def test_no_two_branches_draw_by_the_same_numbers_and_the_log_probs_are_the_models(
+def test_branches_have_own_random_numbers_and_model_logprobs(
     forgetful: Path,
 ) -> None:
-    samples, _ = drawn(forgetful)
+    samples, _ = run_episodes(forgetful)
     reference = LlamaForCausalLM.from_pretrained(forgetful).eval()
     turns = [
         tokens.tolist()
         for sample in samples
         for each in sample.sequences
-        for _, tokens, _ in drawn_parts(each)
+        for _, tokens, _ in generated_spans(each)
     ]
     assert len({tuple(turn) for turn in turns if len(turn) > 3}) == sum(
         len(turn) > 3 for turn in turns
@@ -294,36 +295,32 @@ def test_no_two_branches_draw_by_the_same_numbers_and_the_log_probs_are_the_mode
     for sequence in (each for sample in samples for each in sample.sequences):
         with torch.no_grad():
             logprobs = reference(sequence.tokens[None]).logits[0].log_softmax(-1)
-        for start, tokens, told in drawn_parts(sequence):
+        for start, tokens, recorded in generated_spans(sequence):
             expected = logprobs[start - 1 : start - 1 + len(tokens)].gather(1, tokens[:, None])[
                 :, 0
             ]
-            assert torch.allclose(expected, told, atol=1e-4)
+            assert torch.allclose(expected, recorded, atol=1e-4)
 
 
-def test_no_bit_of_a_branch_hangs_on_how_long_environments_take_and_on_which_rows_are_kept(
+def test_branches_do_not_depend_on_environment_workers(
     forgetful: Path,
 ) -> None:
-    expected, _ = drawn(forgetful)
+    expected, _ = run_episodes(forgetful)
     for otherwise in ({"workers": 2}, {"episodes_per_worker": 2}):
-        for one, other in zip(expected, drawn(forgetful, **otherwise)[0], strict=True):
+        for one, other in zip(expected, run_episodes(forgetful, **otherwise)[0], strict=True):
             assert_same_episode(one, other)
 
 
 @pytest.mark.parametrize("parts", [(1,), (7, 11), (12, 1, 1, 1, 9)], ids=str)
-def test_an_episode_that_is_handed_over_in_a_branch_goes_on_as_if_it_had_stayed(
-    forgetful: Path, parts
-) -> None:
-    stayed, _ = drawn(forgetful)
-    for one, other in zip(stayed, drawn(forgetful, parts)[0], strict=True):
+def test_transferred_episode_in_branch_continues_unchanged(forgetful: Path, parts) -> None:
+    stayed, _ = run_episodes(forgetful)
+    for one, other in zip(stayed, run_episodes(forgetful, parts)[0], strict=True):
         assert_same_episode(one, other)
 
 
-def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(
-    forgetful: Path, caplog
-) -> None:
+def test_episode_is_cut_when_rerendered_prompt_does_not_fit(forgetful: Path, caplog) -> None:
     caplog.set_level("INFO")
-    samples, _ = drawn(forgetful, tokens=22)
+    samples, _ = run_episodes(forgetful, tokens=22)
     assert any(
         "re-rendered conversation has" in message and "leaves no room for a response" in message
         for message in caplog.messages
@@ -336,18 +333,18 @@ def test_an_episode_is_cut_where_the_conversation_worded_anew_does_not_fit(
         )
 
 
-def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_or_as_one_conversation(
+def test_generated_branches_are_read_as_demonstrations(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "model").mkdir()
     model = forgetful_model(tmp_path / "model", kept=1)
-    asked = [
+    records = [
         Record({"messages": [{"role": "user", "content": f"{at}?"}]}, "here") for at in range(4)
     ]
     lines: dict[bool, list[dict[str, Any]]] = {}
     for as_messages in (False, True):
         job = plan_job(
-            *(find_source(model), asked),
+            *(find_source(model), records),
             samples=2,
             seed=2,
             stop_at_eos=True,
@@ -371,9 +368,9 @@ def test_what_is_written_of_an_episode_with_branches_is_learned_as_it_was_drawn_
         *dict.fromkeys((line["prompt_index"], line["sample_index"]) for line in lines[False])
     ] == episodes_of
     assert all(line["score"] == 1.5 for line in lines[False])
-    for said in lines[True]:
-        assert [each["role"] for each in said["messages"]] == ["user", "assistant"] * 3
-        assert [each["content"] for each in said["messages"]][2::2] == ["n1", "n2"]
+    for episode_line in lines[True]:
+        assert [each["role"] for each in episode_line["messages"]] == ["user", "assistant"] * 3
+        assert [each["content"] for each in episode_line["messages"]][2::2] == ["n1", "n2"]
     data = DataConfig(
         path=str(tmp_path / "False.jsonl"),
         max_prompt_tokens=110,

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers, and against itself in other batches and layouts."""
+"""The embedded engine compared with transformers, and with itself in other batches and layouts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def odd_directory(request, tmp_path_factory) -> Path:
-    """A vocabulary that two tensor-parallel ranks do not divide."""
+    """A model whose vocabulary size is odd, so that two tensor-parallel ranks must pad it."""
     settings = {"tie_word_embeddings": request.param, "vocab_size": 201}
     return save_model(tmp_path_factory.mktemp("odd"), "llama", **settings)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", *FAMILIES])
 def any_directory(request, tmp_path_factory) -> Path:
-    """Models of every family that the engine runs."""
+    """Tied and untied Llamas, and a model of each family in FAMILIES."""
     path = tmp_path_factory.mktemp(request.param)
     if request.param not in FAMILIES:
         return save_llama(path, tied=request.param == "tied")
@@ -79,7 +79,7 @@ def save_model(path: Path, family: str, save_options: dict | None = None, **sett
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | settings))
     for name, parameter in model.named_parameters():
-        # ones and zeros would hide what is left out or exchanged
+        # Ones and zeros would hide omitted or exchanged parameters.
         if "norm" in name or "bias" in name:
             parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(path, **save_options or {})
@@ -127,7 +127,7 @@ def load_transformers(directory: Path):
 
 
 @pytest.mark.promise("greedy-text-equals-transformers")
-def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_directory):
+def test_greedy_tokens_equal_transformers_at_mixed_lengths(any_directory):
     model = load_transformers(any_directory)
     samples = generate(
         make_engine(any_directory), make_requests(), SamplingOptions(12, greedy=True)
@@ -142,7 +142,7 @@ def test_greedy_text_equals_transformers_for_prompts_of_different_lengths(any_di
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature):
+def test_logprobs_equal_full_forward_pass(any_directory, temperature):
     model = load_transformers(any_directory)
     for sample in generate(
         make_engine(any_directory), make_requests(3), SamplingOptions(10, temperature)
@@ -162,17 +162,17 @@ def test_logprobs_equal_those_of_a_full_forward_pass(any_directory, temperature)
 def test_sample_does_not_depend_on_its_batch(tied_directory):
     requests = make_requests(4)
     options = SamplingOptions(12)
-    together = generate(make_engine(tied_directory), requests, options)
-    assert len({tuple(response(sample)) for sample in together[:4]}) == 4
+    batched = generate(make_engine(tied_directory), requests, options)
+    assert len({tuple(response(sample)) for sample in batched[:4]}) == 4
     backwards = generate(make_engine(tied_directory, batch_size=7), requests[::-1], options)[::-1]
-    for request, one, other in zip(requests, together, backwards, strict=True):
+    for request, one, other in zip(requests, batched, backwards, strict=True):
         (alone,) = generate(make_engine(tied_directory, batch_size=1), [request], options)
         assert response(one) == response(other) == response(alone)
         assert (one.prompt_id, one.sample_index) == (request.prompt.id, request.sample_index)
         torch.testing.assert_close(one.engine_logprobs, alone.engine_logprobs, atol=1e-5, rtol=0)
 
 
-def test_another_seed_or_longer_limit(tied_directory):
+def test_seed_changes_samples_and_length_limit_does_not(tied_directory):
     short = generate(make_engine(tied_directory), make_requests(2), SamplingOptions(5))
     long = generate(make_engine(tied_directory), make_requests(2), SamplingOptions(9))
     other = generate(make_engine(tied_directory, seed=8), make_requests(2), SamplingOptions(5))
@@ -186,14 +186,14 @@ def generate_on_rank(
     import torch.distributed as dist
 
     engine = make_engine(directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD)
-    drawn = generate(engine, make_requests(samples), options)
-    return [(response(sample), sample.engine_logprobs.tolist()) for sample in drawn]
+    responses = generate(engine, make_requests(samples), options)
+    return [(response(sample), sample.engine_logprobs.tolist()) for sample in responses]
 
 
 @pytest.mark.promise("samples-independent-of-batch")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greedy):
-    # A stop token that most responses meet: the batch is compacted on both ranks alike.
+def test_tensor_parallel_samples_equal_one_rank(pool, directory, greedy):
+    # Most responses end at a stop token, so that both ranks must compact the batch identically.
     options = SamplingOptions(12, greedy=greedy, stop_token_ids=tuple(range(0, 200, 9)))
     first, second = pool.run(generate_on_rank, 2, directory, 2, options)
     assert first == second
@@ -206,7 +206,7 @@ def test_tensor_parallel_ranks_return_samples_of_one_rank(pool, directory, greed
 
 @pytest.mark.promise("padded-vocabulary-trains-alike")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_padded_vocabulary_generates_the_samples_of_one_rank(pool, odd_directory, greedy):
+def test_padded_vocabulary_samples_equal_one_rank(pool, odd_directory, greedy):
     options = SamplingOptions(12, greedy=greedy)
     first, second = pool.run(generate_on_rank, 2, odd_directory, 2, options)
     assert first == second
@@ -218,7 +218,7 @@ def test_padded_vocabulary_generates_the_samples_of_one_rank(pool, odd_directory
         )
 
 
-def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_directory):
+def test_stop_tokens_end_otherwise_unchanged_responses(tied_directory):
     engine = make_engine(tied_directory)
     stops = tuple(range(0, 200, 8))
     requests = make_requests(6)
@@ -236,7 +236,7 @@ def test_responses_end_with_a_stop_token_and_are_otherwise_unchanged(tied_direct
         )
 
 
-def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tied_directory):
+def test_update_changes_tokens_and_weight_versions(tied_directory):
     engine = make_engine(tied_directory)
     options = SamplingOptions(4, greedy=True)
     before = generate(engine, make_requests(), options)
@@ -256,7 +256,7 @@ def test_tokens_carry_the_version_of_the_weights_and_new_weights_change_them(tie
     assert [response(sample) for sample in before] != [response(sample) for sample in after]
 
 
-def test_the_views_are_the_whole_weight_table(any_directory):
+def test_weight_views_equal_weight_table(any_directory):
     from safetensors.torch import load_file
 
     engine = make_engine(any_directory)
@@ -268,7 +268,7 @@ def test_the_views_are_the_whole_weight_table(any_directory):
         assert torch.equal(view, stored[name]), name
 
 
-def test_a_sharded_directory_loads_like_a_single_file(tied_directory, tmp_path):
+def test_sharded_directory_loads_like_single_file(tied_directory, tmp_path):
     sharded = save_llama(tmp_path, tied=True, max_shard_size="30KB")
     assert (sharded / "model.safetensors.index.json").is_file()
     options = SamplingOptions(6, greedy=True)
@@ -278,14 +278,14 @@ def test_a_sharded_directory_loads_like_a_single_file(tied_directory, tmp_path):
     assert [response(sample) for sample in one] == [response(sample) for sample in other]
 
 
-def test_samples_can_be_used_in_a_differentiated_expression(tied_directory):
+def test_engine_logprobs_can_be_used_in_autograd(tied_directory):
     sample = generate(make_engine(tied_directory), make_requests(), SamplingOptions(3))[0]
     weight = torch.ones(3, requires_grad=True)
     (weight * sample.engine_logprobs).sum().backward()
     assert torch.equal(weight.grad, sample.engine_logprobs)
 
 
-def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tied_directory):
+def test_invalid_request_is_refused_before_generation(tied_directory):
     engine = make_engine(tied_directory)
     long = GenerationRequest(Prompt(41, "", torch.zeros(60, dtype=torch.int64)), 0)
     with pytest.raises(
@@ -310,13 +310,13 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_is_generated(tie
         generate(engine, make_requests(), SamplingOptions(0))
 
 
-def test_an_engine_without_weights_does_not_generate(tied_directory):
+def test_engine_without_weights_refuses_generation(tied_directory):
     engine = EmbeddedEngine(shape_of(tied_directory), EngineConfig(), 0, 1)
     with pytest.raises(AlignerError, match="no weights: no weight sync has completed yet"):
         generate(engine, make_requests(), SamplingOptions(2))
 
 
-def test_a_model_that_does_not_divide_is_refused(tied_directory):
+def test_indivisible_key_value_heads_are_refused(tied_directory):
     with pytest.raises(
         ConfigError,
         match=r"engine.parallel.tensor=4: must divide the model's 2 key-value heads",
@@ -324,7 +324,7 @@ def test_a_model_that_does_not_divide_is_refused(tied_directory):
         EmbeddedEngine(shape_of(tied_directory), settings_of(tensor=4), 0, 1)
 
 
-def test_a_directory_that_does_not_fit_the_model_is_refused(tied_directory, tmp_path):
+def test_directory_of_other_shape_is_refused(tied_directory, tmp_path):
     untied = dataclasses.replace(shape_of(tied_directory), tied_embeddings=False)
     with pytest.raises(AlignerError, match=r"lm_head\.weight .* is missing"):
         load_directory(EmbeddedEngine(untied, EngineConfig(), 0, 1), tied_directory)

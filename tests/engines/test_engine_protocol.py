@@ -1,5 +1,4 @@
-"""What every engine does, and refuses: one suite for all of them. TensorRT-LLM itself is a strict
-stand-in here."""
+"""The behaviour that all engines share, in one suite; TensorRT-LLM is a strict fake here."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ from tests.engines.vllm.shared_clients import NEEDED
 
 STOPS = tuple(range(0, engines.VOCABULARY, 6))
 TRIES = 5
-"""vLLM is a program of its own, which goes on while a test looks at what it has drawn, and may be
-through."""
+"""Attempts of a test that needs responses in flight: vLLM is a separate process, which may finish
+them while the test looks at its samples."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
-    """A tiny model by its seed, for an engine of a kind."""
+    """A function that saves a tiny model for a seed and an engine kind."""
 
     @functools.cache
     def save(seed: int, layers: int, head_dim: int) -> Path:
@@ -45,8 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path
             tmp_path_factory.mktemp("model"), seed, layers=layers, head_dim=head_dim
         )
 
-    # vLLM has no kernels for smaller heads on CPUs; and deeper, since it goes on while a test looks
-    # at what it has drawn.
+    # vLLM has no CPU kernels for smaller heads. Its model is deeper, so that responses are still in
+    # flight when a test looks at them.
     return lambda seed, kind: save(seed, *((64, 32) if kind == "vllm" else (2, 8)))
 
 
@@ -57,7 +56,7 @@ def directory(saved: Callable[[int, str], Path], kind: str) -> Path:
 
 @pytest.fixture
 def other_directory(saved: Callable[[int, str], Path], kind: str) -> Path:
-    """The same model with other weights."""
+    """A model of the same shape with other weights."""
     return saved(1, kind)
 
 
@@ -107,7 +106,7 @@ def test_greedy_text_equals_transformers(engine, model):
     ],
     ids=["temperature", "top_k", "top_p", "greedy", "min_new_tokens"],
 )
-def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine, model, options):
+def test_logprobs_equal_full_distribution_at_temperature(engine, model, options):
     for sample in generate(engine, requests(2), options):
         torch.testing.assert_close(
             sample.engine_logprobs,
@@ -118,18 +117,18 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(engine,
 
 
 @pytest.mark.parametrize("keys", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
-def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, kind, model, keys):
+def test_sampling_support_is_returned_or_refused(engine, kind, model, keys):
     options = SamplingOptions(8, temperature=1.3, renormalize=True, **keys)
     if kind in ("tensorrt_llm", "vllm"):
-        told = "vLLM: returning the sampling support (kept token ids) is not supported"
+        message = "vLLM: returning the sampling support (kept token ids) is not supported"
         if kind == "tensorrt_llm":
             requested = (
                 "min_p=0.1"
                 if "min_p" in keys
                 else "returning the sampling support (kept token ids)"
             )
-            told = f"TensorRT-LLM: {requested} is supported by only some releases"
-        with pytest.raises(AlignerError, match=re.escape(f"{told}; set engine.kind=embedded")):
+            message = f"TensorRT-LLM: {requested} is supported by only some releases"
+        with pytest.raises(AlignerError, match=re.escape(f"{message}; set engine.kind=embedded")):
             engine.start(requests(), options)
         return
     for sample in generate(engine, requests(2), options):
@@ -147,25 +146,25 @@ def test_what_was_drawn_among_is_told_or_an_engine_says_that_it_cannot(engine, k
             torch.testing.assert_close(logprob[None], among, atol=1e-4, rtol=0)
 
 
-def test_a_sample_depends_on_its_prompt_and_index_alone(kind, directory, engine):
+def test_sample_depends_only_on_seed_prompt_and_index(kind, directory, engine):
     wanted = requests(3)
-    together = generate(engine, wanted, SamplingOptions(8))
+    batched = generate(engine, wanted, SamplingOptions(8))
     backwards = generate(engine, wanted[::-1], SamplingOptions(8))[::-1]
     (alone,) = generate(engine, wanted[4:5], SamplingOptions(8))
-    assert [response(sample) for sample in together] == [response(sample) for sample in backwards]
-    assert response(alone) == response(together[4])
-    assert [(sample.prompt_id, sample.sample_index) for sample in together] == [
+    assert [response(sample) for sample in batched] == [response(sample) for sample in backwards]
+    assert response(alone) == response(batched[4])
+    assert [(sample.prompt_id, sample.sample_index) for sample in batched] == [
         (request.prompt.id, request.sample_index) for request in wanted
     ]
-    assert len({tuple(response(sample)) for sample in together[:3]}) == 3
+    assert len({tuple(response(sample)) for sample in batched[:3]}) == 3
     with engines.engine_of(kind, directory, seed=8) as other:
         publish(other, directory, 0)
         assert [response(sample) for sample in generate(other, wanted, SamplingOptions(8))] != [
-            response(sample) for sample in together
+            response(sample) for sample in batched
         ]
 
 
-def test_a_narrowed_distribution_gives_the_likeliest_token(engine):
+def test_narrow_distribution_equals_greedy(engine):
     wanted = [
         response(sample) for sample in generate(engine, requests(), SamplingOptions(6, greedy=True))
     ]
@@ -177,7 +176,7 @@ def test_a_narrowed_distribution_gives_the_likeliest_token(engine):
         assert [response(sample) for sample in generate(engine, requests(), options)] == wanted
 
 
-def test_a_response_ends_with_its_first_stop_token(engine):
+def test_response_ends_at_first_stop_token(engine):
     free = generate(engine, requests(8), SamplingOptions(12))
     stopped = generate(engine, requests(8), SamplingOptions(12, stop_token_ids=STOPS))
     assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
@@ -189,7 +188,7 @@ def test_a_response_ends_with_its_first_stop_token(engine):
         assert len(sample.engine_logprobs) == len(sample.weight_versions) == len(response(sample))
 
 
-def test_no_stop_token_comes_before_the_least_length(engine):
+def test_no_stop_token_before_min_new_tokens(engine):
     samples = generate(
         engine, requests(4), SamplingOptions(12, min_new_tokens=5, stop_token_ids=STOPS)
     )
@@ -197,7 +196,7 @@ def test_no_stop_token_comes_before_the_least_length(engine):
     assert any(len(response(sample)) == 6 and sample.finish_reason == "stop" for sample in samples)
 
 
-def test_requests_have_limits_of_their_own(engine, model):
+def test_each_request_has_its_own_length_limit(engine, model):
     wanted = [
         dataclasses.replace(one, max_new_tokens=limit)
         for one, limit in zip(requests(), (3, None, 9, 1), strict=True)
@@ -208,7 +207,7 @@ def test_requests_have_limits_of_their_own(engine, model):
         assert response(sample) == greedy(model, request.prompt.tokens, 6)[: len(response(sample))]
 
 
-def test_steps_give_every_response_once_with_its_place(engine, kind):
+def test_steps_return_each_response_once_with_its_index(engine, kind):
     wanted = [
         dataclasses.replace(one, max_new_tokens=limit)
         for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)
@@ -220,13 +219,13 @@ def test_steps_give_every_response_once_with_its_place(engine, kind):
             assert place not in found
             found[place] = sample
     assert generation.step() == []
-    # of which several may be complete between two looks
+    # With vLLM, several responses may complete between two steps.
     assert next(iter(found)) == 1 or kind == "vllm"
     assert [len(response(found[place])) for place in range(4)] == [9, 1, 4, 2]
     assert generate(engine, [], SamplingOptions(3)) == []
 
 
-def test_new_weights_stamp_and_change_what_is_drawn(engine, directory, other_directory):
+def test_new_weights_change_tokens_and_versions(engine, directory, other_directory):
     options = SamplingOptions(5, greedy=True)
     before = generate(engine, requests(), options)
     publish(engine, other_directory, 5)
@@ -240,7 +239,8 @@ def test_new_weights_stamp_and_change_what_is_drawn(engine, directory, other_dir
 
 
 def _half_way(engine: GenerationEngine) -> Any:
-    """A generation with one response complete and the others under way, and what was given out."""
+    """Start a generation, and run it until the first response is complete and the others are in
+    flight."""
     limits = (2, 30, 30, 30)
     wanted = [
         dataclasses.replace(one, max_new_tokens=limit)
@@ -254,7 +254,7 @@ def _half_way(engine: GenerationEngine) -> Any:
     return generation, found
 
 
-def test_responses_under_way_are_handed_over_and_taken(engine, kind, model):
+def test_partial_rollouts_continue_in_new_generation(engine, kind, model):
     options = SamplingOptions(30, greedy=True)
     for _ in range(TRIES):
         generation, _ = _half_way(engine)
@@ -276,7 +276,7 @@ def test_responses_under_way_are_handed_over_and_taken(engine, kind, model):
         assert response(sample) == greedy(model, prompt.tokens, 30)
 
 
-def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, other_directory):
+def test_finish_update_keeps_old_weights_in_flight(engine, model, other_directory):
     generation, found = _half_way(engine)
     publish(engine, other_directory, 1, "finish")
     while not generation.done:
@@ -287,9 +287,7 @@ def test_an_update_lets_responses_finish_under_the_old_weights(engine, model, ot
     assert generate(engine, requests(), SamplingOptions(2))[0].weight_versions.tolist() == [1, 1]
 
 
-def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(
-    engine, model, directory, other_directory
-):
+def test_interrupted_responses_continue_with_new_weights(engine, model, directory, other_directory):
     for version in range(0, 2 * TRIES, 2):
         were_under_way = _interrupted(engine, version, model, other_directory)
         if were_under_way:
@@ -299,8 +297,10 @@ def test_an_update_interrupts_responses_and_they_go_on_under_the_new_weights(
 
 
 def _interrupted(engine: GenerationEngine, version: int, model: Any, other_directory: Path) -> bool:
-    """Whether an update from a version to the next came while all but the first response were under
-    way."""
+    """Interrupt a generation with an update from `version` to the next, and check its responses.
+
+    Returns whether all responses except the first were in flight at the update.
+    """
     generation, found = _half_way(engine)
     publish(engine, other_directory, version + 1, "interrupt")
     while not generation.done:
@@ -323,7 +323,7 @@ def _interrupted(engine: GenerationEngine, version: int, model: Any, other_direc
     return all(0 < kept < 30 for kept in each)
 
 
-def test_requests_that_can_not_be_served_are_all_named(engine):
+def test_error_names_all_invalid_requests(engine):
     long, empty, foreign = (
         GenerationRequest(Prompt(at, "", torch.tensor(tokens, dtype=torch.int64)), 0)
         for at, tokens in ((41, [1] * 46), (42, []), (43, [5, engines.VOCABULARY]))
@@ -350,23 +350,23 @@ def test_requests_that_can_not_be_served_are_all_named(engine):
         ({"max_new_tokens": 4, "top_p": 0.0}, "top_p=0.0"),
     ],
 )
-def test_sampling_options_are_checked(options, message):
+def test_invalid_sampling_option_is_refused(options, message):
     with pytest.raises(AlignerError, match=message):
         SamplingOptions(**options)
 
 
-def test_stop_tokens_must_be_in_the_vocabulary(engine):
+def test_stop_token_outside_vocabulary_is_refused(engine):
     with pytest.raises(AlignerError, match=r"stop_token_ids=\[500\]"):
         engine.start(requests(), SamplingOptions(4, stop_token_ids=(1, 500)))
 
 
-def test_an_engine_without_weights_refuses(bare):
+def test_engine_without_weights_refuses_requests(bare):
     assert bare.version is None
     with pytest.raises(AlignerError, match="the engine has no weights"):
         generate(bare, requests(), SamplingOptions(3))
 
 
-def test_one_generation_at_a_time(engine):
+def test_second_generation_is_refused_until_cancel(engine):
     generation = engine.start(requests(), SamplingOptions(20))
     with pytest.raises(AlignerError, match="already generating"):
         engine.start(requests(), SamplingOptions(2))
@@ -378,13 +378,13 @@ def test_one_generation_at_a_time(engine):
     assert len(generate(engine, requests(), SamplingOptions(2))) == 4
 
 
-def test_responses_that_are_dropped_as_they_begin_are_gone(engine):
+def test_generation_cancelled_at_start_is_discarded(engine):
     for _ in range(5):
         engine.start(requests(8), SamplingOptions(20)).cancel()
     assert len(generate(engine, requests(), SamplingOptions(2))) == 4
 
 
-def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory, kind):
+def test_sleeping_engine_refuses_requests_until_wake(engine, directory, kind):
     if kind == "vllm":
         pytest.skip("it can sleep on GPUs alone")
     options = SamplingOptions(5)
@@ -401,7 +401,7 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine, directory, kind):
     assert [response(sample) for sample in generate(engine, requests(), options)] == before
 
 
-def test_weights_that_a_sleep_dropped_are_published_again(engine, directory, kind):
+def test_weights_must_be_synced_again_after_sleep(engine, directory, kind):
     if kind == "vllm":
         pytest.skip("it can sleep on GPUs alone")
     options = SamplingOptions(5)
@@ -417,7 +417,7 @@ def test_weights_that_a_sleep_dropped_are_published_again(engine, directory, kin
     assert [response(sample) for sample in generate(engine, requests(), options)] == before
 
 
-def test_one_update_at_a_time(engine, directory):
+def test_second_open_update_is_refused(engine, directory):
     update = engine.begin_update(4)
     with pytest.raises(
         AlignerError,
@@ -439,7 +439,7 @@ def test_one_update_at_a_time(engine, directory):
     assert engine.version == 4
 
 
-def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, directory):
+def test_update_requires_every_tensor_of_model(engine, directory):
     update = engine.begin_update(1)
     assert list(update.views(["model.norm.weight", "model.layers.99.mlp.up_proj.weight"])) == [
         "model.norm.weight"
@@ -452,7 +452,7 @@ def test_an_update_needs_every_tensor_and_has_no_place_for_others(engine, direct
     assert engine.version == 1
 
 
-def test_what_an_aborted_update_leaves(kind, engine, directory, other_directory):
+def test_aborted_update_leaves_old_weights_or_none(kind, engine, directory, other_directory):
     options = SamplingOptions(4, greedy=True)
     before = [response(sample) for sample in generate(engine, requests(), options)]
     update = engine.begin_update(6)
@@ -473,9 +473,7 @@ def test_what_an_aborted_update_leaves(kind, engine, directory, other_directory)
     assert [response(sample) for sample in generate(engine, requests(), options)] == before
 
 
-def test_interrupted_responses_go_on_after_a_failed_update_once_there_are_weights(
-    engine, model, directory
-):
+def test_interrupted_responses_continue_after_failed_update(engine, model, directory):
     generation, found = _half_way(engine)
     engine._settings = dataclasses.replace(engine._settings, in_flight="interrupt")
     update = engine.begin_update(6)

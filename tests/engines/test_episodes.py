@@ -1,4 +1,5 @@
-"""Episodes: turns that the engine draws and what environments answer, each in its place."""
+"""Episodes of generated turns and environment answers: their tokens, limits, failures and
+transfers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def asked(tokenizer: Tokenizer, at: int, *, is_chat: bool, fails: bool) -> Prompt:
+def make_prompt(tokenizer: Tokenizer, at: int, *, is_chat: bool, fails: bool) -> Prompt:
     text = f"{at}+{at}="
     if not is_chat:
         return Prompt(at, text, tokenizer.encode(text), {"fails": fails})
@@ -58,8 +59,11 @@ def episodes(
     parts: tuple[int, ...] = (),
     by_steps: bool = False,
 ) -> tuple[list[Sample], Tokenizer]:
-    """Two samples each of some prompts; after so many steps each they are handed over to another
-    engine, and another pool."""
+    """Run two episodes per prompt, and return the samples and the tokenizer.
+
+    After each number of steps in `parts`, the episodes are transferred to a new engine and a new
+    pool.
+    """
     torch.set_num_threads(1)
     tokenizer = Tokenizer(model)
     chosen = EnvironmentConfig(
@@ -67,11 +71,11 @@ def episodes(
     )
     is_chat = (model / "chat_template.jinja").exists()
     requests = [
-        GenerationRequest(asked(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
+        GenerationRequest(make_prompt(tokenizer, at, is_chat=is_chat, fails=fails == at), index)
         for at in range(prompts)
         for index in range(2)
     ]
-    # a model with random weights seldom writes any one token
+    # A model with random weights rarely samples one particular token.
     ends = (*tokenizer.eos_token_ids, *range(20, 60))
     sampling = SamplingOptions(**{"max_new_tokens": 48, "stop_token_ids": ends} | (options or {}))
     found: dict[int, Sample] = {}
@@ -84,8 +88,10 @@ def episodes(
         pool = EnvironmentPool.of(chosen)
         try:
             pool.start()
-            drawn = EpisodeEngine(engine, pool, tokenizer, chosen, seed=3, by_steps=by_steps)
-            generation = drawn.start([requests[place] for place in places], sampling)
+            episode_engine = EpisodeEngine(
+                engine, pool, tokenizer, chosen, seed=3, by_steps=by_steps
+            )
+            generation = episode_engine.start([requests[place] for place in places], sampling)
             found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
             for at, sample in [] if generation.done else generation.unfinished():
                 begun = sample if len(sample.response) else None
@@ -111,7 +117,7 @@ def test_sentencepiece_observations_get_no_extra_space(tmp_path: Path) -> None:
             assert not tokenizer.piece(int(given[0])).startswith(" ")
 
 
-def test_an_episode_is_what_the_policy_said_and_what_it_was_told(model):
+def test_episode_alternates_policy_and_environment_turns(model):
     samples, tokenizer = episodes(model, {"max_turn_tokens": 40})
     for sample in samples:
         assert sample.rewards is not None and sample.drawn is not None
@@ -141,14 +147,14 @@ def test_exact_episode_ignores_environment_delays(model, settings):
 
 
 @bounds_seconds
-def test_environments_take_their_time_together(model):
+def test_environment_steps_run_concurrently(model):
     def seconds(delay_s: float) -> float:
         begin = time.perf_counter()
         episodes(model, {"arguments": {"delay_s": delay_s}, "max_turn_tokens": 40}, prompts=16)
         return time.perf_counter() - begin
 
     without = seconds(0.0)
-    assert seconds(0.3) < without + 3 * 0.3 + 1.0  # one after another they would take 29 seconds
+    assert seconds(0.3) < without + 3 * 0.3 + 1.0  # sequential steps would take 29 seconds
 
 
 @pytest.mark.promise("concurrent-episodes-wait-together")
@@ -172,7 +178,7 @@ def test_64_episodes_take_as_long_as_the_slowest(model):
     assert seconds["with"] < 1.1 * max(seconds["without"], seconds["slowest"]) + 0.5, seconds
 
 
-def test_what_reaches_a_limit_is_cut(model):
+def test_episode_is_cut_at_turn_and_token_limits(model):
     by_turns, _ = episodes(
         model, {"arguments": {"turns": 9}, "max_turns": 2, "max_turn_tokens": 40}
     )
@@ -192,7 +198,7 @@ def test_what_reaches_a_limit_is_cut(model):
     assert {(sample.finish_reason, sample.drawn_count) for sample in by_turn} == {("length", 3)}
 
 
-def test_what_tokens_were_drawn_among_is_told_behind_what_came_first(model):
+def test_only_generated_tokens_have_kept_token_ids(model):
     samples, _ = episodes(
         model, {"max_turn_tokens": 40}, options={"top_p": 0.9, "renormalize": True}
     )
@@ -221,7 +227,7 @@ def test_failed_environment_skips_its_prompt(model):
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of chats that likes to end its turns."""
+    """A chat model that often ends its turns."""
     directory = save_llama(tmp_path_factory.mktemp("chats"), tied=False)
     shape = read_shape(directory)
     character_tokenizer(shape).save(str(directory / "tokenizer.json"))
@@ -236,7 +242,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_messages_are_worded_behind_the_turn_that_was_drawn(chat_model):
+def test_chat_messages_are_appended_after_generated_turn(chat_model):
     settings = {"turn_end": None, "max_turn_tokens": 20}
     options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
     samples, tokenizer = episodes(
@@ -272,7 +278,7 @@ def test_transferred_episode_continues_unchanged(model, target, turn_tokens, par
             assert_equal(one, other)
 
 
-def test_a_conversation_that_is_handed_over_goes_on_as_if_it_had_stayed(chat_model):
+def test_transferred_conversation_continues_unchanged(chat_model):
     settings = {"turn_end": None, "max_turn_tokens": 20}
     options = {"stop_token_ids": Tokenizer(chat_model).eos_token_ids, "max_new_tokens": 100}
     target = "tests.engines.teller:Caller"
@@ -285,9 +291,7 @@ def test_a_conversation_that_is_handed_over_goes_on_as_if_it_had_stayed(chat_mod
         assert_equal(one, other)
 
 
-def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_lost_and_the_others_go_on(
-    model, caplog
-):
+def test_nondeterministic_environment_fails_transferred_episode(model, caplog):
     target = "tests.engines.teller:Fickle"
     samples, _ = episodes(model, {"max_turn_tokens": 40}, target=target, parts=(12,), by_steps=True)
     lost = [sample for sample in samples if bool(sample.rewards.isnan().any())]
@@ -297,7 +301,7 @@ def test_an_episode_whose_environment_answers_otherwise_after_a_hand_over_is_los
     assert all(len(sample.response) == 1 for sample in lost)
 
 
-def test_which_episodes_are_complete_after_how_many_steps_does_not_hang_on_time_where_that_is_asked_for(
+def test_by_steps_completion_does_not_depend_on_timing(
     model,
 ):
     def ends(settings: dict[str, Any]) -> list[list[int]]:
@@ -314,7 +318,7 @@ def test_which_episodes_are_complete_after_how_many_steps_does_not_hang_on_time_
         try:
             pool.start()
             requests = [
-                GenerationRequest(asked(tokenizer, at, is_chat=False, fails=False), 0)
+                GenerationRequest(make_prompt(tokenizer, at, is_chat=False, fails=False), 0)
                 for at in range(6)
             ]
             sampling = SamplingOptions(

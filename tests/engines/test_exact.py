@@ -1,5 +1,5 @@
-"""With `engine.exact` the engine's log-probs are the trainer's bit for bit, whatever else is in a
-batch of either."""
+"""With `engine.exact`, the engine's log-probs equal the trainer's bitwise, independent of both
+batches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(
+def generate_samples(
     directory: str, sampling: dict[str, float], *, exact: bool = True, rows: int = 3
 ) -> list[Sample]:
-    """Responses of which some join while others are half-way."""
+    """Generate responses of different lengths; with fewer rows than requests, some start while
+    others are in flight."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
     prompts = [
@@ -56,15 +57,16 @@ def drawn(
     return generate(engine, requests, SamplingOptions(max(NEW_TOKENS), **sampling))
 
 
-def differing(
+def differing_fractions(
     directory: str, layout: dict[str, Any], budget: int, *, exact: bool = True
 ) -> dict[str, float]:
-    """The share of response tokens whose log-probs are other bits in the trainer, by options."""
+    """Return, for each of OPTIONS, the fraction of response tokens whose log-probs differ in the
+    trainer."""
     torch.set_num_threads(1)
     actor = jobs.policy(directory, layout, {"micro_batch_tokens": budget}, exact=exact)
     found = {}
     for name, sampling in OPTIONS.items():
-        batch = collate(drawn(directory, sampling, exact=exact), pad_token_id=0)
+        batch = collate(generate_samples(directory, sampling, exact=exact), pad_token_id=0)
         actor.temperature = sampling["temperature"]
         scored = actor.logprobs(batch.tokens, batch.lengths, kept=batch.kept)
         found[name] = float((scored != batch.engine_logprobs)[batch.mask].double().mean())
@@ -74,30 +76,30 @@ def differing(
 
 @pytest.mark.promise("exact-engine-logprobs")
 @pytest.mark.parametrize("family", typical(DENSE, ("llama3", "gpt2")))
-def test_exact_logprobs_equal_the_trainers_bitwise(pool, tmp_path, family):
+def test_exact_logprobs_equal_trainer_bitwise(pool, tmp_path, family):
     directory = str(families.save(family, tmp_path))
-    for budget in (1000, 60):  # packed together, and nearly alone
-        (found,) = pool.run(differing, 1, directory, {}, budget)
+    for budget in (1000, 60):  # large packed micro-batches, and small ones
+        (found,) = pool.run(differing_fractions, 1, directory, {}, budget)
         assert found == dict.fromkeys(OPTIONS, 0.0)
-    (found,) = pool.run(differing, 1, directory, {}, 60, exact=False)
+    (found,) = pool.run(differing_fractions, 1, directory, {}, 60, exact=False)
     assert min(found.values()) > 0.1, "they would be without it"
 
 
 @pytest.mark.promise("exact-engine-logprobs")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
-def test_exact_logprobs_hold_at_layouts_with_whole_layers(pool, tmp_path, layout):
+def test_exact_logprobs_equal_trainer_at_layouts_without_tp(pool, tmp_path, layout):
     directory = str(families.save("llama3", tmp_path))
-    for found in pool.run(differing, 2, directory, LAYOUTS[layout], 1000):
+    for found in pool.run(differing_fractions, 2, directory, LAYOUTS[layout], 1000):
         assert found == dict.fromkeys(OPTIONS, 0.0)
 
 
 def samples_by_rows(directory: str, rows: int) -> list[Sample]:
     torch.set_num_threads(1)
-    return drawn(directory, OPTIONS["warm"], rows=rows)
+    return generate_samples(directory, OPTIONS["warm"], rows=rows)
 
 
 @pytest.mark.promise("exact-engine-logprobs")
-def test_exact_samples_ignore_other_requests(pool, tmp_path):
+def test_exact_samples_do_not_depend_on_batch_size(pool, tmp_path):
     directory = str(families.save("qwen3", tmp_path))
     whole, alone = (pool.run(samples_by_rows, 1, directory, rows)[0] for rows in (8, 1))
     for one, other in zip(whole, alone, strict=True):
@@ -106,8 +108,9 @@ def test_exact_samples_ignore_other_requests(pool, tmp_path):
         )
 
 
-def attended(length: int, queries: slice, heads: int = 4, groups: int = 2) -> torch.Tensor:
-    """The attention of some queries of a sequence over what they see."""
+def attend_slice(length: int, queries: slice, heads: int = 4, groups: int = 2) -> torch.Tensor:
+    """Return batch-invariant causal attention of a sequence's `queries` over its first `length`
+    keys."""
     draw = torch.Generator().manual_seed(7)
     query, key, value = (
         torch.randn(1, count, 64, 16, generator=draw) for count in (heads, groups, groups)
@@ -118,26 +121,26 @@ def attended(length: int, queries: slice, heads: int = 4, groups: int = 2) -> to
     )
 
 
-def test_attention_is_that_of_the_fused_kernel_and_no_query_hangs_on_the_others():
+def test_attention_equals_sdpa_and_is_batch_invariant():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         draw = torch.Generator().manual_seed(7)
         query, key, value = (torch.randn(1, count, 64, 16, generator=draw) for count in (4, 2, 2))
-        whole = attended(64, slice(0, 64))
+        whole = attend_slice(64, slice(0, 64))
         expected = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )
         torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
         for place in (0, 1, 15, 16, 17, 40, 63):
             assert torch.equal(
-                attended(place + 1, slice(place, place + 1))[:, :, 0], whole[:, :, place]
+                attend_slice(place + 1, slice(place, place + 1))[:, :, 0], whole[:, :, place]
             )
     finally:
         torch.set_num_threads(threads)
 
 
-def test_no_query_of_a_long_sequence_hangs_on_the_columns_behind_it():
+def test_long_attention_does_not_depend_on_later_keys():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,5 +1,4 @@
-"""The embedded engine's log-probs are Megatron's, for every family that Megatron trains here, at
-one and two ranks."""
+"""The embedded engine's log-probs equal Megatron's for every family, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
 
 
 def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
-    """Samples of an engine over the world's ranks, and the largest difference of a log-prob to
-    Megatron's."""
+    """Generate on all ranks of the world; return the samples and the largest log-prob difference to
+    Megatron."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
     prompts = [
         Prompt(index, "", torch.randint(2, shape.vocab_size, (length,), generator=generator))
         for index, length in enumerate(LENGTHS)
     ]
-    # Fewer rows than responses, so that some join while others are half-way.
+    # Fewer rows than responses, so that some start while others are in flight.
     settings = EngineConfig(parallel=EngineParallelConfig(tensor=tensor), batch_size=3)
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     load_directory(engine, Path(directory))

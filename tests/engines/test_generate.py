@@ -1,5 +1,4 @@
-"""`aligner generate`, as typed: against transformers, against itself, and with what it must
-refuse."""
+"""The command `aligner generate`: output compared with transformers, repeatability, and errors."""
 
 from __future__ import annotations
 
@@ -40,8 +39,10 @@ PROMPTS = [
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A family's directory with a tokenizer, made once; `bare` ones lack the trunk's name in front
-    of their tensors'."""
+    """A function that saves a family's model with a tokenizer, once per family.
+
+    The tensor names of a family that ends in `-bare` lack the prefix `transformer.`.
+    """
 
     def make(family: str) -> Path:
         directory = families.save(family.removesuffix("-bare"), tmp_path_factory.mktemp(family))
@@ -69,8 +70,7 @@ def prompts(tmp_path) -> Path:
 
 @pytest.fixture
 def aligner_generate(tmp_path, capsys):
-    """Runs the command in this process; its exit code, and what it wrote to standard output and
-    error."""
+    """A function that runs the command in this process; it returns exit code, stdout, stderr."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: Any) -> tuple[int, str, str]:
@@ -91,7 +91,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 def greedily(
     directory: Path, text: str, count: int, stop: int | None = None
 ) -> tuple[list[int], list[float]]:
-    """transformers' most probable tokens and their log-probs, by whole forward passes."""
+    """Return greedy tokens and their log-probs, from full forward passes of transformers."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -112,7 +112,7 @@ def assert_transformers_wrote(found: list[dict[str, Any]], directory: Path, coun
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2-bare", "pythia"])
-def test_a_directorys_model_says_greedily_what_transformers_says(
+def test_greedy_output_of_directory_equals_transformers(
     model, prompts, tmp_path, aligner_generate, family
 ):
     output = tmp_path / "out.jsonl"
@@ -149,7 +149,7 @@ def test_a_directorys_model_says_greedily_what_transformers_says(
 @pytest.mark.parametrize(
     ("family", "lora"), [("llama3", {}), ("pythia", {"rank": 4, "alpha": 6.0})]
 )
-def test_a_runs_last_checkpoint_says_what_its_export_says(
+def test_output_of_last_checkpoint_equals_its_export(
     pool, model, prompts, tmp_path, aligner_generate, family, lora
 ):
     run, options = (
@@ -186,7 +186,7 @@ def test_a_runs_last_checkpoint_says_what_its_export_says(
     )
 
 
-def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_from(
+def test_episodes_above_min_score_are_read_as_demonstrations(
     model, prompts, tmp_path, aligner_generate
 ):
     directory, tokenizer = model("llama3"), Tokenizer(model("llama3"))
@@ -202,13 +202,13 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
     ):
         code, _, error = aligner_generate(directory, *options, "--output", output, *more, *teller)
         assert code == 0 and "mean score" in error and "; episodes that failed: 0" in error
-    every, good, said = map(records, outputs)
+    every, good, conversations = map(records, outputs)
     better = [record["tokens"] for record in every if record["score"] >= 3]
     assert (
         len(every) == 96 and [record["tokens"] for record in good] == better and 0 < len(good) < 96
     )
-    # A turn of an end alone has no text.
-    pairs = [pair for pair in zip(good, said, strict=True) if len(pair[0]["turns"]) == 4]
+    # A turn that consists only of the end token has no text, so the record has fewer turns.
+    pairs = [pair for pair in zip(good, conversations, strict=True) if len(pair[0]["turns"]) == 4]
     assert pairs
     for record, conversation in pairs:
         assert [who for turn in record["turns"] for who in turn] == ["environment", "policy"] * 2
@@ -251,7 +251,7 @@ def test_episodes_are_written_as_they_were_drawn_and_the_good_ones_are_learned_f
         ),
     ],
 )
-def test_what_no_episodes_can_be_drawn_with_is_told(
+def test_invalid_environment_settings_exit_2(
     model, prompts, tmp_path, aligner_generate, arguments, message
 ):
     output = tmp_path / "out.jsonl"
@@ -260,9 +260,7 @@ def test_what_no_episodes_can_be_drawn_with_is_told(
     assert code == 2 and message in error and not output.exists()
 
 
-def test_the_samples_of_a_prompt_differ_and_come_in_order_the_same_whatever_the_batch(
-    model, prompts, tmp_path, aligner_generate
-):
+def test_samples_are_ordered_and_do_not_depend_on_batch(model, prompts, tmp_path, aligner_generate):
     def run(name: str, *more: Any) -> list[dict[str, Any]]:
         options = ("--samples", 4, "--max-new-tokens", 12, "--output", tmp_path / name)
         assert aligner_generate(model("llama3"), "--prompts", prompts, *options, *more)[0] == 0
@@ -272,7 +270,7 @@ def test_the_samples_of_a_prompt_differ_and_come_in_order_the_same_whatever_the_
     assert [(record["prompt_index"], record["sample_index"]) for record in found] == [
         (p, s) for p in range(3) for s in range(4)
     ]
-    # some end early, and so overtake others
+    # Some end early, and are complete before earlier samples.
     assert {len(record["tokens"]) for record in found} > {12}
     assert all(
         (record["tokens"][-1] == 1) == (record["finish_reason"] == "stop") for record in found
@@ -312,7 +310,7 @@ def test_every_sampling_option_reaches_the_engine(model, prompts, tmp_path, alig
     )
 
 
-def test_prompts_come_from_standard_input_and_an_output_is_replaced_when_asked_to(
+def test_prompts_are_read_from_stdin_and_output_overwritten(
     model, tmp_path, aligner_generate, monkeypatch
 ):
     output = tmp_path / "out.jsonl"
@@ -327,7 +325,7 @@ def test_prompts_come_from_standard_input_and_an_output_is_replaced_when_asked_t
 
 
 def save_critic(source: Path, directory: str) -> None:
-    """The same trunk with a head of one number."""
+    """Save a value model: the source's trunk with a scalar head."""
     shutil.copytree(source, directory)
     file = Path(directory, "config.json")
     config = json.loads(file.read_text())
@@ -435,7 +433,7 @@ def save_critic(source: Path, directory: str) -> None:
         ("model", "hi\n", ("--samplse", 2), "unknown option --samplse"),
     ],
 )
-def test_what_can_not_be_generated_exits_2_and_leaves_nothing(
+def test_invalid_arguments_exit_2_without_output(
     model, tmp_path, aligner_generate, monkeypatch, source, content, options, told
 ):
     monkeypatch.chdir(tmp_path)
@@ -470,7 +468,7 @@ def test_what_can_not_be_generated_exits_2_and_leaves_nothing(
     assert Path("taken.jsonl").read_text() == "kept"
 
 
-def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there(model, tmp_path):
+def test_failed_generation_keeps_existing_output(model, tmp_path):
     source, output = find_source(model("llama3")), tmp_path / "out.jsonl"
     output.write_text("kept")
     job = generate.plan_job(
@@ -492,7 +490,7 @@ def test_an_engine_that_fails_on_its_way_leaves_nothing_and_keeps_what_was_there
     assert output.read_text() == "kept" and list(tmp_path.iterdir()) == [output]
 
 
-def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
+def test_incomplete_weights_leave_engine_without_version(model, tmp_path):
     shutil.copytree(model("llama3"), tmp_path / "model")
     source = find_source(tmp_path / "model")
     engine = build_engine(
@@ -505,13 +503,13 @@ def test_an_engine_whose_weights_can_not_all_be_read_has_none(model, tmp_path):
     with pytest.raises(Exception, match=r"model\.layers\.3\.mlp\.down_proj\.weight"):
         generate.load(engine, source)
     assert engine.version is None
-    engine.begin_update(version=0).abort()  # the failed one is over
+    engine.begin_update(version=0).abort()  # the failed update is closed
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_command_says_so_and_leaves_nothing(model, tmp_path, number):
+def test_interrupted_command_exits_130_without_output(model, tmp_path, number):
     command = [
         sys.executable,
         "-m",
@@ -539,7 +537,7 @@ def test_an_interrupted_command_says_so_and_leaves_nothing(model, tmp_path, numb
             process.stdin.write("hi")
             process.stdin.close()
             deadline = time.monotonic() + 60
-            # samples are written as they finish
+            # The command writes samples as they complete.
             while not any(file.stat().st_size for file in tmp_path.iterdir()):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)

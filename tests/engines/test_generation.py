@@ -1,5 +1,5 @@
-"""Continuous batching: what shares a pass, what changes when, and that no sample ever depends on
-it."""
+"""Continuous batching of the embedded engine: rows, prefill, updates and sleep do not change
+samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_directory(tmp_path_factory) -> Path:
-    """Other weights of the same shape."""
+    """A model of the same shape with other weights."""
     path = save_llama(tmp_path_factory.mktemp("other"), tied=True)
     from safetensors.torch import load_file, save_file
 
@@ -52,15 +52,15 @@ def other_directory(tmp_path_factory) -> Path:
 
 
 def mixed_requests(samples: int = 4) -> list[GenerationRequest]:
-    """Limits from 2 to 12 tokens, in no order."""
+    """Return requests with length limits from 2 to 12 tokens, unordered."""
     return [
         GenerationRequest(request.prompt, request.sample_index, 2 + 7 * index % 11)
         for index, request in enumerate(make_requests(samples))
     ]
 
 
-def observed(engine: EmbeddedEngine) -> list[Step]:
-    """The steps that an engine runs from now on."""
+def record_steps(engine: EmbeddedEngine) -> list[Step]:
+    """Return a list to which the engine's subsequent steps are appended."""
     steps: list[Step] = []
     forward = engine._machine.forward
 
@@ -79,7 +79,7 @@ def assert_same(samples: list[Sample], others: list[Sample]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
-def test_samples_are_the_same_whatever_number_of_rows_they_share(directory, rows):
+def test_samples_do_not_depend_on_batch_size(directory, rows):
     requests = mixed_requests()
     samples = generate(make_engine(directory, batch_size=rows), requests, OPTIONS)
     alone = [generate(make_engine(directory), [request], OPTIONS)[0] for request in requests]
@@ -89,7 +89,7 @@ def test_samples_are_the_same_whatever_number_of_rows_they_share(directory, rows
     ]
 
 
-def test_samples_are_the_same_in_any_order_and_however_replicas_share_them(directory):
+def test_samples_do_not_depend_on_order_or_replica(directory):
     requests = mixed_requests()
     expected = generate(make_engine(directory), requests, OPTIONS)
     order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(1)).tolist()
@@ -105,23 +105,24 @@ def test_samples_are_the_same_in_any_order_and_however_replicas_share_them(direc
     assert_same(halves[1], expected[1::2])
 
 
-def test_a_free_row_is_given_to_the_next_response(directory):
+def test_free_row_is_assigned_to_next_response(directory):
     requests = [
         GenerationRequest(prompt, 0, limit)
         for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)
     ]
     engine = make_engine(directory, batch_size=2)
-    steps = observed(engine)
+    steps = record_steps(engine)
     generate(engine, requests, OPTIONS)
-    # The short ones run one after another beside the long one: 9 steps, not 2 + 9 + 2.
+    # The short responses run one after another next to the long one: 9 steps, not 2 + 9 + 2.
     assert len(steps) == 9
 
 
-def test_a_prompt_is_run_once_for_all_its_samples(directory):
+def test_prompt_is_prefilled_once_for_all_its_samples(directory):
     engine = make_engine(directory, batch_size=3)
-    steps = observed(engine)
+    steps = record_steps(engine)
     prompt = make_prompts()[3]
-    # Samples of one prompt join together at first, and later beside siblings that still run.
+    # The first samples of the prompt start together, the later ones while other samples are in
+    # flight.
     generate(
         engine,
         [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 9, 9, 9, 4, 5))],
@@ -131,7 +132,7 @@ def test_a_prompt_is_run_once_for_all_its_samples(directory):
         len(prompt.tokens)
     ]
     engine = make_engine(directory)
-    steps = observed(engine)
+    steps = record_steps(engine)
     generate(engine, make_requests(4), OPTIONS)
     distinct = {tuple(prompt.tokens.tolist()) for prompt in make_prompts()}
     assert sum(len(step.prompts.lengths) for step in steps if step.prompts is not None) == len(
@@ -139,7 +140,7 @@ def test_a_prompt_is_run_once_for_all_its_samples(directory):
     )
 
 
-def test_responses_are_given_out_as_they_complete(directory):
+def test_responses_are_returned_as_they_complete(directory):
     engine = make_engine(directory)
     generation = engine.start(mixed_requests(1), OPTIONS)
     steps = []
@@ -153,13 +154,13 @@ def test_responses_are_given_out_as_they_complete(directory):
     assert generation.step() == []
 
 
-def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
+def test_kv_cache_budget_limits_rows_but_not_samples(tmp_path):
     directory = save_model(tmp_path, "llama", max_position_embeddings=4096)
-    # A token's keys and values: 2 x 3 layers x 2 heads x 8 dimensions in 4 bytes.
+    # KV cache per token: 2 x 3 layers x 2 heads x 8 dimensions in 4 bytes.
     prompts = [Prompt(index, "", torch.arange(700) % 200) for index in range(3)]
     requests = [GenerationRequest(prompt, 0) for prompt in prompts]
     free, short = make_engine(directory), make_engine(directory, kv_cache_mib=1)
-    steps = observed(short)
+    steps = record_steps(short)
     assert_same(
         generate(short, requests, SamplingOptions(4)), generate(free, requests, SamplingOptions(4))
     )
@@ -176,9 +177,9 @@ def test_a_memory_budget_limits_the_rows_and_changes_no_sample(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(64, 1), (64, 5), (3, 7)])
-def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory, rows, steps):
-    """Drawn, not greedy; with three rows some have not been begun, and some are in rows that others
-    had before."""
+def test_transferred_partial_rollouts_continue_unchanged(directory, rows, steps):
+    """Sampled, not greedy. With three rows, some responses have not started, and some use a row
+    again."""
     engine, requests = make_engine(directory, batch_size=rows), mixed_requests()
     expected = generate(make_engine(directory), requests, OPTIONS)
     generation = engine.start(requests, OPTIONS)
@@ -197,7 +198,7 @@ def test_responses_that_are_handed_over_go_on_as_if_they_had_not_been(directory,
     )
 
 
-def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
+def test_partial_rollout_at_length_limit_is_refused(directory):
     engine, request = make_engine(directory), make_requests()[0]
     generation = engine.start([request], OPTIONS)
     generation.step(), generation.step()
@@ -208,7 +209,7 @@ def test_a_response_that_is_as_long_as_it_may_be_does_not_go_on(directory):
 
 
 def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):
-    """An open update to a directory's weights, all written."""
+    """Start an update, and write all weights of a directory without committing."""
     source = make_engine(directory)._weights.views
     engine._settings = dataclasses.replace(engine._settings, in_flight=in_flight)
     update = engine.begin_update(version)
@@ -219,9 +220,7 @@ def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="fini
 
 
 @pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
-def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(
-    directory, other_directory, update_kind
-):
+def test_interrupted_responses_continue_with_new_weights(directory, other_directory, update_kind):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
     before, after = (
@@ -237,12 +236,13 @@ def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(
         versions = sample.weight_versions.tolist()
         assert versions == sorted(versions)
         kept = versions.count(0)
-        assert kept in (0, 5)  # seven had a row, three waited
+        assert kept in (0, 5)  # seven had a row, three were waiting
         assert response(sample)[:kept] == response(before[index])[:kept]
         if kept == 0:
             assert response(sample) == response(after[index])
     assert sum(sample.weight_versions[0] == 1 for sample in samples.values()) == 3
-    # From the sixth token on, log-probs are those of the new weights, given the whole text so far.
+    # From the sixth token on, the log-probs equal the new weights' log-probs given all previous
+    # tokens.
     model = load_transformers(other_directory)
     for sample in samples.values():
         with torch.no_grad():
@@ -255,9 +255,7 @@ def test_an_update_interrupts_and_responses_go_on_under_the_new_weights(
 
 
 @pytest.mark.parametrize("update_kind", ["atomic", "in_place"])
-def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weights(
-    directory, other_directory, update_kind
-):
+def test_finish_update_applies_only_to_waiting_responses(directory, other_directory, update_kind):
     engine = make_engine(directory, update=update_kind, batch_size=7)
     requests = make_requests(2)
     before, after = (
@@ -275,7 +273,7 @@ def test_an_update_lets_responses_finish_and_the_rest_begins_with_the_new_weight
         assert response(samples[index]) == response((before if version == {0} else after)[index])
 
 
-def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, other_directory):
+def test_old_weights_serve_until_atomic_commit(directory, other_directory):
     engine, requests = make_engine(directory), make_requests()
     old, new = (
         generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
@@ -288,12 +286,12 @@ def test_the_old_weights_serve_until_an_atomic_update_is_committed(directory, ot
         assert_same(generate(engine, requests, OPTIONS), old)
     begin(engine, other_directory, 3).commit()
     assert_same(generate(engine, requests, OPTIONS), new)
-    begin(engine, directory, 4).commit()  # the two sets of weights change places again
+    begin(engine, directory, 4).commit()  # the two weight buffers swap again
     assert_same(generate(engine, requests, OPTIONS), old)
     assert engine.version == 4
 
 
-def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
+def test_failed_in_place_update_leaves_no_weights(directory):
     engine = make_engine(directory, update="in_place")
     update = begin(engine, directory, 6)
     with pytest.raises(
@@ -311,7 +309,7 @@ def test_a_failed_update_in_place_leaves_no_weights_and_says_so(directory):
     assert len(generate(engine, make_requests(), OPTIONS)) == 5
 
 
-def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
+def test_second_or_incomplete_update_is_refused(directory):
     engine = make_engine(directory)
     update = engine.begin_update(1)
     with pytest.raises(
@@ -333,7 +331,7 @@ def test_one_update_at_a_time_and_none_that_lacks_a_tensor(directory):
     assert engine.version == 0
 
 
-def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
+def test_sleep_frees_memory_and_refuses_requests_until_wake(directory):
     engine = make_engine(directory)
     before = generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 1).commit()
@@ -361,7 +359,7 @@ def test_sleep_frees_memory_and_refuses_work_until_it_wakes(directory):
     assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
-def test_a_second_generation_waits_for_the_first(directory):
+def test_second_generation_is_refused_until_cancel(directory):
     engine = make_engine(directory)
     first = engine.start(make_requests(), OPTIONS)
     with pytest.raises(AlignerError, match="already generating"):
@@ -371,7 +369,7 @@ def test_a_second_generation_waits_for_the_first(directory):
     assert len(generate(engine, make_requests(), OPTIONS)) == 5
 
 
-def test_no_response_ends_before_its_least_length(directory):
+def test_no_response_ends_before_min_new_tokens(directory):
     stops = tuple(range(0, 200, 2))
     engine, requests = make_engine(directory), make_requests(4)
     for greedy in (False, True):
@@ -389,7 +387,7 @@ def test_no_response_ends_before_its_least_length(directory):
         for sample in late:
             assert not set(response(sample)[:6]) & set(stops)
             assert sample.finish_reason == ("stop" if response(sample)[-1] in stops else "length")
-    # What is forbidden keeps its share of the distribution.
+    # Forbidden stop tokens keep their share of the distribution in the log-probs.
     model = load_transformers(directory)
     for sample in late:
         with torch.no_grad():
@@ -400,7 +398,7 @@ def test_no_response_ends_before_its_least_length(directory):
         torch.testing.assert_close(sample.engine_logprobs, wanted, atol=1e-4, rtol=0)
 
 
-def test_weights_of_another_owner_are_used_where_they_are(directory):
+def test_shared_weights_are_used_without_copy(directory):
     from aligner.engines.embedded.engine_weights import parameters
 
     owner = make_engine(directory)
@@ -428,7 +426,7 @@ def test_weights_of_another_owner_are_used_where_they_are(directory):
     assert engine._weights.storage.nbytes <= owner._weights.storage.nbytes - shared
 
 
-def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory, monkeypatch):
+def test_wake_can_be_retried_after_memory_error(directory, monkeypatch):
     engine = make_engine(directory)
     before = generate(engine, make_requests(), OPTIONS)
     engine.sleep()
@@ -443,7 +441,7 @@ def test_memory_that_is_not_there_when_it_wakes_can_be_asked_for_again(directory
     assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
-def test_weights_that_are_not_numbers_are_named_and_leave_no_trace(directory):
+def test_nan_weights_are_reported_and_replaceable(directory):
     engine = make_engine(directory)
     before = generate(engine, make_requests(), OPTIONS)
     for options in (OPTIONS, SamplingOptions(12, greedy=True), SamplingOptions(12, top_p=0.9)):
@@ -456,7 +454,7 @@ def test_weights_that_are_not_numbers_are_named_and_leave_no_trace(directory):
         assert_same(generate(engine, make_requests(), OPTIONS), before)
 
 
-def test_a_step_that_failed_can_be_taken_again(directory):
+def test_failed_step_can_be_retried(directory):
     engine = make_engine(directory, batch_size=7)
     expected = generate(make_engine(directory), make_requests(2), OPTIONS)
     generation = engine.start(make_requests(2), OPTIONS)
@@ -476,9 +474,9 @@ def test_a_step_that_failed_can_be_taken_again(directory):
     assert_same([samples[index] for index in range(10)], expected)
 
 
-def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
+def test_prompts_of_unequal_length_are_prefilled_separately(tmp_path):
     engine = make_engine(save_model(tmp_path, "llama", max_position_embeddings=4096))
-    steps = observed(engine)
+    steps = record_steps(engine)
     prompts = [
         Prompt(index, "", torch.arange(length) % 200)
         for index, length in enumerate([3000, *range(2, 20)])
@@ -491,7 +489,7 @@ def test_prompts_of_very_different_lengths_do_not_join_in_one_step(tmp_path):
     assert max(padded) <= 8192
 
 
-def test_a_larger_cache_takes_the_place_of_the_smaller_one(directory):
+def test_kv_cache_is_freed_before_resize_allocates(directory):
     engine = make_engine(directory)
     generate(engine, make_requests()[:1], OPTIONS)
     cache = engine._machine.cache

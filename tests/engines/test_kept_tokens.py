@@ -1,5 +1,5 @@
-"""Among what tokens were drawn: the engine tells, the trainer sums over the same, and the first
-ratio of a step is 1."""
+"""Sampling support (kept token ids): the trainer renormalizes over the engine's, so a step's first
+ratio is 1."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYOUTS = {
     "tp2-sp": ({"tensor": 2, "sequence": True}, 1),
     "dp2-cp2": ({"data": 2, "context": 2}, 1),
 }
-"""The trainer's, and tensor-parallel ranks of an engine replica."""
+"""The trainer's layout, and the number of tensor-parallel ranks of an engine replica."""
 
 
 def options_of(name: str, *, renormalize: bool = True) -> SamplingOptions:
@@ -58,7 +58,7 @@ def options_of(name: str, *, renormalize: bool = True) -> SamplingOptions:
 
 
 def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[list[Sample]]:
-    """Samples of an engine over the world's ranks, two a prompt, for each of the options."""
+    """Generate two samples per prompt on all ranks of the world, for each of the options."""
     shape, rank, size = (
         directory_shape(Path(directory), "model.path"),
         dist.get_rank(),
@@ -89,17 +89,17 @@ def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[lis
 
 
 def error(batch: SampleBatch, scored: Tensor) -> float:
-    """How far the ratio trainer / engine of any token is from 1."""
+    """Return the largest deviation of a token's trainer-to-engine probability ratio from 1."""
     return float(torch.where(batch.mask, (scored - batch.engine_logprobs).expm1(), 0.0).abs().max())
 
 
 def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any]:
-    """The largest errors of policy and reference, by options, and what a step of the trainer says
-    of its first update."""
-    drawn = draw(directory, tensor, [(name, True) for name in OPTIONS])
+    """Return the largest errors of policy and reference for each of OPTIONS, and the metrics of a
+    training step."""
+    samples_by_option = draw(directory, tensor, [(name, True) for name in OPTIONS])
     actor = jobs.policy(directory, layout)
     found: dict[str, Any] = {}
-    for name, samples in zip(OPTIONS, drawn, strict=True):
+    for name, samples in zip(OPTIONS, samples_by_option, strict=True):
         batch = collate(samples, pad_token_id=0)
         assert batch.kept is not None and (batch.kept.counts[batch.mask] > 0).all()
         both = [
@@ -110,7 +110,9 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
             *(error(batch, scored) for scored in both),
             error(batch, actor.logprobs(batch.tokens, batch.lengths)),
         ]
-    found["step"] = trained_step(actor, drawn[0], LENGTHS, asks_before_update="pipeline" in layout)
+    found["step"] = trained_step(
+        actor, samples_by_option[0], LENGTHS, asks_before_update="pipeline" in layout
+    )
     worlds.shutdown()
     return found
 
@@ -118,8 +120,10 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
 def trained_step(
     actor: Policy, samples: list[Sample], prompts: tuple[int, ...], *, asks_before_update: bool
 ) -> dict[str, float]:
-    """What the online trainer says of a step on these samples, with log-probs before its update or
-    out of it."""
+    """Return the online trainer's metrics of a step on these samples.
+
+    `asks_before_update` selects whether the log-probs are computed before the update or by it.
+    """
     config = compose_config(
         [
             *(
@@ -182,10 +186,12 @@ def test_first_ratio_is_one_with_truncated_sampling(pool, llama, layout):
         assert step["policy/grad_norm"] > 0
 
 
-def test_without_renormalizing_log_probs_are_not_those_of_the_sampler(pool, llama):
+def test_logprobs_without_renormalize_lack_kept_mass(pool, llama):
     names = [(name, renormalize) for name in OPTIONS for renormalize in (True, False)]
-    (drawn,) = pool.run(draw, 1, llama, 1, names)
-    for name, exact, whole in zip(OPTIONS, drawn[::2], drawn[1::2], strict=True):
+    (samples_by_option,) = pool.run(draw, 1, llama, 1, names)
+    for name, exact, whole in zip(
+        OPTIONS, samples_by_option[::2], samples_by_option[1::2], strict=True
+    ):
         assert [one.tokens.tolist() for one in exact] == [one.tokens.tolist() for one in whole]
         assert all(one.kept is None for one in whole)
         shares = torch.cat(
@@ -194,17 +200,18 @@ def test_without_renormalizing_log_probs_are_not_those_of_the_sampler(pool, llam
                 for e, w in zip(exact, whole, strict=True)
             ]
         )
-        # What is recorded is too small, by the share of the distribution that was left.
+        # Without renormalization, the log-probs are too small by the log of the kept probability
+        # mass.
         assert float(shares.max()) < 1 + 1e-5 and float(shares.min()) < 0.98, name
         if OPTIONS[name] == {"top_p": 0.95}:
             assert float(shares.min()) > 0.95 - 1e-5
 
 
-def test_every_rank_of_a_replica_returns_the_sets_of_one_rank(pool, llama):
+def test_replica_kept_token_ids_equal_one_rank(pool, llama):
     names = [(name, True) for name in OPTIONS]
     (alone,) = pool.run(draw, 1, llama, 1, names)
-    for drawn in pool.run(draw, 2, llama, 2, names):
-        for samples, expected in zip(drawn, alone, strict=True):
+    for samples_by_option in pool.run(draw, 2, llama, 2, names):
+        for samples, expected in zip(samples_by_option, alone, strict=True):
             assert [sets(sample) for sample in samples] == [sets(sample) for sample in expected]
 
 
@@ -215,7 +222,7 @@ def sets(sample: Sample) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape."""
+    """Two models of the same shape."""
     paths = [
         save_llama(tmp_path_factory.mktemp(name), tied=tied)
         for name, tied in (("first", True), ("second", True))
@@ -229,11 +236,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-DRAWN = SamplingOptions(12, top_p=0.9, top_k=60, renormalize=True)
+TRUNCATED = SamplingOptions(12, top_p=0.9, top_k=60, renormalize=True)
 
 
-def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
-    """Of each token's own weights: its set, and its log-prob among it."""
+def assert_support_of_models(models: list[Any], samples: list[Sample]) -> None:
+    """Check each token's support and renormalized log-prob under the weights of its version."""
     for sample in samples:
         with torch.no_grad():
             logits = torch.stack(
@@ -242,11 +249,11 @@ def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
                     for model in models
                 ]
             )
-        drawn = zip(
+        generated = zip(
             sample.response.tolist(), sample.weight_versions.tolist(), sets(sample), strict=True
         )
-        for place, (token, version, kept) in enumerate(drawn):
-            exact = exact_distribution(logits[version, place], DRAWN)
+        for place, (token, version, kept) in enumerate(generated):
+            exact = exact_distribution(logits[version, place], TRUNCATED)
             assert sorted(kept) == exact.nonzero()[:, 0].tolist()
             assert float(sample.engine_logprobs[place]) == pytest.approx(
                 float(exact[token].log()), abs=1e-4
@@ -258,31 +265,31 @@ def assert_sets_are_those_of(models: list[Any], samples: list[Sample]) -> None:
 def test_transferred_response_keeps_its_support(directories, rows):
     requests = mixed_requests()
     engine = make_engine(directories[0], batch_size=rows)
-    generation = engine.start(requests, DRAWN)
+    generation = engine.start(requests, TRUNCATED)
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begun = dict(generation.unfinished())
     generation.cancel()
     wanted = [dataclasses.replace(requests[place], begun=sample) for place, sample in begun.items()]
-    going_on = engine.start(wanted, DRAWN)
+    going_on = engine.start(wanted, TRUNCATED)
     places = list(begun)
     while not going_on.done:
         samples |= {places[at]: sample for at, sample in going_on.step()}
     assert any(
         0 < len(sample.response) < len(samples[place].response) for place, sample in begun.items()
     )
-    assert_sets_are_those_of([load_transformers(directories[0])], list(samples.values()))
+    assert_support_of_models([load_transformers(directories[0])], list(samples.values()))
 
 
 @pytest.mark.promise("support-of-interrupted-responses")
 def test_interrupted_response_keeps_support_of_each_version(directories):
     engine, samples = make_engine(directories[0], batch_size=7), {}
-    generation = engine.start(mixed_requests(), DRAWN)
+    generation = engine.start(mixed_requests(), TRUNCATED)
     for _ in range(4):
         samples |= generation.step()
     begin(engine, directories[1], 1, "interrupt").commit()
     while not generation.done:
         samples |= generation.step()
     assert any(len(sample.weight_versions.unique()) == 2 for sample in samples.values())
-    assert_sets_are_those_of(
+    assert_support_of_models(
         [load_transformers(path) for path in directories], list(samples.values())
     )

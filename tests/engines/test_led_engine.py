@@ -1,5 +1,4 @@
-"""Episodes on a tensor-parallel replica: its ranks draw what one rank draws, however long
-environments take."""
+"""Episodes on a tensor-parallel replica equal those of one rank, despite environment delays."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from aligner.schema import EngineConfig, EngineParallelConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.engines.engines import load_directory
 from tests.engines.test_branches import CALLER, forgetful_model
-from tests.engines.test_episodes import asked
+from tests.engines.test_episodes import make_prompt
 from tests.megatron import families
 from tests.rounds import slow
 
@@ -39,11 +38,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def drawn(
+def run_episodes(
     directory: str, settings: dict[str, Any], parts: tuple[int | None, ...] = (None,)
 ) -> list[Sample] | str:
-    """Two episodes of each of four prompts by all ranks of the world, or the error; handed over
-    after so many steps."""
+    """Run two episodes for each of four prompts on all ranks; return the samples or the error.
+
+    After each number of steps in `parts`, the episodes are transferred to a new generation.
+    """
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.group.WORLD if size > 1 else None
@@ -62,9 +63,9 @@ def drawn(
     tokenizer = Tokenizer(model)
     pool = EnvironmentPool.of(chosen) if rank == 0 else None
     if (model / "chat_template.jinja").exists():
-        prompts = [asked(tokenizer, at, is_chat=True, fails=False) for at in range(4)]
+        prompts = [make_prompt(tokenizer, at, is_chat=True, fails=False) for at in range(4)]
     else:
-        prompts = [asked(tokenizer, at, is_chat=False, fails=at == 3) for at in range(4)]
+        prompts = [make_prompt(tokenizer, at, is_chat=False, fails=at == 3) for at in range(4)]
     requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
     stops = STOPS if (settings.get("turn_end") or "turn_end" not in settings) else ()
     options, found = (
@@ -72,21 +73,21 @@ def drawn(
         dict[int, Sample](),
     )
 
-    def leads(told: BeginsTurns) -> EpisodeEngine:
+    def lead_episodes(leader: BeginsTurns) -> EpisodeEngine:
         assert pool is not None
-        return EpisodeEngine(told, pool, tokenizer, chosen, seed=3)
+        return EpisodeEngine(leader, pool, tokenizer, chosen, seed=3)
 
     try:
         if pool is not None:
             pool.start()
-        draws = (
-            leads(engine)
+        episode_engine = (
+            lead_episodes(engine)
             if group is None
-            else LedEngine(engine, group, leads if rank == 0 else None)
+            else LedEngine(engine, group, lead_episodes if rank == 0 else None)
         )
         for steps in parts:
             places = [place for place in range(len(requests)) if place not in found]
-            generation = draws.start([requests[place] for place in places], options)
+            generation = episode_engine.start([requests[place] for place in places], options)
             found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
             for at, sample in [] if generation.done else generation.unfinished():
                 requests[places[at]] = replace(
@@ -111,9 +112,9 @@ def drawn(
     ],
     ids=["at once", "at times of their own", "in parts"],
 )
-def test_replica_episodes_equal_those_of_one_rank(pool, directory, settings, parts):
-    alone = drawn(directory, {})
-    ranks = pool.run(drawn, 2, directory, settings, parts)
+def test_replica_episodes_equal_one_rank(pool, directory, settings, parts):
+    alone = run_episodes(directory, {})
+    ranks = pool.run(run_episodes, 2, directory, settings, parts)
     assert len(alone) == 8 and any(sample.rewards.isnan().any() for sample in alone)
     for samples in ranks:
         for one, other in zip(alone, samples, strict=True):
@@ -133,12 +134,12 @@ def test_replica_episodes_equal_those_of_one_rank(pool, directory, settings, par
 
 
 @pytest.mark.parametrize("parts", [(None,), (5, 9, None)], ids=["at once", "in parts"])
-def test_the_ranks_of_a_replica_begin_the_branches_of_one_rank(pool, tmp_path, parts):
+def test_replica_branches_equal_one_rank(pool, tmp_path, parts):
     directory = str(forgetful_model(tmp_path))
     settings = {"target": CALLER, "turn_end": None, "max_turn_tokens": 12}
     alone, (first, second) = (
-        drawn(directory, settings),
-        pool.run(drawn, 2, directory, settings, parts),
+        run_episodes(directory, settings),
+        pool.run(run_episodes, 2, directory, settings, parts),
     )
     assert any(len(sample.branches) == 2 for sample in alone)
     for one, led, following in zip(alone, first, second, strict=True):
@@ -152,6 +153,6 @@ def test_the_ranks_of_a_replica_begin_the_branches_of_one_rank(pool, tmp_path, p
             )
 
 
-def test_what_the_first_rank_refuses_every_rank_refuses(pool, directory):
-    told = pool.run(drawn, 2, directory, {"turn_end": "two tokens"})
-    assert told[0] == told[1] and "environment.turn_end" in told[0]
+def test_error_of_first_rank_is_raised_on_every_rank(pool, directory):
+    errors = pool.run(run_episodes, 2, directory, {"turn_end": "two tokens"})
+    assert errors[0] == errors[1] and "environment.turn_end" in errors[0]

@@ -1,4 +1,4 @@
-"""The arithmetic of an engine's memory against the embedded engine itself."""
+"""The estimate of an engine's memory compared with the embedded engine's actual bytes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MODELS = {
     "mixtral": MIXTRAL,
 }
 PADDING = 0.01
-"""Of the storage: every parameter begins on a line of its own."""
+"""Allowed padding as a fraction of the storage: every parameter is aligned."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
+def test_engine_weight_bytes_equal_estimate(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     engine = EmbeddedEngine(shape, EngineConfig(), 0, 1)
     assert (
@@ -45,7 +45,7 @@ def test_an_engine_stores_as_many_weights_as_computed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
+def test_shared_engine_stores_only_unshared_weights(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     trained = {parameter.name: torch.empty(parameter.shape) for parameter in parameters(shape, 1)}
     settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
@@ -64,9 +64,7 @@ def test_an_engine_that_shares_stores_the_rest(name: str) -> None:
     ],
     ids=["micro-batches", "at-once", "spare-prompts", "batch-size"],
 )
-def test_an_engine_holds_as_many_keys_and_values_as_computed(
-    values: dict[str, int], rows: int
-) -> None:
+def test_kv_cache_bytes_equal_estimate(values: dict[str, int], rows: int) -> None:
     shape = read_config(LLAMA, "test")
     sizes = {
         "rollout.prompts_per_step": 4,

@@ -1,5 +1,4 @@
-"""A stored model behind an endpoint, over sockets: what it answers is what transformers finds, and
-a judge can read it."""
+"""The endpoint of `aligner serve-model`: its answers equal transformers'; a judge can use it."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ def ask(url: str, question: str, **settings: Any) -> dict[str, Any]:
     return answer
 
 
-def refused(url: str, question: str, **settings: Any) -> tuple[int, str]:
-    with pytest.raises(urllib.error.HTTPError) as told:
+def ask_refused(url: str, question: str, **settings: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         ask(url, question, **settings)
-    return told.value.code, json.load(told.value)["error"]["message"]
+    return raised.value.code, json.load(raised.value)["error"]["message"]
 
 
 def tokens_of(model: Path, question: str) -> torch.Tensor:
@@ -64,9 +63,7 @@ def tokens_of(model: Path, question: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_answers_and_the_likeliest_first_tokens_are_those_of_transformers_however_many_ask_at_a_time(
-    model: Path, url: str
-) -> None:
+def test_concurrent_answers_equal_transformers(model: Path, url: str) -> None:
     from transformers import AutoModelForCausalLM
 
     network, tokenizer = (
@@ -110,7 +107,7 @@ def test_answers_and_the_likeliest_first_tokens_are_those_of_transformers_howeve
         ]
 
 
-def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> None:
+def test_sampled_answers_differ_and_invalid_request_is_refused(url: str) -> None:
     choices = ask(url, "a?", temperature=2.0, max_tokens=8, n=4)["choices"]
     assert len({choice["message"]["content"] for choice in choices}) == 4
     firsts = {
@@ -120,21 +117,23 @@ def test_drawn_answers_differ_and_what_cannot_be_had_is_refused(url: str) -> Non
         for _ in "abcdef"
     }
     assert len(firsts) > 1
-    assert refused(url, "a?", top_logprobs=2) == (
+    assert ask_refused(url, "a?", top_logprobs=2) == (
         400,
         "top_logprobs=2: is supported only with max_tokens=1 and without top_p",
     )
-    assert refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
-    assert refused(url, "a?", stop=["b"])[0] == 400
-    assert "temperature" in refused(url, "a?", temperature=-1)[1]
-    assert "must have at most 1023 to leave room" in refused(url, "a" * 1500)[1]
+    assert ask_refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
+    assert ask_refused(url, "a?", stop=["b"])[0] == 400
+    assert "temperature" in ask_refused(url, "a?", temperature=-1)[1]
+    assert "must have at most 1023 to leave room" in ask_refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
 
 
-def test_a_client_that_goes_before_it_is_answered_disturbs_nobody(url: str) -> None:
+def test_disconnected_clients_do_not_block_endpoint(url: str) -> None:
     place = urlsplit(url)
-    body = json.dumps({"messages": [said("user", "a?")], "max_tokens": 900, "n": 3}).encode()
+    body = json.dumps(
+        {"messages": [chat_message("user", "a?")], "max_tokens": 900, "n": 3}
+    ).encode()
     for _ in range(3):
         with socket.create_connection((str(place.hostname), int(place.port or 0))) as client:
             head = (
@@ -147,7 +146,7 @@ def test_a_client_that_goes_before_it_is_answered_disturbs_nobody(url: str) -> N
 
 
 @pytest.mark.slow
-def test_a_model_without_a_chat_template_reads_the_texts_alone(model: Path, tmp_path: Path) -> None:
+def test_model_without_chat_template_reads_plain_text(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         if file.name in ("config.json", "model.safetensors", "tokenizer.json"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -158,7 +157,7 @@ def test_a_model_without_a_chat_template_reads_the_texts_alone(model: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_judge_reads_verdicts_and_the_probability_of_yes_of_a_model_that_has_learned_to_say_them(
+def test_judge_reads_verdict_and_yes_probability(
     tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -167,7 +166,10 @@ def test_a_judge_reads_verdicts_and_the_probability_of_yes_of_a_model_that_has_l
     model = saved(
         tmp_path,
         "qwen",
-        [[said("user", asked), said("assistant", word)] for asked, word in learned.items()],
+        [
+            [chat_message("user", question), chat_message("assistant", word)]
+            for question, word in learned.items()
+        ],
         [],
     )
     requests = [ScoringRequest("2+2=", response) for response in ("4", "a")]
@@ -205,16 +207,14 @@ def test_a_judge_reads_verdicts_and_the_probability_of_yes_of_a_model_that_has_l
     assert scores[0] < 0.5 < scores[1]
 
 
-def said(role: str, content: str) -> dict[str, Any]:
+def chat_message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def test_what_cannot_be_served_is_refused_before_anything_listens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unservable_directory_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve-model", str(tmp_path)])
     signal.signal(signal.SIGTERM, before)
-    told = capsys.readouterr()
-    assert (ended.value.code, told.out) == (2, "") and str(tmp_path) in told.err
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out) == (2, "") and str(tmp_path) in captured.err

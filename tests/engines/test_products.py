@@ -1,4 +1,4 @@
-"""Products with packed weights, and that they are those of the weights that serve."""
+"""Matmuls with packed weights equal plain ones, and always use the current weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engines.test_generation import assert_same, begin
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 300])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(rows, biased):
+def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
     draw = torch.Generator().manual_seed(1)
     weight, x = torch.randn(49, 33, generator=draw), torch.randn(rows, 33, generator=draw)
     weights = {"layer.weight": weight} | (
@@ -37,7 +37,7 @@ def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(rows, biased):
         )
 
 
-def test_a_packed_bf16_product_rounds_what_float32_makes_of_the_same_numbers():
+def test_packed_bf16_matmul_equals_rounded_fp32():
     draw = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(size, 64, generator=draw).bfloat16() for size in (49, 32))
     packed = Products(exact=False, packed=True)
@@ -49,7 +49,7 @@ def test_a_packed_bf16_product_rounds_what_float32_makes_of_the_same_numbers():
 
 
 @pytest.mark.parametrize("update", ["atomic", "in_place"])
-def test_every_version_has_packed_weights_of_its_own(tmp_path, update):
+def test_weights_are_packed_again_for_each_version(tmp_path, update):
     directory, options = save_llama(tmp_path, tied=True), SamplingOptions(6)
     packed, plain = (
         make_engine(directory, update=update, packed_weights=packs) for packs in (True, False)

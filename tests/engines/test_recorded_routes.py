@@ -1,5 +1,4 @@
-"""The experts that the embedded engine tells: those of the weights that drew the token after
-each."""
+"""Recorded expert routing: each token's experts under the weights that generated the next token."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def directory(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_directory(directory, tmp_path_factory) -> Path:
-    """Other weights of the same shape."""
+    """A model of the same shape with other weights."""
     model = load_transformers(directory)
     for parameter in model.parameters():
         parameter.data = parameter.data.flip(-1).contiguous()
@@ -41,8 +40,7 @@ def other_directory(directory, tmp_path_factory) -> Path:
 
 @torch.no_grad()
 def routes_of(model: Any, tokens: Tensor) -> Tensor:
-    """What transformers' routers choose for each token but the last, in ascending order: [T-1, L,
-    K]."""
+    """Return transformers' sorted expert ids [T-1, L, K] of all tokens except the last."""
     chosen: list[Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, inputs, output: chosen.append(output[2]))
@@ -54,14 +52,15 @@ def routes_of(model: Any, tokens: Tensor) -> Tensor:
     return torch.stack(chosen, 1)[:-1].sort(-1).values
 
 
-def told(sample: Sample) -> Tensor:
+def recorded_routing(sample: Sample) -> Tensor:
     assert sample.routes is not None
     assert sample.routes.dtype == torch.uint8
     return sample.routes.long().sort(-1).values
 
 
 def small_requests(samples: int = 4) -> list[GenerationRequest]:
-    """Limits from 2 to 12 tokens, in no order, and tokens that the families' vocabulary has."""
+    """Return requests with unordered limits from 2 to 12 tokens, and token ids in the families'
+    vocabulary."""
     return [
         dataclasses.replace(
             one,
@@ -73,23 +72,22 @@ def small_requests(samples: int = 4) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_the_experts_told_are_those_that_transformers_chooses(directory, rows):
-    """With three rows samples begin beside siblings that still run, and copy what their prompt's
-    tokens took."""
+def test_recorded_routing_equals_transformers(directory, rows):
+    """With three rows, later samples of a prompt copy its routing from samples in flight."""
     model = load_transformers(directory)
     for sample in generate(make_engine(directory, batch_size=rows), small_requests(), OPTIONS):
-        assert torch.equal(told(sample), routes_of(model, sample.tokens))
+        assert torch.equal(recorded_routing(sample), routes_of(model, sample.tokens))
 
 
-def test_no_experts_are_told_unless_they_are_asked_for(directory, tmp_path):
+def test_routing_is_recorded_only_on_request(directory, tmp_path):
     silent = dataclasses.replace(OPTIONS, routes=False)
-    asked, unasked = (
+    recorded, unrecorded = (
         generate(make_engine(directory), small_requests(1), options)
         for options in (OPTIONS, silent)
     )
-    assert [sample.routes for sample in unasked] == [None] * 4
-    assert [sample.tokens.tolist() for sample in asked] == [
-        sample.tokens.tolist() for sample in unasked
+    assert [sample.routes for sample in unrecorded] == [None] * 4
+    assert [sample.tokens.tolist() for sample in recorded] == [
+        sample.tokens.tolist() for sample in unrecorded
     ]
     with pytest.raises(
         AlignerError,
@@ -103,8 +101,10 @@ def test_no_experts_are_told_unless_they_are_asked_for(directory, tmp_path):
 
 
 def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
-    """By transformers: each token's routes under the weights that drew the token after it, the
-    prompt's under the first."""
+    """Return transformers' routing of each token under the weights that generated the next token.
+
+    The prompt's routing is that of the sample's first version.
+    """
     versions = torch.cat(
         [sample.weight_versions[:1].expand(sample.prompt_length - 1), sample.weight_versions]
     )
@@ -123,14 +123,12 @@ def test_prefill_keeps_routing_of_the_generating_version(directory, other_direct
         samples |= generation.step()
     models = [load_transformers(path) for path in (directory, other_directory)]
     for sample in samples.values():
-        assert torch.equal(told(sample), expected_of_versions(models, sample))
+        assert torch.equal(recorded_routing(sample), expected_of_versions(models, sample))
     assert any(len(set(sample.weight_versions.tolist())) == 2 for sample in samples.values())
 
 
-def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_these(
-    directory, other_directory
-):
-    """The sibling's own are older: it had begun before."""
+def test_late_sample_has_prompt_routing_of_new_weights(directory, other_directory):
+    """The samples that started before the update keep the prompt routing of the old weights."""
     prompt = Prompt(0, "", torch.arange(2, 9))
     wanted = [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 12, 6))]
     engine = make_engine(directory, batch_size=2)
@@ -146,8 +144,8 @@ def test_who_joins_a_sibling_after_new_weights_has_the_prompts_routes_under_thes
         {1},
     ]
     for sample in samples.values():
-        assert torch.equal(told(sample), expected_of_versions(models, sample))
-    assert not torch.equal(told(samples[1])[:6], told(samples[2])[:6])
+        assert torch.equal(recorded_routing(sample), expected_of_versions(models, sample))
+    assert not torch.equal(recorded_routing(samples[1])[:6], recorded_routing(samples[2])[:6])
 
 
 @pytest.mark.promise("routing-of-the-generating-version")
@@ -166,10 +164,10 @@ def test_transferred_responses_keep_their_routing(directory, other_directory, ro
     samples |= zip(begun, generate(engine, rest, OPTIONS), strict=True)
     models = [load_transformers(path) for path in (directory, other_directory)]
     for sample in samples.values():
-        assert torch.equal(told(sample), expected_of_versions(models, sample))
+        assert torch.equal(recorded_routing(sample), expected_of_versions(models, sample))
 
 
-def test_a_step_that_failed_leaves_no_routes(directory):
+def test_failed_step_leaves_no_routing(directory):
     engine = make_engine(directory, batch_size=3)
     generation = engine.start(small_requests(), OPTIONS)
     samples: dict[int, Sample] = {}
@@ -189,4 +187,4 @@ def test_a_step_that_failed_leaves_no_routes(directory):
             samples |= generation.step()
     model = load_transformers(directory)
     for sample in samples.values():
-        assert torch.equal(told(sample), routes_of(model, sample.tokens))
+        assert torch.equal(recorded_routing(sample), routes_of(model, sample.tokens))

@@ -1,3 +1,5 @@
+"""Sampling from logits: distribution, truncation, support, log-probs and random streams."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,24 +12,24 @@ from aligner.errors import AlignerError
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
+def test_token_frequencies_follow_softmax_at_temperature(temperature):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(300, generator=generator) * 2  # more than two chunks, and a part of one
+    logits = torch.randn(300, generator=generator) * 2  # two whole chunks and a partial one
     count = 200_000
     numbers = torch.rand(count, generator=generator, dtype=torch.float64)
-    drawn = torch.cat(
+    tokens = torch.cat(
         [
             choose(logits.repeat(len(part), 1), SamplingOptions(1, temperature), part)[0]
             for part in numbers.split(20_000)
         ]
     )
     expected = (logits.double() / temperature).softmax(-1) * count
-    observed = torch.bincount(drawn, minlength=300).double()
+    observed = torch.bincount(tokens, minlength=300).double()
     chi_square = float(((observed - expected) ** 2 / expected).sum())
     assert chi_square < 299 + 5 * (2 * 299) ** 0.5  # mean 299, standard deviation 24.5
 
 
-def test_the_token_is_the_inverse_of_the_cumulative_distribution():
+def test_token_is_inverse_of_cumulative_distribution():
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1)) * 3
     numbers = torch.linspace(0, 1, 65, dtype=torch.float64)[:-1]
     tokens, logprobs, _ = choose(logits.clone(), SamplingOptions(1), numbers)
@@ -44,7 +46,7 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution():
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("allowed", [[0], [299], [127], [128], [5, 200], [130, 131]])
-def test_a_token_of_probability_zero_is_never_drawn(number, allowed):
+def test_token_of_probability_zero_is_never_sampled(number, allowed):
     logits = torch.full((1, 300), float("-inf"))
     logits[0, allowed] = 1.0
     token, logprob, _ = choose(
@@ -54,14 +56,14 @@ def test_a_token_of_probability_zero_is_never_drawn(number, allowed):
     assert float(logprob) == pytest.approx(-np.log(len(allowed)))
 
 
-def test_greedy_takes_the_best_token_and_its_logprob_at_the_temperature():
+def test_greedy_returns_argmax_and_logprob_at_temperature():
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2))
     token, logprob, _ = choose(logits.clone(), SamplingOptions(1, 0.5, greedy=True), None)
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logprob, (logits / 0.5).log_softmax(-1).amax(-1))
 
 
-def test_streams_are_prefixes_of_each_other_and_differ_by_every_part_of_their_name():
+def test_random_streams_are_prefixes_and_differ_by_key():
     base = uniforms(1, 2, 3, 8)
     assert np.array_equal(base[:5], uniforms(1, 2, 3, 5))
     others = [uniforms(*name, 8) for name in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
@@ -70,7 +72,7 @@ def test_streams_are_prefixes_of_each_other_and_differ_by_every_part_of_their_na
 
 
 def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """float64 [V], worked out with a sort of the whole vocabulary."""
+    """Return the sampling distribution, float64 [V], computed by sorting the whole vocabulary."""
     probabilities = (logits.double() / options.temperature).softmax(-1)
     order = sorted(range(len(logits)), key=lambda token: -float(probabilities[token]))
     order = [
@@ -97,7 +99,7 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
         SamplingOptions(1, top_k=20),
         SamplingOptions(1, temperature=1.5, top_k=1),
         SamplingOptions(1, top_p=0.8),
-        SamplingOptions(1, temperature=2.5, top_p=0.97),  # more tokens than are sorted at first
+        SamplingOptions(1, temperature=2.5, top_p=0.97),  # more tokens than the first partial sort
         SamplingOptions(1, temperature=1.7, min_p=0.05),
         SamplingOptions(1, temperature=1.7, min_p=0.02, top_p=0.9),
         SamplingOptions(1, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01),
@@ -108,21 +110,21 @@ def test_ten_thousand_samples_follow_the_exact_distribution(options):
     count, logits = 10_000, 2 * torch.randn(900, generator=torch.Generator().manual_seed(5))
     streams = [uniforms(11, prompt, sample, 1) for prompt in range(100) for sample in range(100)]
     numbers = torch.from_numpy(np.concatenate(streams))
-    drawn, logprobs, kept = choose(logits.repeat(count, 1), options, numbers)
+    tokens, logprobs, kept = choose(logits.repeat(count, 1), options, numbers)
     exact = exact_distribution(logits, options)
-    observed = torch.bincount(drawn, minlength=900).double()
+    observed = torch.bincount(tokens, minlength=900).double()
     assert float(observed[exact == 0].sum()) == 0
-    # Tokens that are expected fewer than five times are counted as one, as the test's theory asks.
+    # The chi-square test requires merging all tokens with an expected count below five.
     rare = exact * count < 5
     expected = torch.cat((exact[~rare], exact[rare].sum()[None])) * count
     found = torch.cat((observed[~rare], observed[rare].sum()[None]))
     degrees = int((expected > 0).sum()) - 1
     chi_square = float(((found - expected).square() / expected)[expected > 0].sum())
     assert chi_square <= degrees + 4 * (2 * degrees) ** 0.5
-    # Log-probs are those of all tokens at the temperature, whatever was cut off.
+    # Without renormalize, log-probs are those of the full distribution at the temperature.
     assert kept is None
     torch.testing.assert_close(
-        logprobs, (logits / options.temperature).log_softmax(-1)[drawn], atol=1e-5, rtol=0
+        logprobs, (logits / options.temperature).log_softmax(-1)[tokens], atol=1e-5, rtol=0
     )
 
 
@@ -138,41 +140,44 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize("keys", TRUNCATED.values(), ids=TRUNCATED)
-def test_what_was_drawn_among_is_told_and_log_probs_are_of_exactly_that(keys):
+def test_support_and_renormalized_logprobs_are_exact(keys):
     options = SamplingOptions(1, renormalize=True, **keys)
     rows = 2 * torch.randn(3, 900, generator=torch.Generator().manual_seed(6))
     exact = [exact_distribution(row, options) for row in rows]
     numbers = torch.linspace(0, 1, 5001, dtype=torch.float64)[:-1]
     for row, distribution in zip(rows, exact, strict=True):
-        drawn, logprobs, kept = choose(row.repeat(len(numbers), 1), options, numbers)
+        tokens, logprobs, kept = choose(row.repeat(len(numbers), 1), options, numbers)
         assert kept is not None and kept.ids.dtype == torch.int32
         inside = distribution.nonzero()[:, 0].tolist()
         assert [sorted(ids.tolist()) for ids in kept.each()] == [inside] * len(numbers)
-        torch.testing.assert_close(logprobs.double(), distribution.log()[drawn], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs.double(), distribution.log()[tokens], atol=1e-5, rtol=0)
         found = (
             torch.full((900,), -torch.inf, dtype=torch.float64)
-            .index_copy(0, drawn, logprobs.double())
+            .index_copy(0, tokens, logprobs.double())
             .exp()
         )
         if len(inside) <= 50:
             assert float(found.sum()) == pytest.approx(1, abs=1e-5), "every one of them was drawn"
-    # Rows of one call have sets of their own.
+    # Each row of a call has its own support.
     _, _, kept = choose(rows.clone(), options, numbers[:3])
     assert [sorted(ids.tolist()) for ids in kept.each()] == [
         each.nonzero()[:, 0].tolist() for each in exact
     ]
 
 
-def test_sets_are_told_only_where_tokens_are_left_out_and_change_no_draw():
+def test_renormalize_changes_no_token_and_needs_truncation():
     logits, numbers = (
         2 * torch.randn(64, 900, generator=torch.Generator().manual_seed(7)),
         torch.rand(64).double(),
     )
     may_stop = torch.arange(64) % 2 == 0
     for keys in ({}, {"min_new_tokens": 1, "stop_token_ids": (3, 5)}):
-        plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
+        plain, renormalized = (
+            SamplingOptions(1, **keys),
+            SamplingOptions(1, **keys, renormalize=True),
+        )
         expected, got = (
-            choose(logits.clone(), options, numbers, may_stop) for options in (plain, asked)
+            choose(logits.clone(), options, numbers, may_stop) for options in (plain, renormalized)
         )
         assert (
             torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
@@ -180,13 +185,17 @@ def test_sets_are_told_only_where_tokens_are_left_out_and_change_no_draw():
     greedy = SamplingOptions(1, greedy=True, top_k=5, renormalize=True)
     assert choose(logits.clone(), greedy, None)[2] is None
     for keys in TRUNCATED.values():
-        plain, asked = SamplingOptions(1, **keys), SamplingOptions(1, **keys, renormalize=True)
+        plain, renormalized = (
+            SamplingOptions(1, **keys),
+            SamplingOptions(1, **keys, renormalize=True),
+        )
         assert torch.equal(
-            choose(logits.clone(), plain, numbers)[0], choose(logits.clone(), asked, numbers)[0]
+            choose(logits.clone(), plain, numbers)[0],
+            choose(logits.clone(), renormalized, numbers)[0],
         )
 
 
-def test_a_stop_token_that_may_not_come_is_not_among_the_tokens_that_are_left():
+def test_forbidden_stop_token_is_not_in_sampling_support():
     options = SamplingOptions(2, top_k=3, renormalize=True, stop_token_ids=(0,))
     logits, numbers = (
         torch.tensor([5.0, 1.0, 0.0, -1.0, -2.0]).repeat(2, 1),
@@ -199,7 +208,7 @@ def test_a_stop_token_that_may_not_come_is_not_among_the_tokens_that_are_left():
     torch.testing.assert_close(logprob, wanted)
 
 
-def test_a_stop_token_may_be_forbidden_row_by_row():
+def test_stop_tokens_are_forbidden_per_row():
     logits = torch.tensor([5.0, 1.0, 0.0]).repeat(4, 1)
     options = SamplingOptions(2, stop_token_ids=(0,), greedy=True)
     token, logprob, _ = choose(
@@ -226,6 +235,6 @@ def test_a_stop_token_may_be_forbidden_row_by_row():
         ),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_sampling_option_is_refused(options, message):
     with pytest.raises(AlignerError, match=message):
         SamplingOptions(**options)

@@ -1,5 +1,5 @@
-"""Attention over what each row has of the cache, with a stand-in for the kernel, which torch has on
-GPUs alone."""
+"""Attention over each row's slice of the KV cache, with a fake of the kernel that torch has only on
+GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import SpeculationConfig
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_requests, save_model, shape_of
-from tests.engines.test_generation import mixed_requests, observed
+from tests.engines.test_generation import mixed_requests, record_steps
 from tests.engines.test_steps_per_sync import assert_same
 
 SIZES = {"mistral": {"sliding_window": 6}, "llama": {}}
@@ -28,7 +28,7 @@ def flash(
     query, key, value, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
 ):  # fmt: skip
-    """As FlashAttention-2's varlen function does it, but for one query a sequence."""
+    """Compute what FlashAttention-2's varlen function computes, for one query per sequence."""
     assert (max_q, dropout_p, is_causal, return_debug_mask, scale, alibi_slopes) == (
         1,
         0.0,
@@ -67,7 +67,7 @@ def kernel(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 3}, {"steps_per_sync": 4}], ids=str)
-def test_responses_are_those_of_masked_attention(
+def test_responses_equal_masked_attention(
     tmp_path: Path, kernel, family: str, settings: dict
 ) -> None:
     directory = save_model(tmp_path, family, **SIZES[family])
@@ -81,24 +81,22 @@ def test_responses_are_those_of_masked_attention(
     assert_same(samples, generate(plain, mixed_requests(3), options))
 
 
-def test_guesses_and_rows_that_wait_are_read_as_before(tmp_path: Path, kernel) -> None:
-    """Several tokens a row go through the mask, whatever lies between the rows that are in use."""
+def test_speculative_responses_equal_masked_attention(tmp_path: Path, kernel) -> None:
+    """Steps with several tokens per row use masked attention; rows in use need not be adjacent."""
     directory = save_model(tmp_path, "llama")
     options = SamplingOptions(12, greedy=True)
     guessing = {"tokens": 3, "ngram": 1, "rows": 64}
     engine = make_engine(directory, speculation=SpeculationConfig(**guessing))
-    steps = observed(engine)
+    steps = record_steps(engine)
     samples = generate(engine, make_requests(2), options)
     assert {step.width for step in steps} >= {1, 4}
     embedded_engine.can_slice = lambda *_: False
     assert_same(samples, generate(make_engine(directory), make_requests(2), options))
 
 
-def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use(
-    tmp_path: Path, kernel
-) -> None:
-    """A graph's tensors, without a graph: of five rows two are in use, and of the others only the
-    last token is written."""
+def test_graph_padding_rows_read_only_one_token(tmp_path: Path, kernel) -> None:
+    """Uses a graph's tensors without a graph. Two of five rows are in use; only the last token of
+    the others is written."""
     engine = make_engine(save_model(tmp_path, "llama"))
     machine = engine._machine
     machine.cache.resize(CacheSize(5, 16))
@@ -121,7 +119,7 @@ def test_a_recorded_step_of_more_rows_reads_one_token_of_each_that_is_not_in_use
     assert torch.equal(machine.cache.keys[:, 2:, :, :-1], before)
 
 
-def test_a_row_anywhere_in_the_cache_is_found() -> None:
+def test_spans_locate_rows_in_cache() -> None:
     rows, lengths = torch.tensor([0, 2, 5]), torch.tensor([4, 1, 8], dtype=torch.int32)
     spans = sliced_attention.spans(rows, lengths, columns=8)
     assert spans.starts.tolist()[:3] == [0, 16, 40]
@@ -139,7 +137,7 @@ def test_a_row_anywhere_in_the_cache_is_found() -> None:
         ("cuda", torch.bfloat16, 320, False),
     ],
 )
-def test_where_the_kernel_is(
+def test_can_slice_depends_on_device_dtype_and_head_size(
     tmp_path: Path, device: str, dtype: torch.dtype, head_dim: int, expected: bool
 ) -> None:
     shape: ModelShape = shape_of(save_model(tmp_path, "llama", head_dim=head_dim))

@@ -1,4 +1,4 @@
-"""Guessed tokens change how many passes a response takes, and nothing about the response."""
+"""Speculative decoding changes the number of forward passes, but not the responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.schema import SpeculationConfig
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_prompts, response, save_model
-from tests.engines.test_generation import begin, observed
+from tests.engines.test_generation import begin, record_steps
 
 GUESSES = SpeculationConfig(tokens=4, ngram=1, rows=3)
 OPTIONS = {
@@ -37,7 +37,7 @@ def directory(request, tmp_path_factory) -> Path:
 
 
 def requests() -> list[GenerationRequest]:
-    """Of unequal lengths."""
+    """Return requests with different length limits."""
     return [
         GenerationRequest(prompt, 0, limit)
         for prompt, limit in zip(make_prompts(), (40, 25, 38, 40, 31), strict=True)
@@ -46,18 +46,18 @@ def requests() -> list[GenerationRequest]:
 
 def assert_same(samples: list[Sample], others: list[Sample]) -> None:
     assert [response(sample) for sample in samples] == [response(sample) for sample in others]
-    # a cold temperature multiplies what is rounded
+    # A low temperature amplifies rounding errors.
     for sample, other in zip(samples, others, strict=True):
         torch.testing.assert_close(sample.engine_logprobs, other.engine_logprobs, atol=1e-4, rtol=0)
 
 
 def drafted(directory: Path, options: SamplingOptions, **settings) -> tuple[list[Sample], int, int]:
-    """The samples, and how many tokens were guessed and accepted."""
+    """Generate speculatively; return samples, number of draft tokens, number of accepted tokens."""
     engine = make_engine(directory, batch_size=3, speculation=GUESSES, **settings)
     return generate(engine, requests(), options), *engine.take_guesses()
 
 
-def test_what_came_after_the_same_tokens_is_guessed_again():
+def test_lookup_drafts_tokens_after_last_ngram_match():
     lookup = Lookup(2)
     assert lookup.draft([1, 2, 3], 4) == []
     assert lookup.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
@@ -68,7 +68,7 @@ def test_what_came_after_the_same_tokens_is_guessed_again():
 
 @pytest.mark.promise("speculation-changes-no-sample")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_samples_are_those_without_guesses(directory, name):
+def test_speculative_samples_equal_plain_samples(directory, name):
     options = OPTIONS[name]
     samples, guessed, accepted = drafted(directory, options)
     plain = generate(make_engine(directory, batch_size=3), requests(), options)
@@ -84,12 +84,12 @@ def test_samples_are_those_without_guesses(directory, name):
 
 
 @pytest.mark.promise("speculation-changes-no-sample")
-def test_a_loop_takes_fewer_passes(directory):
+def test_accepted_draft_tokens_save_steps(directory):
     engine, options = (
         make_engine(directory, batch_size=1, speculation=GUESSES),
         SamplingOptions(40, greedy=True),
     )
-    steps = observed(engine)
+    steps = record_steps(engine)
     samples = generate(engine, requests(), options)
     guessed, accepted = engine.take_guesses()
     assert len(steps) == sum(len(response(sample)) for sample in samples) - accepted
@@ -97,15 +97,15 @@ def test_a_loop_takes_fewer_passes(directory):
     assert engine.take_guesses() == (0, 0)
 
 
-def test_nothing_is_guessed_while_more_rows_are_under_way(directory):
+def test_no_draft_tokens_above_speculation_rows(directory):
     engine = make_engine(directory, speculation=GUESSES)
-    steps = observed(engine)
+    steps = record_steps(engine)
     generate(engine, requests(), SamplingOptions(40, greedy=True))
     assert {step.width for step in steps if len(step.tokens) // step.width > 3} == {1}
     assert {step.width for step in steps if len(step.tokens) // step.width <= 3} > {1}
 
 
-def test_with_exact_log_probs_no_bit_changes(directory):
+def test_exact_speculative_samples_equal_plain_bitwise(directory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,7 +124,7 @@ def test_with_exact_log_probs_no_bit_changes(directory):
         )
 
 
-def test_new_weights_in_between_and_handing_over_change_nothing(directory):
+def test_speculation_equals_plain_after_update_and_transfer(directory):
     options = SamplingOptions(40, greedy=True)
     found = []
     for speculation in (SpeculationConfig(), GUESSES):
@@ -145,7 +145,7 @@ def test_new_weights_in_between_and_handing_over_change_nothing(directory):
     assert_same(*found)
 
 
-def test_it_is_refused_beside_recorded_routes():
+def test_speculation_is_refused_with_routing_replay():
     from aligner.checks.engine import _drawing_problems
 
     config = compose_config(

@@ -1,5 +1,4 @@
-"""`engine.steps_per_sync`: steps that follow each other without a look at what they draw change no
-response."""
+"""`engine.steps_per_sync`: several decode steps per host synchronization change no response."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_requests, response, save_llama
-from tests.engines.test_generation import mixed_requests, observed
+from tests.engines.test_generation import mixed_requests, record_steps
 
 STOPS = tuple(range(0, 200, 9))
 WAYS = {
@@ -51,11 +50,11 @@ def assert_same(samples: list[Sample], expected: list[Sample]) -> None:
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [3, 64])
-def test_responses_are_those_of_one_step_after_another(
+def test_responses_do_not_depend_on_steps_per_sync(
     directory: Path, way: str, count: int, rows: int
 ) -> None:
-    """Of different lengths, and more of them than rows, so that some begin while others are under
-    way."""
+    """The responses have different lengths, and with three rows some start while others are in
+    flight."""
     options, requests = WAYS[way], mixed_requests(3)
     expected = generate(make_engine(directory), requests, options)
     samples = generate(
@@ -68,11 +67,11 @@ def test_responses_are_those_of_one_step_after_another(
     }
 
 
-def test_no_row_goes_beyond_the_nearest_limit(directory: Path) -> None:
-    """Three rows of 4, 7 and 12 tokens: the first comes with the prompts; then 3, 3 and 5 follow
-    each other."""
+def test_steps_per_sync_stops_at_nearest_length_limit(directory: Path) -> None:
+    """Limits of 4, 7 and 12 tokens: prefill yields the first token, then 3, 3 and 5 steps run per
+    sync."""
     engine = make_engine(directory, steps_per_sync=8)
-    steps = observed(engine)
+    steps = record_steps(engine)
     requests = [
         GenerationRequest(make_requests()[0].prompt, index, limit)
         for index, limit in enumerate((4, 7, 12))
@@ -87,8 +86,8 @@ def test_no_row_goes_beyond_the_nearest_limit(directory: Path) -> None:
     assert [len(step.tokens) for step in steps] == [0, *[3] * 3, *[2] * 3, *[1] * 5]
 
 
-def test_a_responses_turns_go_on_from_where_they_ended(directory: Path) -> None:
-    def drawn(engine: EmbeddedEngine) -> list[Sample]:
+def test_turns_do_not_depend_on_steps_per_sync(directory: Path) -> None:
+    def generate_turns(engine: EmbeddedEngine) -> list[Sample]:
         requests = [dataclasses.replace(request, turn_tokens=5) for request in make_requests()]
         generation, found = (
             engine.start(requests, SamplingOptions(12, stop_token_ids=STOPS)),
@@ -103,10 +102,13 @@ def test_a_responses_turns_go_on_from_where_they_ended(directory: Path) -> None:
                     generation.go_on(place, [5, 6])
         return [found[place] for place in range(len(requests))]
 
-    assert_same(drawn(make_engine(directory, steps_per_sync=4)), drawn(make_engine(directory)))
+    assert_same(
+        generate_turns(make_engine(directory, steps_per_sync=4)),
+        generate_turns(make_engine(directory)),
+    )
 
 
-def drawn_on_rank(directory: Path, count: int) -> list[tuple[list[int], list[float]]]:
+def generate_on_rank(directory: Path, count: int) -> list[tuple[list[int], list[float]]]:
     engine = make_engine(
         directory, tensor=2, rank=dist.get_rank(), group=dist.group.WORLD, steps_per_sync=count
     )
@@ -116,14 +118,14 @@ def drawn_on_rank(directory: Path, count: int) -> list[tuple[list[int], list[flo
     ]
 
 
-def test_tensor_parallel_ranks_agree(pool, directory: Path) -> None:
-    first, second = pool.run(drawn_on_rank, 2, directory, 4)
+def test_tensor_parallel_ranks_return_equal_samples(pool, directory: Path) -> None:
+    first, second = pool.run(generate_on_rank, 2, directory, 4)
     assert first == second
-    alone, _ = pool.run(drawn_on_rank, 2, directory, 1)
+    alone, _ = pool.run(generate_on_rank, 2, directory, 1)
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in alone]
 
 
-def test_what_is_not_finite_is_told_once_it_is_looked_at(directory: Path) -> None:
+def test_nan_logits_raise_and_discard_tokens_since_sync(directory: Path) -> None:
     engine = make_engine(directory, steps_per_sync=4)
     generation = engine.start(make_requests(), SamplingOptions(12))
     generation.step()

@@ -1,5 +1,4 @@
-"""Whole episodes with tools: what a policy says in its model's own format is carried out, and told
-to it in messages."""
+"""Episodes with tools: calls in the model's own format are executed, and answered in messages."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ SERVER = shlex.join(["env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-m", SA
 
 
 def hermes(*calls: tuple[str, dict[str, object]]) -> str:
-    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+    call_texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in call_texts)
 
 
 def llama3(call: tuple[str, dict[str, object]], *_: object) -> str:
@@ -59,7 +58,7 @@ python = pytest.param(
 def episodes(
     tmp_path: Path, template: str, turns: Sequence[str], **given: object
 ) -> tuple[list[Sample], Tokenizer, Prompt]:
-    """Two of them, of a prompt that a file has."""
+    """Run two episodes with scripted turns for a prompt that is read from a file."""
     tokenizer = chat_model("bytes", template)
     settings = EnvironmentConfig(**{"target": "tools", "max_turn_tokens": 2000, **given})  # type: ignore[arg-type]
     (tmp_path / "data.jsonl").write_text(
@@ -100,18 +99,18 @@ TOOLS = {
 
 @pytest.mark.parametrize("template", FORMS)
 @pytest.mark.parametrize("kind", ["function", "server", python])
-def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_template(
-    tmp_path, template, kind
-):
+def test_tool_call_and_result_use_chat_template_format(tmp_path, template, kind):
     given, call = TOOLS[kind]
     write: Callable[..., str] = FORMS[template][0]
     turns = [write(call), "It is 42."]
     samples, tokenizer, prompt = episodes(tmp_path, template, turns, **given)
     for sample in samples:
-        said = read(sample, tokenizer)
-        assert sample.finish_reason == "stop" and len(said) == 3, said
-        assert said[0] == turns[0] + FORMS[template][1] and said[2] == turns[1] + FORMS[template][1]
-        assert "42" in said[1]
+        texts = read(sample, tokenizer)
+        assert sample.finish_reason == "stop" and len(texts) == 3, texts
+        assert (
+            texts[0] == turns[0] + FORMS[template][1] and texts[2] == turns[1] + FORMS[template][1]
+        )
+        assert "42" in texts[1]
         assert sample.rewards is not None and float(sample.rewards.abs().sum()) == 0
         assert torch.equal(sample.tokens[: sample.prompt_length], prompt.tokens)
     if template == "qwen":
@@ -119,26 +118,24 @@ def test_a_tool_is_called_in_the_models_format_and_its_answer_is_worded_by_its_t
 
 
 @pytest.mark.parametrize("template", FORMS)
-def test_what_is_no_call_that_can_be_carried_out_is_told_to_the_model_which_goes_on(
-    tmp_path, template
-):
+def test_invalid_tool_call_is_reported_to_policy(tmp_path, template):
     write: Callable[..., str] = FORMS[template][0]
     wrong = write(("multiply", {"a": 6}))
     broken = wrong.replace('"a": 6', '"a": ')
     turns = [wrong, broken, write(("divide", {})), "I give up."]
     (sample, _), tokenizer, _ = episodes(tmp_path, template, turns, tools=[f"{SAMPLES}:multiply"])
-    said = read(sample, tokenizer)
-    assert sample.finish_reason == "stop" and len(said) == 7, said
-    told = said[1::2]
+    texts = read(sample, tokenizer)
+    assert sample.finish_reason == "stop" and len(texts) == 7, texts
+    results = texts[1::2]
     assert (
-        "missing a required argument" in told[0]
-        and "cannot be read" in told[1]
-        and "there is no tool" in told[2]
+        "missing a required argument" in results[0]
+        and "cannot be read" in results[1]
+        and "there is no tool" in results[2]
     )
 
 
 @pytest.mark.parametrize("template", ["qwen", "mistral"])
-def test_calls_of_a_turn_are_answered_in_their_order(tmp_path, template):
+def test_tool_calls_of_turn_are_answered_in_order(tmp_path, template):
     calls = [
         ("multiply", {"a": 1, "b": 1}),
         ("wait", {"seconds": 0.3}),
@@ -148,15 +145,15 @@ def test_calls_of_a_turn_are_answered_in_their_order(tmp_path, template):
     (sample, _), tokenizer, _ = episodes(
         tmp_path, template, turns, tools=[f"{SAMPLES}:multiply", f"{SAMPLES}:wait"]
     )
-    told = read(sample, tokenizer)[1]
+    result = read(sample, tokenizer)[1]
     parts = ["<tool_response>\n1\n", "waited 0.3 s", "<tool_response>\n4\n"]
     if template == "mistral":
         parts = [f'"call_id": "00001000{place}"' for place in range(3)]
     assert sample.finish_reason == "stop"
-    assert sorted(told.index(part) for part in parts) == [told.index(part) for part in parts]
+    assert sorted(result.index(part) for part in parts) == [result.index(part) for part in parts]
 
 
-def test_a_class_of_the_users_own_may_run_the_tools_and_give_rewards(tmp_path):
+def test_user_class_can_run_tools_and_give_rewards(tmp_path):
     turns = [hermes(("multiply", {"a": 6, "b": 7})), "It is 42."]
     given = {"target": f"{SAMPLES}:Rewarding", "tools": [f"{SAMPLES}:multiply"]}
     (sample, _), _, _ = episodes(tmp_path, "qwen", turns, **given)
@@ -167,12 +164,12 @@ def test_a_class_of_the_users_own_may_run_the_tools_and_give_rewards(tmp_path):
     )
 
 
-def test_a_record_may_have_tools_of_its_own_and_a_plain_text_none(tmp_path):
+def test_record_tools_override_configured_tools(tmp_path):
     tokenizer, file = chat_model("bytes", "qwen"), tmp_path / "data.jsonl"
     tools = tool_schemas(list_tools(EnvironmentConfig(target="tools", tools=["python"])))
-    asked = {"messages": [{"role": "user", "content": "?"}]}
+    record = {"messages": [{"role": "user", "content": "?"}]}
     own = [{"type": "function", "function": {"name": "own"}}]
-    file.write_text(json.dumps(asked) + "\n" + json.dumps(asked | {"tools": own}) + "\n")
+    file.write_text(json.dumps(record) + "\n" + json.dumps(record | {"tools": own}) + "\n")
     data = DataConfig(path=str(file), max_prompt_tokens=8000, shuffle=False)
     first, second = open_prompts(data, tokenizer, 0, messages=True, tools=tools).take(0, 2)
     assert first.metadata["tools"] == tools and "Runs a Python program" in first.text

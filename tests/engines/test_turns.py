@@ -1,5 +1,4 @@
-"""Responses of several turns: what is drawn hangs on the tokens before it alone, wherever keys and
-values come from."""
+"""Responses of several turns do not depend on timing or on KV cache reuse."""
 
 from __future__ import annotations
 
@@ -26,16 +25,18 @@ LIMIT, TURN = 40, 5
 STOPS = (5, 9, 20, 33, 41, 60)
 
 
-def given(turn: int, place: int) -> list[int]:
-    """What a response is told after a turn."""
+def observation_of(turn: int, place: int) -> list[int]:
+    """Return the observation tokens of a response after a turn."""
     return [(7 * place + 3 * turn + at) % 70 + 2 for at in range(1 + (place + turn) % 4)]
 
 
 def episodes(
     directory: str, rows: int, delays: int = 0, *, forgets: bool = False, exact: bool = True
 ) -> list[Sample]:
-    """Responses of three turns each; an answer comes so many of the engine's steps after it is
-    asked for, or a few more."""
+    """Generate responses of three turns each.
+
+    An observation arrives `delays`, 2 x `delays` or 3 x `delays` engine steps after the turn ends.
+    """
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(5)
     prompts = [
@@ -68,7 +69,7 @@ def episodes(
             due.remove((when, place))
             if forgets:
                 generation._table.forget()
-            generation.go_on(place, given(turns[place], place))
+            generation.go_on(place, observation_of(turns[place], place))
         step += 1
     return [done[place] for place in range(len(prompts))]
 
@@ -84,7 +85,10 @@ def test_response_alternates_generated_and_observed_tokens(directory):
         assert sample.drawn is not None
         after = sample.drawn.int().diff().nonzero()[:, 0] + 1
         parts = sample.response.tensor_split(after.tolist())
-        assert [part.tolist() for part in parts[1::2]] == [given(1, place), given(2, place)]
+        assert [part.tolist() for part in parts[1::2]] == [
+            observation_of(1, place),
+            observation_of(2, place),
+        ]
         for turn in parts[::2]:
             ended = torch.isin(turn, torch.tensor(STOPS))
             assert not ended[:-1].any() and (bool(ended[-1]) or len(turn) == TURN)
@@ -118,7 +122,7 @@ def test_exact_turns_ignore_timing_and_cache_eviction(directory, settings):
 
 
 @pytest.mark.parametrize("rows", [6, 4, 3])
-def test_nor_on_whether_rows_in_use_are_the_first_ones_as_on_gpus(directory, monkeypatch, rows):
+def test_exact_turns_do_not_depend_on_row_moves(directory, monkeypatch, rows):
     expected, moves = episodes(directory, 6), RowTable.moves
     monkeypatch.setattr(
         RowTable, "moves", lambda table, rows, **_: moves(table, rows, past_waiting=True)
@@ -129,7 +133,7 @@ def test_nor_on_whether_rows_in_use_are_the_first_ones_as_on_gpus(directory, mon
         )
 
 
-def test_the_row_of_a_response_that_will_not_go_on_is_free_at_once(directory):
+def test_row_of_finished_response_is_freed(directory):
     engine = EmbeddedEngine(
         directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=2), 0, seed=2
     )
@@ -147,7 +151,7 @@ def test_the_row_of_a_response_that_will_not_go_on_is_free_at_once(directory):
     assert 0 in generation._table and 2 in generation._table
 
 
-def test_a_row_that_is_kept_reads_only_what_is_new(directory, monkeypatch):
+def test_resident_rows_are_not_prefilled_again(directory, monkeypatch):
     engines = []
     start = EmbeddedGeneration._plan
 
@@ -160,8 +164,8 @@ def test_a_row_that_is_kept_reads_only_what_is_new(directory, monkeypatch):
     assert sum(engines) == sum(LENGTHS)
 
 
-def off(directory: str, exact: bool) -> float:
-    """How far the engine's log-probs of turns are from the trainer's."""
+def largest_logprob_error(directory: str, exact: bool) -> float:
+    """Return the largest difference between the engine's and the trainer's log-probs of turns."""
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 200}, exact=exact)
     batch = collate(episodes(directory, 6, delays=2, exact=exact), pad_token_id=0)
     actor.temperature = 0.8
@@ -173,10 +177,10 @@ def off(directory: str, exact: bool) -> float:
 @pytest.mark.promise("episode-tokens-and-logprobs")
 @pytest.mark.parametrize(("exact", "bound"), [(True, 0.0), (False, 1e-5)])
 def test_trainer_logprobs_match_every_generated_token(pool, directory, exact, bound):
-    assert pool.run(off, 1, directory, exact)[0] <= bound
+    assert pool.run(largest_logprob_error, 1, directory, exact)[0] <= bound
 
 
-def test_new_weights_are_not_read_over_old_keys(directory):
+def test_weight_update_evicts_kv_cache_between_turns(directory):
     samples = {}
     for updates in (False, True):
         torch.set_num_threads(1)
@@ -191,14 +195,14 @@ def test_new_weights_are_not_read_over_old_keys(directory):
         if updates:
             load_directory(engine, Path(directory))
             assert 0 not in generation._table
-        generation.go_on(0, given(0, 0))
+        generation.go_on(0, observation_of(0, 0))
         while not (complete := generation.step()):
             pass
         samples[updates] = complete[0][1]
     assert torch.equal(samples[False].engine_logprobs, samples[True].engine_logprobs)
 
 
-def test_a_turn_without_room_is_refused(directory):
+def test_turn_without_room_is_refused(directory):
     engine = EmbeddedEngine(
         directory_shape(Path(directory), "model.path"), EngineConfig(), 0, seed=2
     )
@@ -220,9 +224,9 @@ def test_a_turn_without_room_is_refused(directory):
 
 
 @pytest.mark.parametrize("turns", [0, 1], ids=["before any answer", "in the second turn"])
-def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, turns):
-    """Also where its marks say that every token was drawn, as those of plain samples do beside
-    episodes' between ranks."""
+def test_transferred_turn_continues_unchanged(directory, turns):
+    """Also if the marks of a plain sample say that every token was generated, as after a transfer
+    between ranks together with episodes."""
     torch.set_num_threads(1)
     ends = []
     for hands_over in (False, True):
@@ -235,7 +239,7 @@ def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, tur
         for turn in range(turns):
             while not generation.step():
                 pass
-            generation.go_on(0, given(turn, 0))
+            generation.go_on(0, observation_of(turn, 0))
         for _ in range(2):
             assert not generation.step()
         if hands_over:
@@ -256,9 +260,11 @@ def test_a_response_goes_on_elsewhere_from_the_tokens_that_it_has(directory, tur
     assert one.drawn_count == other.drawn_count == (turns + 1) * TURN
 
 
-def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
-    """A turn, and two turns behind it after the same tokens or others; one goes on from it, or both
-    are read anew."""
+def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
+    """Generate a turn and two branches after it, in the order that starts with `first`.
+
+    If `goes_on`, the first branch continues the turn's row; otherwise both branches are prefilled.
+    """
     torch.set_num_threads(1)
     engine = EmbeddedEngine(
         directory_shape(Path(directory), "model.path"),
@@ -297,7 +303,8 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     again = add([*read, 1], asked_before=1)
     while not generation.done:
         behind.update((3, sample) for at, sample in generation.step() if at == again)
-    # One token more than the cache was made for: it holds a prompt of one token and LIMIT - 1 tokens.
+    # One token more than the capacity of the cache, which is a prompt of one token and LIMIT - 1
+    # tokens.
     refused = (
         "a new branch of the episode needs KV cache for 41 tokens, but the cache has room for 40"
     )
@@ -308,15 +315,15 @@ def branched(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     return behind
 
 
-def test_a_branch_is_drawn_as_what_it_reads_says_whether_it_goes_on_or_is_read_anew(directory):
-    expected = branched(directory, goes_on=True, first=1)
+def test_branch_does_not_depend_on_kv_cache_reuse(directory):
+    expected = generate_branches(directory, goes_on=True, first=1)
     for goes_on, first in ((True, 2), (False, 1), (False, 2)):
-        found = branched(directory, goes_on=goes_on, first=first)
+        found = generate_branches(directory, goes_on=goes_on, first=first)
         for which, sample in expected.items():
             assert torch.equal(sample.tokens, found[which].tokens)
             turn = sample.turns()[-1]
             assert torch.equal(
                 sample.engine_logprobs[-len(turn) :], found[which].engine_logprobs[-len(turn) :]
             )
-    # Asked for once more, something else is drawn.
+    # A repeated request uses other random numbers.
     assert not torch.equal(expected[1].tokens, expected[3].tokens)

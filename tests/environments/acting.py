@@ -1,5 +1,5 @@
-"""Environments that tests have, and a process that holds a pool: `python -m
-tests.environments.acting DIRECTORY STEPS`."""
+"""Environments for tests, and a process that runs a pool: `python -m tests.environments.acting
+DIRECTORY STEPS`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aligner.schema.environment import EnvironmentConfig
 
 
 class Told:
-    """Does what its actions say; `log` gets a line for whatever is asked of any of them."""
+    """An environment that executes its actions, and appends a line to `log` for each call."""
 
     def __init__(self, log: str) -> None:
         self.log, self.name, self.draws = Path(log), "", random.Random()
@@ -66,7 +66,7 @@ class Told:
             while True:
                 pass
         elif kind == "hold":
-            re.match(r"(a+)+$", "a" * 60 + "b")  # for ages, and no other thread runs
+            re.match(r"(a+)+$", "a" * 60 + "b")  # runs for ages and holds the GIL
         elif kind == "die":
             os._exit(3)
         elif kind == "exit":
@@ -85,7 +85,7 @@ class Told:
 
 
 class Plain(Told):
-    """As Told, with methods that are no coroutines."""
+    """Like Told, with a `step` that is not a coroutine."""
 
     def step(self, action: str) -> Any:  # type: ignore[override]
         return action, 0.0, False
@@ -114,7 +114,7 @@ def pool_of(
 
 
 def hold_a_pool(directory: Path, steps: int) -> None:
-    """Three episodes with so many steps each; prints what they were answered, and stays."""
+    """Run three episodes with this number of steps, print their outcomes, and hold the pool."""
     pool = pool_of(directory / "log", workers=2, journal=EpisodeJournal(directory / "journal"))
     pool.start()
     names = ["a", "b", "c"]
@@ -134,6 +134,6 @@ def hold_a_pool(directory: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.environments import acting  # by the name that its workers know it by
+    from tests.environments import acting  # under the name that the workers import
 
     acting.hold_a_pool(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,3 +1,5 @@
+"""Fixtures for environment pools, and the log of calls that the test environments write."""
+
 from __future__ import annotations
 
 import os
@@ -16,7 +18,7 @@ from tests.environments.acting import pool_of
 
 
 class Log:
-    """What environments were asked, as they noted it."""
+    """The calls that the test environments have logged."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -28,12 +30,14 @@ class Log:
             else []
         )
 
-    def asked(self, name: str) -> list[str]:
+    def calls(self, name: str) -> list[str]:
         return [what for episode, _, what in self.lines() if episode == name]
 
     def pids(self, name: str = "") -> list[int]:
-        """Of the processes that an episode was in, in order; of all of them and all that they
-        started without a name."""
+        """Return the process ids of an episode's workers in order.
+
+        Without a name: of all workers and of the processes that they have started.
+        """
         found = [int(pid) for episode, pid, _ in self.lines() if name in ("", episode)]
         children = [
             int(what.split()[1])
@@ -44,7 +48,7 @@ class Log:
 
     def wait_for(self, name: str, what: str) -> None:
         end = time.monotonic() + 20
-        while what not in self.asked(name):
+        while what not in self.calls(name):
             assert time.monotonic() < end, self.lines()
             time.sleep(0.01)
 
@@ -60,7 +64,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 
 @pytest.fixture
 def make(log: Log) -> Iterator[Callable[..., EnvironmentPool]]:
-    """Pools that run, and are closed at the end."""
+    """A function that starts pools; they are closed after the test."""
     pools = []
 
     def made(**settings: Any) -> EnvironmentPool:
@@ -73,8 +77,8 @@ def make(log: Log) -> Iterator[Callable[..., EnvironmentPool]]:
         pool.close()
 
 
-def ended(pids: list[int], within_s: float = 15.0) -> bool:
-    """Whether processes are gone, or but for being reaped, within some time."""
+def have_exited(pids: list[int], within_s: float = 15.0) -> bool:
+    """Whether all processes exit within a time limit; zombies count as exited."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if not any(map(_lives, pids)):

@@ -1,5 +1,4 @@
-"""What goes wrong in an environment is that episode's alone; whatever else is going on goes on as
-if nothing had been."""
+"""The environment pool: a failure affects only its own episode, and workers are replaced."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from aligner.environments.episode_environment import EpisodeLost, Outcome
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema.environment import EnvironmentConfig
 from tests.environments.acting import pool_of
-from tests.environments.conftest import ended
+from tests.environments.conftest import have_exited
 from tests.rounds import bounds_seconds, typical
 
 
-def opened(pool, *names, **task):
+def open_episodes(pool, *names, **task):
     for answer in [
         pool.reset(name, {"name": name, **task}, seed) for seed, name in enumerate(names)
     ]:
@@ -28,42 +27,42 @@ def opened(pool, *names, **task):
 
 
 @bounds_seconds
-def test_environments_that_wait_do_so_at_the_same_time(make):
+def test_steps_of_environments_run_concurrently(make):
     pool = make(workers=2, episodes_per_worker=32)
     names = [f"e{number}" for number in range(64)]
-    opened(pool, *names)
+    open_episodes(pool, *names)
     start = time.monotonic()
     answers = [answer.result() for answer in [pool.step(name, "sleep 0.2") for name in names]]
-    assert time.monotonic() - start < 3.2  # a quarter of one after the other
+    assert time.monotonic() - start < 3.2  # a quarter of the sequential time
     assert len({answer.observation for answer in answers}) == 64 and not any(
         answer.done for answer in answers
     )
 
 
-def test_when_environments_were_asked_and_waited_for_is_told(make):
-    pool, told = make(episodes_per_worker=2), []
+def test_pool_reports_call_and_wait_times(make):
+    pool, spans = make(episodes_per_worker=2), []
     assert pool.take_waits() is None
-    pool.listener = lambda name, start, end: told.append(
+    pool.listener = lambda name, start, end: spans.append(
         (name, threading.current_thread().name, end - start)
     )
-    opened(pool, "a", "b")
+    open_episodes(pool, "a", "b")
     pool.take_waits()
-    told.clear()
+    spans.clear()
     answers = [pool.step(name, "sleep 0.3") for name in "ab"]
     pool.wait(answers)
     assert wait(answers).not_done == set()
     for name in "ab":
         pool.finish(name)
-    opened(pool, "c", "d")
-    (first, of_wait, waited), (second, of_pool, asked), *_ = sorted(
-        told, key=lambda span: span[0] != "wait"
+    open_episodes(pool, "c", "d")
+    (first, of_wait, wait_s), (second, of_pool, call_s), *_ = sorted(
+        spans, key=lambda span: span[0] != "wait"
     )
     assert (first, second) == ("wait", "environments") and of_wait != of_pool == "environments"
-    assert waited > 0.2 and asked > 0.2
-    assert 0.3 <= pool.take_waits() < 5  # two episodes have begun since, and two have waited
+    assert wait_s > 0.2 and call_s > 0.2
+    assert 0.3 <= pool.take_waits() < 5  # the mean of two new episodes
 
 
-def test_an_answer_has_observation_reward_and_end(make, log):
+def test_outcome_has_observation_reward_and_done(make, log):
     pool = make()
     messages = '[{"role": "tool", "content": "größer \U0001f600"}, {"role": "user", "content": ""}]'
     assert pool.reset("a", {"name": "a", "first": messages}, 1).result() == Outcome(
@@ -77,9 +76,9 @@ def test_an_answer_has_observation_reward_and_end(make, log):
     assert pool.reset("b", {"name": "b", "first": "[]"}, 1).result() == Outcome([])
 
 
-def test_workers_import_no_torch_and_what_they_print_is_no_answer(make):
+def test_workers_import_no_torch_and_ignore_prints(make):
     pool = make()
-    opened(pool, "a")
+    open_episodes(pool, "a")
     assert pool.step("a", "print").result().observation.startswith("print: ")
     assert (
         pool.step("a", "answer (str('torch' in sys.modules), 0, False)").result().observation
@@ -87,38 +86,38 @@ def test_workers_import_no_torch_and_what_they_print_is_no_answer(make):
     )
 
 
-def test_a_new_episode_waits_in_turn_for_a_place_and_open_ones_go_on(make, log):
+def test_new_episodes_wait_for_a_free_slot_in_order(make, log):
     pool = make(episodes_per_worker=2)
-    opened(pool, "a", "b")
+    open_episodes(pool, "a", "b")
     third, fourth, fifth = (pool.reset(name, {"name": name}, 0) for name in "cde")
     for _ in range(3):
         assert pool.step("a", "say").result() and pool.step("b", "say").result()
     assert not third.done()
     pool.finish("a")
     assert third.result() and not fourth.done()
-    pool.finish("d")  # before it had a place
+    pool.finish("d")  # before it got a slot
     assert fourth.cancelled()
-    assert pool.step("b", "done").result().done  # as good as finished
+    assert pool.step("b", "done").result().done  # an episode that is done frees its slot
     assert fifth.result()
     log.wait_for("b", "close")
-    assert log.asked("a") == ["reset", "say", "say", "say", "close"] and log.asked("d") == []
+    assert log.calls("a") == ["reset", "say", "say", "say", "close"] and log.calls("d") == []
 
 
-def test_what_cannot_be_asked_is_told_at_once(make):
+def test_invalid_pool_calls_raise_immediately(make):
     pool = make()
     with pytest.raises(AlignerError, match="episode a is unknown; reset it before a step"):
         pool.step("a", "say")
-    opened(pool, "a", "b")
+    open_episodes(pool, "a", "b")
     with pytest.raises(AlignerError, match="episode a is already open"):
         pool.reset("a", {}, 0)
     with pytest.raises(AlignerError, match=r"episode c: its task must be JSON: .*set"):
         pool.reset("c", {"name": {1}}, 0)
-    under_way = pool.step("a", "sleep 0.2")
+    pending = pool.step("a", "sleep 0.2")
     with pytest.raises(
         AlignerError, match="episode a is still waiting for the answer to its previous step"
     ):
         pool.step("a", "say")
-    under_way.result()
+    pending.result()
     pool.step("a", "done").result()
     with pytest.raises(AlignerError, match="episode a is done and accepts no more steps"):
         pool.step("a", "say")
@@ -131,11 +130,11 @@ def test_what_cannot_be_asked_is_told_at_once(make):
     pool.finish("a")
     with pytest.raises(AlignerError, match="episode a is unknown or already finished"):
         pool.finish("a")
-    opened(pool, "a")
+    open_episodes(pool, "a")
 
 
 @pytest.mark.parametrize(
-    ("action", "told"),
+    ("action", "message"),
     [
         ("raise", "step raised ValueError: nobody is in"),
         ("exit", "step raised SystemExit: enough"),
@@ -178,13 +177,13 @@ def test_what_cannot_be_asked_is_told_at_once(make):
         ("answer ('', 1, 0)", "step returned done=0; must be True or False"),
     ],
 )
-def test_what_is_no_answer_loses_the_episode_and_tells_why(shared, action, told):
+def test_failed_step_loses_episode_with_reason(shared, action, message):
     name = f"episode of {action[:30]}"
-    opened(shared, name)
+    open_episodes(shared, name)
     shared.step(name, "say").result()
     with pytest.raises(EpisodeLost) as caught:
         shared.step(name, action).result()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith(f"episode {name}: step 2 failed: ")
     assert str(caught.value).endswith("; gave up after 0 retries")
     shared.finish(name)
@@ -198,19 +197,19 @@ def shared(tmp_path_factory):
     pool.close()
 
 
-def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(make):
+def test_plain_step_and_invalid_reset_are_reported(make):
     pool = make(kind="Plain")
     with pytest.raises(
         EpisodeLost, match=r"episode a: reset failed: reset returned the observation 1; "
     ):
-        opened(pool, "a", first="1")
-    opened(pool, "b")
+        open_episodes(pool, "a", first="1")
+    open_episodes(pool, "b")
     with pytest.raises(EpisodeLost, match=r"define it as `async def step`"):
         pool.step("b", "say").result()
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "told"),
+    ("target", "arguments", "message"),
     [
         ("tests.environments.nowhere:Told", {}, "No module named 'tests.environments.nowhere'"),
         ("tests.environments.acting:Nobody", {}, "has no attribute 'Nobody'"),
@@ -228,16 +227,16 @@ def test_a_method_that_is_no_coroutine_and_a_first_answer_that_is_none_are_told(
         ("Told", {}, "No module named 'Told'"),
     ],
 )
-def test_a_class_that_is_not_there_or_does_not_fit_is_refused_at_the_start(target, arguments, told):
+def test_missing_or_unfit_class_is_refused_at_start(target, arguments, message):
     pool = EnvironmentPool(target, arguments, EnvironmentConfig(workers=2, deadline_s=1, retries=0))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         pool.start()
     pool.close()
 
 
-def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
+def test_late_step_loses_episode_but_not_worker(make, log):
     pool = make(deadline_s=0.6)
-    opened(pool, "late", "other")
+    open_episodes(pool, "late", "other")
     start = time.monotonic()
     with pytest.raises(
         EpisodeLost, match=r"episode late: step 1 failed: timed out after 0.6 s; gave up"
@@ -247,8 +246,8 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
     pool.step("other", "say").result()
     assert (
         len(log.pids()) == 1
-        and log.asked("other") == ["reset", "say"]
-        and log.asked("late")[-1] == "close"
+        and log.calls("other") == ["reset", "say"]
+        and log.calls("late")[-1] == "close"
     )
 
 
@@ -256,11 +255,11 @@ def test_one_that_waits_too_long_is_lost_and_its_process_stays(make, log):
 @pytest.mark.parametrize(
     "how", typical(["hang", "hold", "task hang", "deaf", "die", "task die"], ("hang", "die"))
 )
-def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, how):
+def test_other_episodes_survive_loss_of_their_worker(make, log, how):
     pool = make(deadline_s=1.0)
-    opened(pool, "guilty", "busy", "idle")
+    open_episodes(pool, "guilty", "busy", "idle")
     before = pool.step("idle", "say").result()
-    busy = pool.step("busy", "sleep 0.7")  # sent before, so that it would be late before
+    busy = pool.step("busy", "sleep 0.7")  # sent earlier, so its deadline ends earlier
     time.sleep(0.1)
     with pytest.raises(
         EpisodeLost,
@@ -271,45 +270,45 @@ def test_a_process_that_is_lost_through_one_costs_the_others_nothing(make, log, 
     after = pool.step("idle", "say").result()
     assert before.observation.startswith("say: ") and before != after
     assert (
-        log.asked("idle") == ["reset", "say", "reset", "say", "say"] and len(log.pids("idle")) == 2
+        log.calls("idle") == ["reset", "say", "reset", "say", "say"] and len(log.pids("idle")) == 2
     )
-    assert log.asked("guilty")[:2] == ["reset", how]
-    assert ended(log.pids("idle")[:1])
+    assert log.calls("guilty")[:2] == ["reset", how]
+    assert have_exited(log.pids("idle")[:1])
 
 
-def test_a_process_that_is_killed_from_outside_is_replaced_when_it_is_needed(make, log):
+def test_killed_worker_is_replaced_when_needed(make, log):
     pool = make(retries=1)
-    opened(pool, "a", "b")
-    drawn = pool.step("a", "say").result()
+    open_episodes(pool, "a", "b")
+    first_outcome = pool.step("a", "say").result()
     os.kill(log.pids()[0], signal.SIGKILL)
-    assert ended(log.pids()[:1])
-    assert pool.step("a", "say").result() != drawn
-    assert log.asked("a") == ["reset", "say", "reset", "say", "say"] and log.asked("b") == ["reset"]
-    under_way = pool.step("a", "sleep 0.5")
+    assert have_exited(log.pids()[:1])
+    assert pool.step("a", "say").result() != first_outcome
+    assert log.calls("a") == ["reset", "say", "reset", "say", "say"] and log.calls("b") == ["reset"]
+    pending = pool.step("a", "sleep 0.5")
     log.wait_for("a", "sleep 0.5")
     os.kill(log.pids("a")[1], signal.SIGKILL)
-    assert under_way.result().observation.startswith("sleep 0.5: ") and len(log.pids("a")) == 3
+    assert pending.result().observation.startswith("sleep 0.5: ") and len(log.pids("a")) == 3
 
 
-def test_what_fails_once_goes_on_as_if_it_had_not(make, log, tmp_path):
+def test_retried_step_equals_undisturbed_step(make, log, tmp_path):
     pool = make(retries=2, deadline_s=0.8)
-    opened(pool, "a")
-    told = [pool.step("a", "say").result()]
+    open_episodes(pool, "a")
+    outcomes = [pool.step("a", "say").result()]
     for kind in ("raise", "sleep 60"):
-        told.append(pool.step("a", f"once {tmp_path / kind[:5]} {kind}").result())
+        outcomes.append(pool.step("a", f"once {tmp_path / kind[:5]} {kind}").result())
     with pytest.raises(EpisodeLost, match=r"episode a: step 4 failed: .*gave up after 2 retries"):
         pool.step("a", "raise").result()
     for marker in ("raise", "sleep"):
         (tmp_path / marker).touch()
-    opened(pool, "again")
+    open_episodes(pool, "again")
     actions = ["say", f"once {tmp_path / 'raise'} raise", f"once {tmp_path / 'sleep'} sleep 60"]
-    assert [pool.step("again", action).result() for action in actions] == told
+    assert [pool.step("again", action).result() for action in actions] == outcomes
 
 
 @pytest.mark.parametrize("first", ["str(os.getpid())", "'same'"])
-def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(make, log, first):
+def test_episode_with_different_replay_is_lost(make, log, first):
     pool = make(retries=5)
-    opened(pool, "a", first=first)
+    open_episodes(pool, "a", first=first)
     pool.step("a", "answer (str(os.getpid()), 0, False)").result()
     os.kill(log.pids()[0], signal.SIGKILL)
     call = "reset" if "pid" in first else "step 1"
@@ -318,24 +317,24 @@ def test_an_environment_that_answers_differently_when_it_is_replayed_is_lost(mak
         match=rf"episode a: {call} returned a different answer on replay: ",
     ):
         pool.step("a", "say").result()
-    opened(pool, "b")
+    open_episodes(pool, "b")
 
 
-def test_finishing_in_the_middle_of_a_call_closes_the_environment(make, log):
+def test_finish_during_a_step_closes_the_environment(make, log):
     pool = make(episodes_per_worker=1)
-    opened(pool, "a")
-    under_way = pool.step("a", "sleep 60")
+    open_episodes(pool, "a")
+    pending = pool.step("a", "sleep 60")
     log.wait_for("a", "sleep 60")
     pool.finish("a")
-    assert under_way.cancelled()
-    opened(pool, "a")
-    assert log.asked("a") == ["reset", "sleep 60", "close", "reset"] and len(log.pids()) == 1
+    assert pending.cancelled()
+    open_episodes(pool, "a")
+    assert log.calls("a") == ["reset", "sleep 60", "close", "reset"] and len(log.pids()) == 1
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
+def test_closed_pool_leaves_no_processes(make, log):
     pool = make(workers=3, deadline_s=60)
-    opened(pool, "a", "b", "c", "d")
+    open_episodes(pool, "a", "b", "c", "d")
     pool.step("a", "child").result()
     hanging = [pool.step("b", "hang"), pool.step("c", "thread 60")]
     log.wait_for("b", "hang")
@@ -343,8 +342,8 @@ def test_nothing_is_left_of_a_pool_that_was_closed(make, log):
     assert len(log.pids()) == 4
     pool.close()
     wait(hanging)
-    assert ended(log.pids(), 0.5)
-    assert "close" in log.asked("a") and "close" in log.asked("d")
+    assert have_exited(log.pids(), 0.5)
+    assert "close" in log.calls("a") and "close" in log.calls("d")
     with pytest.raises(CancelledError):
         hanging[0].result()
     with pytest.raises(

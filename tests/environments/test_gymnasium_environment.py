@@ -1,3 +1,5 @@
+"""Gymnasium environments as episodes: actions, observations, seeds and set-up errors."""
+
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +24,7 @@ WAY = ("down", "DOWN", "I think that\nright\n", "2", "down", "right")
 
 
 class Echo(gymnasium.Env[str, str]):
-    """Says what it was told; ended by `end`, truncated after three."""
+    """Returns the action as observation; terminated by `end`, truncated after three steps."""
 
     def __init__(self) -> None:
         self.action_space = gymnasium.spaces.Text(8, charset="abcdenxy ")
@@ -49,7 +51,9 @@ def parsed(text: str) -> str:
     return text.partition("!")[0]
 
 
-def played(environment: GymnasiumEnvironment, *said: str, seed: int = 1, **task: Any) -> list[Any]:
+def play_episode(
+    environment: GymnasiumEnvironment, *said: str, seed: int = 1, **task: Any
+) -> list[Any]:
     async def play() -> list[Any]:
         answers = [await environment.reset(task, seed)]
         for action in said:
@@ -60,8 +64,8 @@ def played(environment: GymnasiumEnvironment, *said: str, seed: int = 1, **task:
     return asyncio.run(play())
 
 
-def test_names_and_numbers_act_and_what_is_rendered_is_said() -> None:
-    first, *answers = played(GymnasiumEnvironment(**LAKE), *WAY)
+def test_actions_are_accepted_by_name_or_index() -> None:
+    first, *answers = play_episode(GymnasiumEnvironment(**LAKE), *WAY)
     assert first == "\nSFFF\nFHFH\nFFFH\nHFFG\n"
     assert [reward for _, reward, _ in answers] == [0, 0, 0, 0, 0, 1]
     assert [done for _, _, done in answers] == [False] * 5 + [True]
@@ -71,33 +75,39 @@ def test_names_and_numbers_act_and_what_is_rendered_is_said() -> None:
 @pytest.mark.parametrize(
     "said", ["", "jump", "4", "-1", "٣", "²", "9" * 5000, "down right", "left\x00"]
 )
-def test_a_bad_action_is_told_and_leaves_the_environment_as_it_was(said: str) -> None:
-    answers = played(GymnasiumEnvironment(**LAKE), said, *WAY)
+def test_invalid_action_changes_nothing(said: str) -> None:
+    answers = play_episode(GymnasiumEnvironment(**LAKE), said, *WAY)
     text, reward, done = answers[1]
     assert "is no action; actions are left, down, right, up" in text and len(text) < 200
     assert (reward, done) == (-0.5, False)
     assert answers[-1][1:] == (1.0, True)
 
 
-def test_a_text_space_takes_the_text_and_a_truncated_episode_is_over() -> None:
+def test_truncation_ends_episode_with_text_actions() -> None:
     environment = GymnasiumEnvironment(id="tests/Echo-v0", wording="<{observation}>")
-    first, *answers = played(environment, "ab", " b\n", "Q", "c", options={"first": "start"})
+    first, *answers = play_episode(environment, "ab", " b\n", "Q", "c", options={"first": "start"})
     assert first.startswith("<start ")
     assert answers[:2] == [("<ab>", 2.0, False), ("<b>", 1.0, False)]
     assert "'Q' is no action; actions are Text(" in answers[2][0] and answers[2][1:] == (0.0, False)
     assert answers[3] == ("<c>", 1.0, True)
-    assert played(GymnasiumEnvironment(id="tests/Echo-v0"), "end")[1] == ("\nend\n", 3.0, True)
+    assert play_episode(GymnasiumEnvironment(id="tests/Echo-v0"), "end")[1] == (
+        "\nend\n",
+        3.0,
+        True,
+    )
 
 
-def test_a_parser_of_ones_own_makes_the_actions() -> None:
+def test_custom_parser_makes_or_refuses_actions() -> None:
     environment = GymnasiumEnvironment(id="tests/Echo-v0", parser=f"{__name__}:parsed")
-    _, refused, taken = played(environment, "end", "end! I said")
+    _, refused, taken = play_episode(environment, "end", "end! I said")
     assert refused == ("\nput an exclamation mark behind it\n", 0.0, False)
     assert taken[2]
 
 
-def test_the_episodes_seed_is_the_environments() -> None:
-    firsts = [played(GymnasiumEnvironment(id="tests/Echo-v0"), seed=seed)[0] for seed in (1, 2, 1)]
+def test_environment_is_reset_with_episode_seed() -> None:
+    firsts = [
+        play_episode(GymnasiumEnvironment(id="tests/Echo-v0"), seed=seed)[0] for seed in (1, 2, 1)
+    ]
     assert firsts[0] == firsts[2] != firsts[1]
 
 
@@ -110,12 +120,12 @@ def test_the_episodes_seed_is_the_environments() -> None:
         (LAKE | {"actions": ["left", "right"]}, r"must name each action of Discrete\(4\)"),
     ],
 )
-def test_what_cannot_be_acted_in_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unusable_gymnasium_environment_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GymnasiumEnvironment(**arguments)
 
 
-def test_it_runs_in_the_pools_processes() -> None:
+def test_gymnasium_environment_runs_in_pool_workers() -> None:
     target = "aligner.environments.gymnasium_environment:GymnasiumEnvironment"
     pool = EnvironmentPool(target, LAKE, EnvironmentConfig(retries=0))
     with contextlib.closing(pool):

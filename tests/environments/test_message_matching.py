@@ -1,4 +1,4 @@
-"""What a client sends back is what was said to it, or not, by the rules that are given."""
+"""Messages that a client sends back match the original ones according to the configured rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(content: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
         (text(" yes\n\nno"), text("yes no "), "whitespace"),
     ],
 )
-def test_a_rewritten_message_is_the_same_by_its_rule_alone(said, sent, rule):
+def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
     assert compared(said, [rule]) == compared(sent, [rule])
     others = [each for each in MATCHING if each != rule]
     assert compared(said, others) != compared(sent, others)
@@ -52,7 +52,7 @@ def test_a_rewritten_message_is_the_same_by_its_rule_alone(said, sent, rule):
         (call("{}"), {**call("{}"), "content": "", "function_call": None}),
     ],
 )
-def test_what_clients_add_of_themselves_changes_nothing(said, sent):
+def test_client_fields_do_not_affect_matching(said, sent):
     assert compared(said, []) == compared(sent, [])
 
 
@@ -70,11 +70,11 @@ def test_what_clients_add_of_themselves_changes_nothing(said, sent):
         ),
     ],
 )
-def test_other_messages_are_others_by_all_rules(said, sent):
+def test_different_messages_do_not_match(said, sent):
     assert compared(said, MATCHING) != compared(sent, MATCHING)
 
 
-def test_templates_get_texts_and_objects():
+def test_template_messages_have_parsed_arguments():
     sent = [
         text([{"type": "text", "text": "yes"}], role="user", name=None),
         call('{"at": 1}'),
@@ -97,6 +97,6 @@ def test_templates_get_texts_and_objects():
         {"role": "assistant", "tool_calls": ["look"]},
     ],
 )
-def test_what_is_no_message_of_text_is_refused(message):
+def test_malformed_or_non_text_message_is_refused(message):
     with pytest.raises(Refused, match=r"messages\.0"):
         template_messages([message])

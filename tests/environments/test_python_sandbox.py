@@ -1,4 +1,4 @@
-"""The sandbox of the tool `python` against programs that want out of it."""
+"""The sandbox of the tool `python` with programs that try to escape from it or to exhaust it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
 
 @pytest.fixture
 def secret() -> Iterator[Path]:
-    """A file as those in ~/.ssh are, outside of directories for temporary files."""
+    """A file like those in ~/.ssh, outside of directories for temporary files."""
     with tempfile.TemporaryDirectory(dir=Path.home()) as directory:
         file = Path(directory) / "id_ed25519"
         file.write_text("the key")
@@ -51,9 +51,8 @@ def secret() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def marked() -> Iterator[str]:
-    """A text that a program's processes have on their command lines; none has it any more at the
-    end."""
+def process_mark() -> Iterator[str]:
+    """Yield a text for the command lines of processes, and assert that these processes have exited."""
     mark = f"mark-{os.urandom(8).hex()}"
     yield mark
     end = time.monotonic() + 5
@@ -66,15 +65,15 @@ def marked() -> Iterator[str]:
         time.sleep(0.05)
 
 
-def test_what_a_program_prints_is_told_errors_too():
+def test_program_output_and_traceback_are_returned():
     assert run("print(6 * 7)") == "42" and run("x = 1") == "[nothing was printed]"
     assert run("import sys; print('a'); sys.exit(3)") == "a\n[exit code 3]"
-    told = run("def f():\n    return 1 / 0\nprint('é')\nf()")
+    output = run("def f():\n    return 1 / 0\nprint('é')\nf()")
     assert (
-        told.startswith("é\nTraceback")
-        and 'File "program.py", line 2, in f\n    return 1 / 0' in told
+        output.startswith("é\nTraceback")
+        and 'File "program.py", line 2, in f\n    return 1 / 0' in output
     )
-    assert told.endswith("ZeroDivisionError: division by zero") and "sandbox" not in told
+    assert output.endswith("ZeroDivisionError: division by zero") and "sandbox" not in output
     assert "SyntaxError" in run("x =") and run("print(input())").endswith(
         "EOFError: EOF when reading a line"
     )
@@ -84,7 +83,7 @@ def test_what_a_program_prints_is_told_errors_too():
     )
 
 
-def test_nothing_is_kept_from_one_program_to_the_next():
+def test_programs_share_no_files():
     assert run("open('kept', 'w').write('1'); print(open('kept').read())") == "1"
     assert "FileNotFoundError" in run("open('kept')")
 
@@ -105,7 +104,7 @@ def test_sandbox_sees_only_python_and_system_files(secret):
         == "set()"
     )
     assert "No such file" in run("print(open('/etc/shadow').read())")
-    # the last is the directory's
+    # Descriptor 3 is the listed directory.
     assert run("import os; print(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"
 
 
@@ -114,9 +113,9 @@ def test_sandbox_sees_only_python_and_system_files(secret):
     "place",
     ["/", "/usr", "/etc", "/dev", "/dev/shm", "/proc/sys/kernel", sys.prefix, sys.base_prefix],
 )
-def test_nothing_but_its_directory_can_be_written(place):
-    told = run(f"open({place + '/made'!r}, 'w'); print('written')")
-    assert told.startswith("Traceback") and "written" not in told.splitlines()
+def test_only_scratch_directory_is_writable(place):
+    output = run(f"open({place + '/made'!r}, 'w'); print('written')")
+    assert output.startswith("Traceback") and "written" not in output.splitlines()
     assert not Path(place, "made").exists()
 
 
@@ -151,7 +150,7 @@ def test_sandbox_has_no_network():
 
 @enforced
 @pytest.mark.slow
-def test_a_fork_bomb_is_bounded_and_gone():
+def test_fork_bomb_is_limited_and_killed():
     bomb = """
 import os, time
 forked = 0
@@ -180,7 +179,7 @@ def test_memory_is_bounded():
 
 
 @enforced
-def test_memory_that_no_limit_counts_cannot_be_had():
+def test_memory_without_limit_cannot_be_allocated():
     assert "PermissionError" in run("import os; os.memfd_create('x')")
     c = "import ctypes; c = ctypes.CDLL(None, use_errno=True); "
     assert run(f"{c}print(c.shmget(0, 300 << 20, 0o1600), ctypes.get_errno())") == "-1 1"
@@ -190,7 +189,7 @@ def test_memory_that_no_limit_counts_cannot_be_had():
 
 
 @enforced
-def test_files_are_bounded():
+def test_scratch_space_is_bounded():
     fill = "for n in range(100):\n    open(str(n), 'wb').write(bytes(1 << 20))"
     assert "No space left on device" in run(fill)
     assert "File too large" in run("open('big', 'wb').truncate(9 << 20)")
@@ -213,9 +212,9 @@ def test_time_is_bounded():
     assert time.monotonic() - begin < 5
 
 
-def test_endless_output_is_cut():
-    told = run("while True:\n    print('x' * 1000)", 10.0, most_characters=500)
-    assert len(told) < 5000 and told.startswith("x" * 500)
+def test_endless_output_is_truncated():
+    output = run("while True:\n    print('x' * 1000)", 10.0, most_characters=500)
+    assert len(output) < 5000 and output.startswith("x" * 500)
     assert (
         len(
             run("import os\nwhile True:\n    os.write(2, bytes(100000))", 10.0, most_characters=500)
@@ -225,8 +224,8 @@ def test_endless_output_is_cut():
 
 
 @enforced
-def test_no_process_lives_on_or_reaches_others():
-    with marked() as mark:
+def test_program_leaves_no_process_and_reaches_no_other():
+    with process_mark() as mark:
         leaves = f"""
 import os, subprocess, sys
 for _ in range(3):
@@ -241,7 +240,7 @@ print("left")
         begin = time.monotonic()
         assert run(leaves) == "left"
         assert time.monotonic() - begin < 10
-    with marked() as mark:
+    with process_mark() as mark:
         assert (
             run(leaves.replace('print("left")', "import time; time.sleep(100)"), 2.0)
             == "[ended after 2 s]"
@@ -254,8 +253,8 @@ print("left")
 
 
 @enforced
-def test_a_program_ends_with_the_process_that_runs_it():
-    with marked() as mark:
+def test_program_dies_with_its_parent_process():
+    with process_mark() as mark:
         runs = f"""
 import asyncio
 from aligner.environments.python_sandbox import PythonSandbox
@@ -286,7 +285,7 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
 
 @needs_root
 @enforced
-def test_another_user_than_root_has_all_of_it_in_a_user_namespace():
+def test_non_root_user_gets_sandbox_in_user_namespace():
     code = f"""
 import asyncio, sys
 from pathlib import Path

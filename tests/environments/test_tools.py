@@ -1,4 +1,4 @@
-"""The environment that runs tools: what the model is told of its calls, whatever they do."""
+"""The tool environment: messages to the model for its tool calls, and MCP servers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def settings(**given: Any) -> EnvironmentConfig:
     )
 
 
-def with_listed(settings: EnvironmentConfig, template: str) -> EnvironmentConfig:
-    """With its tools, for a model with such a template."""
+def with_listed_tools(settings: EnvironmentConfig, template: str) -> EnvironmentConfig:
+    """Return the settings with the listed tools, for a model with this chat template."""
     return with_tool_arguments(settings, list_tools(settings), chat_model("bytes", template))
 
 
 def arguments(**given: Any) -> dict[str, Any]:
-    """What the environment is made with."""
-    return json.loads(json.dumps(with_listed(settings(**given), "qwen").arguments))
+    """Return the arguments of the tool environment."""
+    return json.loads(json.dumps(with_listed_tools(settings(**given), "qwen").arguments))
 
 
 @contextlib.asynccontextmanager
@@ -72,20 +72,20 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def told(made: ToolEnvironment, *calls: str) -> list[str]:
-    """What the model is told of each call."""
+async def tool_results(made: ToolEnvironment, *calls: str) -> list[str]:
+    """Make tool calls in one turn, and return the content of each result message."""
     messages, reward, done = await made.step("I ask.\n" + "\n".join(calls))
     assert (reward, done) == (0.0, False) and {message["role"] for message in messages} == {"tool"}
     return [message["content"] for message in messages]
 
 
-def asked(*calls: str, **given: Any) -> list[str]:
-    return run(asked_of(arguments(**given), *calls))
+def run_calls(*calls: str, **given: Any) -> list[str]:
+    return run(run_calls_async(arguments(**given), *calls))
 
 
-async def asked_of(arguments: dict[str, Any], *calls: str) -> list[str]:
+async def run_calls_async(arguments: dict[str, Any], *calls: str) -> list[str]:
     async with environment(arguments) as made:
-        return await told(made, *calls)
+        return await tool_results(made, *calls)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -93,7 +93,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @bounds_seconds
-def test_calls_of_a_turn_run_side_by_side_and_each_has_its_message():
+def test_tool_calls_of_a_turn_run_concurrently():
     async def episode(given: dict[str, Any]) -> None:
         async with environment(given) as made:
             begin = time.monotonic()
@@ -109,7 +109,7 @@ def test_calls_of_a_turn_run_side_by_side_and_each_has_its_message():
                 "content": "42",
             }
             again = await made.step(call("multiply", a=1, b=2))
-            # the messages before it: one asked, one said, five told
+            # Seven messages precede the call: one prompt, one response, five tool results.
             assert again[0][0]["tool_call_id"] == "000070000"
             assert await made.step("It is 42.") == ([], 0.0, True)
 
@@ -133,12 +133,12 @@ def test_calls_of_a_turn_run_side_by_side_and_each_has_its_message():
         (call("hang", seconds=3), "Error: it gave no answer within 0.5 s"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_told_to_the_model(wrong, expected):
-    first, second = asked(wrong, call("multiply", a=2, b=3), tool_timeout_s=0.5)
+def test_failed_tool_call_returns_error_to_the_model(wrong, expected):
+    first, second = run_calls(wrong, call("multiply", a=2, b=3), tool_timeout_s=0.5)
     assert first.startswith(expected) and second == "6"
 
 
-def test_a_call_that_cannot_be_read_is_told_of_and_none_of_its_turn_is_carried_out():
+def test_unparsable_call_cancels_calls_of_its_turn():
     async def episode(given: dict[str, Any]) -> list[dict[str, str]]:
         async with environment(given) as made:
             messages, _, done = await made.step(
@@ -154,45 +154,47 @@ def test_a_call_that_cannot_be_read_is_told_of_and_none_of_its_turn_is_carried_o
     )
 
 
-def test_megabytes_are_cut_and_further_calls_refused():
-    long = asked(call("flood", characters=5_000_000), tool_characters=1000)[0]
+def test_long_results_are_truncated_and_extra_calls_refused():
+    long = run_calls(call("flood", characters=5_000_000), tool_characters=1000)[0]
     assert (
         len(long) <= 1000
         and long.startswith("xxx")
         and long.endswith("xxx")
         and "characters left out" in long
     )
-    many = asked(*[call("multiply", a=2, b=2)] * 500, tool_calls=2, most_characters=40_000)
+    many = run_calls(*[call("multiply", a=2, b=2)] * 500, tool_calls=2, most_characters=40_000)
     assert many[:2] == ["4", "4"] and set(many[2:]) == {
         "Error: the call was not carried out, a turn may have 2"
     }
-    shared = asked(
+    shared = run_calls(
         *[call("flood", characters=90_000)] * 4, tool_characters=90_000, most_characters=2_000
     )
     assert all(200 < len(each) < 500 for each in shared)
 
 
 @pytest.mark.slow
-def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_stalls():
+def test_failed_mcp_server_of_episode_is_restarted():
     async def episodes(given: dict[str, Any]) -> None:
         async with environment(given) as one, environment(given) as other:
-            assert await told(one, call("count", by=2)) == ["2"] and await told(
+            assert await tool_results(one, call("count", by=2)) == ["2"] and await tool_results(
                 one, call("count", by=3)
             ) == ["5"]
-            assert await told(other, call("count", by=1)) == ["1"]
-            first, refused = await told(one, call("process"), call("refuse", why="the moon"))
+            assert await tool_results(other, call("count", by=1)) == ["1"]
+            first, refused = await tool_results(
+                one, call("process"), call("refuse", why="the moon")
+            )
             assert refused.startswith("Error: ") and "the moon" in refused
-            assert "is started again for the next call" in (await told(one, call("die")))[0]
-            assert await told(one, call("count", by=1)) == ["1"]
-            second = (await told(one, call("process")))[0]
-            assert first != second and await told(other, call("count", by=1)) == ["2"]
-            assert "Error: " in (await told(other, call("count", by="many")))[0]
-            (stalled,) = await told(other, call("stall"))
+            assert "is started again for the next call" in (await tool_results(one, call("die")))[0]
+            assert await tool_results(one, call("count", by=1)) == ["1"]
+            second = (await tool_results(one, call("process")))[0]
+            assert first != second and await tool_results(other, call("count", by=1)) == ["2"]
+            assert "Error: " in (await tool_results(other, call("count", by="many")))[0]
+            (stalled,) = await tool_results(other, call("stall"))
             assert stalled.startswith(
                 "Error: it gave no answer within 5 s; the server is started again"
             )
-            assert await told(other, call("count", by=1)) == ["1"]
-            long = (await told(one, call("megabytes", count=3)))[0]
+            assert await tool_results(other, call("count", by=1)) == ["1"]
+            long = (await tool_results(one, call("megabytes", count=3)))[0]
             assert len(long) <= 8000 and long.startswith("yyy")
         for process in (first, second):
             assert not Path("/proc", process).exists()
@@ -201,8 +203,8 @@ def test_an_episode_has_its_own_server_which_is_started_again_when_it_dies_or_st
 
 
 @pytest.mark.slow
-def test_an_episode_goes_on_with_its_servers_state_after_its_process_is_lost():
-    given = with_listed(settings(mcp=[SERVER]), "qwen")
+def test_mcp_server_state_survives_loss_of_worker():
+    given = with_listed_tools(settings(mcp=[SERVER]), "qwen")
     pool = EnvironmentPool.of(given)
     try:
         pool.start()
@@ -233,7 +235,7 @@ def test_an_episode_goes_on_with_its_servers_state_after_its_process_is_lost():
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_ends_with_the_process_that_has_started_it():
+def test_hanging_mcp_server_exits_with_its_parent():
     runs = f"""
 import asyncio
 from aligner.environments.mcp_servers import McpServer
@@ -279,32 +281,32 @@ def url() -> Iterator[str]:
         process.wait()
 
 
-def test_a_server_may_be_a_url(url):
+def test_mcp_server_is_reached_by_url(url):
     assert [tool.name for tool in list_tools(settings(tools=[], mcp=[url]))][:2] == [
         "count",
         "process",
     ]
-    answers = asked(call("count", by=2), call("refuse", why="no"), tools=[], mcp=[url])
+    answers = run_calls(call("count", by=2), call("refuse", why="no"), tools=[], mcp=[url])
     assert answers[0] == "2" and answers[1].startswith("Error: ")
 
 
-def test_a_server_that_cannot_be_started_again_is_a_failure_of_the_environment(tmp_path):
+def test_failed_restart_of_mcp_server_raises(tmp_path):
     command = tmp_path / "serve"
     command.write_text(f"#!/bin/sh\nexec {SERVER}\n")
     command.chmod(0o755)
 
     async def episode(given: dict[str, Any]) -> None:
         async with environment(given) as made:
-            assert await told(made, call("count", by=2)) == ["2"]
+            assert await tool_results(made, call("count", by=2)) == ["2"]
             command.write_text("#!/bin/sh\nexit 3\n")
-            await told(made, call("die"))
+            await tool_results(made, call("die"))
             with pytest.raises(Exception, match="did not start"):
                 await made.step(call("count", by=1))
 
     run(episode(arguments(tools=[], mcp=[str(command)])))
 
 
-def test_tools_are_told_of_as_the_template_takes_them():
+def test_schemas_describe_functions_and_mcp_tools():
     schemas = tool_schemas(list_tools(settings(mcp=[SERVER])))
     assert schemas is not None and schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
     (count,) = (schema["function"] for schema in schemas if schema["function"]["name"] == "count")
@@ -339,13 +341,13 @@ def test_tools_are_told_of_as_the_template_takes_them():
     ],
     ids=lambda each: "" if isinstance(each, str) else str(each)[:40],
 )
-def test_a_tool_that_is_not_there_is_refused_by_name(given, expected):
+def test_unusable_tool_or_mcp_server_is_refused(given, expected):
     with pytest.raises(ConfigError, match=expected):
         list_tools(settings(**given))
 
 
-def test_a_model_whose_template_writes_no_calls_has_no_tools():
+def test_tools_require_chat_template_with_tool_calls():
     with pytest.raises(
         ConfigError, match="chat template does not write tool calls in a supported format"
     ):
-        with_listed(settings(), "chatml")
+        with_listed_tools(settings(), "chatml")

@@ -1,5 +1,4 @@
-"""Tools for tests: functions, and a server of the Model Context Protocol when it is run as a
-script."""
+"""Tools for tests: functions, and an MCP server if this file is run as a script."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def undocumented(a: int) -> int:
 
 
 class Rewarding(ToolEnvironment):
-    """Gives something for each turn that calls tools."""
+    """Adds a reward of 0.25 for each turn that calls tools."""
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
         observation, reward, done = await super().step(action)

@@ -11,51 +11,60 @@ from aligner_examples.number_game import NumberGame, prompts
 LARGEST = 15
 
 
-def played(guess: Callable[[list[str]], str], seed: int, turns: int = 4) -> tuple[list[str], float]:
+def play_game(
+    guess: Callable[[list[str]], str], seed: int, turns: int = 4
+) -> tuple[list[str], float]:
     """Play one game; returns the observations and the sum of the rewards."""
 
     async def play() -> tuple[list[str], float]:
-        game, said, total = NumberGame(LARGEST), [], 0.0
+        game, observations, total = NumberGame(LARGEST), [], 0.0
         assert await game.reset({}, seed) == ""
         for _ in range(turns):
-            answer, reward, done = await game.step(guess(said))
-            said.append(answer)
+            answer, reward, done = await game.step(guess(observations))
+            observations.append(answer)
             total += reward
             if done:
                 break
-        return said, total
+        return observations, total
 
     return asyncio.run(play())
 
 
-def halving(said: list[str]) -> str:
+def bisect(observations: list[str]) -> str:
     low, high = 1, LARGEST
-    for answer in said:
+    for answer in observations:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if answer.startswith("higher") else (low, middle - 1)
     return f" {(low + high) // 2}\n"
 
 
 def test_halving_finds_every_number_in_four_turns() -> None:
-    assert all(played(halving, seed)[1] == 1.0 for seed in range(60))
+    assert all(play_game(bisect, seed)[1] == 1.0 for seed in range(60))
 
 
 def test_seed_determines_the_number() -> None:
-    def counting(said: list[str]) -> str:
-        return f"{len(said) + 1}"
+    def counting(observations: list[str]) -> str:
+        return f"{len(observations) + 1}"
 
-    games = [played(counting, seed, LARGEST) for seed in range(60)]
-    assert games == [played(counting, seed, LARGEST) for seed in range(60)]
-    assert {len(said) for said, _ in games} == set(range(1, LARGEST + 1))
-    assert all(said == ["higher\nGuess:"] * (len(said) - 1) + [""] for said, _ in games)
+    games = [play_game(counting, seed, LARGEST) for seed in range(60)]
+    assert games == [play_game(counting, seed, LARGEST) for seed in range(60)]
+    assert {len(observations) for observations, _ in games} == set(range(1, LARGEST + 1))
+    assert all(
+        observations == ["higher\nGuess:"] * (len(observations) - 1) + [""]
+        for observations, _ in games
+    )
 
 
 def test_invalid_guess_gets_a_reminder_and_costs_a_turn() -> None:
     for action in ("", "seven", "-3", "7 8", "9" * 5000, "\N{SUPERSCRIPT TWO}"):
-        said, total = played(
-            lambda said, action=action: action if not said else halving(said[1:]), 3, 5
+        observations, total = play_game(
+            lambda observations, action=action: (
+                action if not observations else bisect(observations[1:])
+            ),
+            3,
+            5,
         )
-        assert said[0] == "a number from 1 to 15\nGuess:" and total == 1.0
+        assert observations[0] == "a number from 1 to 15\nGuess:" and total == 1.0
 
 
 def test_prompts_are_equal_and_end_with_the_question() -> None:

@@ -38,5 +38,7 @@ def test_recorded_attributes_match_the_answers() -> None:
         ("00046", "46", None),
     ],
 )
-def test_attributes_of_an_answer(solution: str, total: str, attributes: str | None) -> None:
+def test_attributes_follow_from_solution_and_total(
+    solution: str, total: str, attributes: str | None
+) -> None:
     assert styled_sums.attributes_of(solution, total) == attributes

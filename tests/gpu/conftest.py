@@ -9,20 +9,20 @@ from tests.megatron import families
 from tests.worker_pool import free_port
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
-"""Where the tests compute: cpu has them run where there is no GPU, but for those that are about
-CUDA itself."""
+"""Device of the tests. With ALIGNER_DEVICE=cpu they run without a GPU, except the tests of CUDA
+itself."""
 needs_device = pytest.mark.skipif(
     DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
 )
 FAMILIES = tuple(families.CONFIGS) if DEVICE == "cuda" else ("llama3", "qwen3_moe")
-"""On the CPU tests/megatron and tests/engines compare every family with transformers: one of each
-kind has these tests run."""
+"""On the CPU, one dense and one mixture-of-experts family suffice: tests/megatron and tests/engines
+compare every family with transformers."""
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """The environment of a world of one."""
+    """Set the environment variables of a world of one rank."""
     names = {
         "RANK": 0,
         "LOCAL_RANK": 0,

@@ -1,4 +1,4 @@
-"""What `cluster.deterministic` promises of one device: two trainings have the same bits."""
+"""`cluster.deterministic` on one device: two training runs are bitwise equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = needs_device
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama2", "mixtral"])
-def test_two_trainings_have_the_same_bits(one_rank, tmp_path, family, precision):
+def test_deterministic_training_is_bitwise_repeatable(one_rank, tmp_path, family, precision):
     directory = str(families.save(family, tmp_path))
     first, second = (
         families.deterministic_steps(directory, {}, precision=precision) for _ in range(2)

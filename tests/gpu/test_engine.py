@@ -1,4 +1,4 @@
-"""The embedded engine on one CUDA device: bf16, recorded steps, sleep, and updates in place."""
+"""The embedded engine on one CUDA device: bf16, CUDA graphs, sleep, and in-place updates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_engine(directory: Path, **settings) -> EmbeddedEngine:
 
 
 def differences(directory: Path, samples) -> torch.Tensor:
-    """Of each log-prob to that of transformers in fp32 on the CPU."""
+    """Return each log-prob's absolute difference to transformers in fp32 on the CPU."""
     model, found = load_transformers(directory), []
     for sample in samples:
         with torch.no_grad():
@@ -62,7 +62,7 @@ def differences(directory: Path, samples) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precision):
+def test_logprobs_of_every_family_equal_transformers(tmp_path, family, precision):
     path = families.save(family, tmp_path)
     options = SamplingOptions(8)
     vocabulary = shape_of(path).vocab_size
@@ -76,7 +76,7 @@ def test_every_family_has_the_logprobs_of_transformers(tmp_path, family, precisi
 
 
 @needs_cuda
-def test_recorded_steps_draw_what_others_draw(directory):
+def test_cuda_graph_samples_equal_eager_samples(directory):
     recorded = make_engine(directory, precision="fp32")
     samples = generate(recorded, make_requests(4), OPTIONS)
     plain = generate(
@@ -92,7 +92,7 @@ def test_recorded_steps_draw_what_others_draw(directory):
 
 
 @pytest.mark.parametrize("kind", ["atomic", "in_place"])
-def test_recorded_steps_see_new_weights(directory, kind):
+def test_weight_update_changes_samples_and_versions(directory, kind):
     engine = make_engine(directory, precision="fp32", update=kind)
     before = generate(engine, make_requests(), OPTIONS)
     update = engine.begin_update(1)
@@ -107,7 +107,7 @@ def test_recorded_steps_see_new_weights(directory, kind):
 
 @pytest.mark.promise("gpu-sleep-frees-memory")
 @needs_cuda
-def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
+def test_sleep_frees_90_percent_of_engine_memory(tmp_path):
     path = save_model(
         tmp_path,
         "llama",
@@ -131,8 +131,8 @@ def test_sleep_frees_nine_tenths_of_what_the_engine_holds(tmp_path):
 
 
 @needs_cuda
-def test_a_colocated_publish_writes_in_place(tmp_path, one_rank):
-    """No second copy of the weights: what the publish allocates is less than a tenth of them."""
+def test_colocated_weight_sync_writes_in_place(tmp_path, one_rank):
+    """There is no second copy: the weight sync allocates less than a tenth of the weights."""
     directory = save_model(
         tmp_path,
         "llama",

@@ -1,5 +1,4 @@
-"""`make gpu-check` where there is no GPU, and its checks on the CPU, so that none runs for the
-first time on a device."""
+"""`make gpu-check` without a GPU; its checks run on the CPU, so none runs first on a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from benchmarks.models import MODELS, shape_of
 from benchmarks.runs import REPOSITORY
 
 
-def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """The exit code, and what each check came to."""
+def run_checks(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Run the checks; return the exit code and each check's outcome by name."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", "--output", str(output)],
         cwd=REPOSITORY,
@@ -33,15 +32,15 @@ def checked(output: Path, **environment: str) -> tuple[int, dict[str, dict[str, 
 
 
 @pytest.mark.promise("gpu-check-without-gpu")
-def test_without_a_gpu_everything_is_absent_by_name_and_nothing_runs(tmp_path: Path) -> None:
-    code, outcomes = checked(tmp_path / "results.jsonl")
+def test_every_check_is_absent_without_gpu(tmp_path: Path) -> None:
+    code, outcomes = run_checks(tmp_path / "results.jsonl")
     assert code == 0 and len(outcomes) == 14
     assert {(each["result"], each["seconds"]) for each in outcomes.values()} == {("absent", 0.0)}
     assert all("GPU" in each["why"] for each in outcomes.values())
     assert "tensorrt_llm" in outcomes["interfaces of TensorRT-LLM"]["why"]
 
 
-def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
+def test_timed_out_check_reports_its_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "TIMEOUT_S", 2)
@@ -56,15 +55,15 @@ def test_of_a_check_whose_time_is_over_it_is_told_what_it_had_said(
 
 @pytest.mark.promise("gpu-check-without-gpu")
 @pytest.mark.slow
-def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
+def test_checks_pass_on_cpu_and_run_once(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    code, outcomes = checked(output, ALIGNER_DEVICE="cpu")
+    code, outcomes = run_checks(output, ALIGNER_DEVICE="cpu")
     assert code == 0, outcomes
     results = {name: each["result"] for name, each in outcomes.items()}
     assert [*results.values()].count("pass") == 10 and "fail" not in results.values()
     assert outcomes["speed: decode"]["figures"][0]["tokens_per_s"] > 0  # type: ignore[index]
     before = output.read_text()
-    checked(output, ALIGNER_DEVICE="cpu")
+    run_checks(output, ALIGNER_DEVICE="cpu")
     again = [
         json.loads(line)["name"] for line in output.read_text().removeprefix(before).splitlines()
     ]
@@ -74,9 +73,8 @@ def test_on_the_cpu_every_check_passes_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny", "llama_3m"])
-def test_what_a_step_has_to_compute_is_what_torch_counts(model: str) -> None:
-    """Of a pass that computes the whole square of attention's scores, of which the causal half
-    counts."""
+def test_step_flops_equal_torch_flop_counter(model: str) -> None:
+    """torch counts all attention scores; `step_flops` counts only the causal half."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import LlamaConfig, LlamaForCausalLM

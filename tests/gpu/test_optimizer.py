@@ -1,5 +1,5 @@
-"""Steps of each way that the optimizer takes on one CUDA device are AdamW's in float64, or
-Muon's."""
+"""Optimizer steps on one CUDA device equal AdamW and Muon references, in each optimizer
+configuration."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "all on the host": {"distributed": True, "offload_fraction": 1.0},
 }
 TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 1e-6}, "bf16": {"rtol": 1e-2, "atol": 1e-3}}
-"""In bf16 of the rounded weights; their main weights are fp32."""
+"""Tolerance per precision; bf16 compares the rounded weights, whose main weights are fp32."""
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_are_adams(one_rank, tmp_path, way, precision):
+def test_optimizer_steps_equal_adam_reference(one_rank, tmp_path, way, precision):
     directory, settings = save_llama(tmp_path, tied=False), SETTINGS | WAYS[way]
     actor = {"optimizer": settings, "precision": precision}
     found = optimizer_jobs.guided_steps(str(directory), {}, actor, STEPS)
@@ -48,7 +48,7 @@ def test_steps_are_adams(one_rank, tmp_path, way, precision):
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-def test_steps_are_muons(one_rank, tmp_path, precision):
+def test_optimizer_steps_equal_muon_reference(one_rank, tmp_path, precision):
     directory = save_llama(tmp_path, tied=False)
     found = optimizer_jobs.guided_steps(
         str(directory), {}, {"optimizer": GUIDED, "precision": precision}, STEPS

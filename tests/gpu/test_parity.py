@@ -1,4 +1,4 @@
-"""Every family on one CUDA device computes what transformers and torch compute on the CPU."""
+"""Training steps of every family on one CUDA device equal transformers and torch on the CPU."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from tests.megatron.test_families import largest_errors
 
 pytestmark = needs_device
 
-# bf16 keeps 8 bits of a number, and the error of a sum grows with the model's depth.
+# bf16 has 8 bits of precision, and the error grows with the depth of the model.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 @pytest.mark.promise("gpu-parity")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_device_computes_what_transformers_computes(one_rank, tmp_path, family, precision):
+def test_training_step_on_gpu_equals_transformers(one_rank, tmp_path, family, precision):
     directory = families.save(family, tmp_path)
     expected = families.reference_steps(directory)
     results = [families.family_steps(str(directory), {}, precision=precision)]
     errors = largest_errors(directory, results, expected)
-    # a single weight's gradient may be all rounding; what the run sees may not
+    # In bf16, a single weight's gradient may be dominated by rounding; loss, norm and logits may
+    # not.
     if precision == "bf16":
         errors = {what: errors[what] for what in ("loss", "grad_norm", "logits")}
-        # a token whose experts are nearly equal takes others by rounding
+        # Rounding changes the routing of a token whose top experts have nearly equal scores.
         if family in families.MIXTURES:
             del errors["logits"]
     assert {what: error for what, error in errors.items() if not error < TOLERANCE[precision]} == {}

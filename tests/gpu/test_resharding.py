@@ -1,4 +1,5 @@
-"""Weights on one CUDA device: over NCCL to the rank itself, and by handle into another process."""
+"""Weight transfer on one CUDA device: over NCCL to the rank itself, and by IPC handle to another
+process."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.gpu.conftest import needs_cuda
 pytestmark = needs_cuda
 
 
-def test_a_link_on_a_gpu_moves_sums_and_agrees():
+def test_gpu_link_transfers_and_reduces_tensors():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     device = torch.device("cuda", torch.cuda.current_device())
     link = Link(store, 0, ["trainer rank 0"], timeout=timedelta(seconds=60), device=device)
@@ -48,7 +49,7 @@ def test_a_link_on_a_gpu_moves_sums_and_agrees():
     link.close()
 
 
-def test_copies_are_those_of_their_version_while_training_goes_on():
+def test_snapshots_keep_their_version_during_training():
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {
         "one": torch.randn(1 << 20, device=device),
@@ -67,14 +68,14 @@ def test_copies_are_those_of_their_version_while_training_goes_on():
 
 
 def overwrite(pipe: Connection, text: str) -> None:
-    """Open tensors by handle, and set them to twice their values."""
+    """Open tensors by IPC handle, and double their values in place."""
     for _, (function, arguments) in pickle.loads(base64.b64decode(text)):
         function(*arguments).mul_(2)
     torch.cuda.synchronize()
     pipe.send(None)
 
 
-def test_another_process_opens_the_same_memory():
+def test_ipc_handle_opens_same_memory_in_other_process():
     tensor = torch.arange(8.0, device="cuda")
     torch.cuda.synchronize()
     (text,) = ipc_handles({"weight": tensor}, "this").values()
@@ -91,7 +92,7 @@ def test_another_process_opens_the_same_memory():
 
 
 def take(pipe: Connection, device: torch.device) -> None:
-    """Open buckets as a worker of vLLM's does, and tell what is in them."""
+    """Open buckets as a vLLM worker does, and send back their contents."""
     while (handle := pipe.recv()) is not None:
         pipe.send(read(handle, device))
 
@@ -104,8 +105,8 @@ def read(handle: dict[str, Any], device: torch.device) -> tuple[int, dict[str, l
 
 
 @pytest.mark.parametrize("gpu", [0, 1])
-def test_a_bucket_reaches_a_process_to_which_that_gpu_is_the_first(monkeypatch, gpu):
-    """The sender's memory is free again after every one of them."""
+def test_bucket_reaches_process_that_sees_only_that_gpu(monkeypatch, gpu):
+    """The sender's memory is also freed after every bucket."""
     if gpu >= torch.cuda.device_count():
         pytest.skip("needs two CUDA devices")
     here = torch.device("cuda", gpu)

@@ -1,4 +1,4 @@
-"""What the tests of the launcher share."""
+"""Fixtures of the launcher's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A run directory to be; what was started for it, and is left, is killed."""
+    """A path for a run directory; processes of the run that outlive the test are killed."""
     from tests.launcher.test_launch import processes_of
 
     directory = tmp_path / "run"

@@ -1,5 +1,6 @@
-"""A small real process in a role's place: `fake_role.py ROLE CONFIG BEHAVIOR`. It imports only what
-its behavior needs: four of them start in every test's launch.
+"""Stand-in process for a role: `fake_role.py ROLE CONFIG BEHAVIOR`.
+
+It imports only modules that its behavior needs, because every launch of a test starts four of them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ RANK = int(os.environ["RANK"])
 
 class Ready(BaseHTTPRequestHandler):
     model = ""
-    told = threading.Event()
+    model_requested = threading.Event()
 
     def do_GET(self) -> None:
         ready = self.path in ("/v2/health/ready", f"/v2/models/{self.model}/ready")
         self.send_response(200 if ready else 404)
         self.end_headers()
         if "models" in self.path:
-            self.told.set()
+            self.model_requested.set()
 
 
 def serve(role: str, run: Path) -> None:
@@ -52,17 +53,17 @@ def live(role: str, run: Path) -> None:
 
 
 def serve_from_helper(role: str, config: Path) -> None:
-    """A helper in a session of its own, deaf to SIGTERM, holds the port."""
+    """Serve from a helper that has its own session, ignores SIGTERM and holds the port."""
     environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_PID}
     command = [sys.executable, __file__, role, str(config), "ignore_sigterm"]
     subprocess.Popen(command, env=environment, start_new_session=True).wait()
 
 
 def die_when_healthy(role: str, run: Path) -> None:
-    """Serve until the launcher has been told that the server is ready."""
+    """Exit with code 3 after the launcher has seen that the server is ready."""
     threading.Thread(target=serve, args=(role, run), daemon=True).start()
-    Ready.told.wait()
-    time.sleep(0.2)  # for the answer to arrive
+    Ready.model_requested.wait()
+    time.sleep(0.2)  # the response must arrive first
     print("healthy, and dead", flush=True)
     (run / "died").touch()
     os._exit(3)
@@ -73,8 +74,10 @@ def wait() -> None:
 
 
 def drain_with_helper(role: str, run: Path) -> None:
-    """A helper in this rank's process group; told to end, the rank needs it for another while, and
-    leaves it behind."""
+    """Serve with a helper in this rank's process group.
+
+    After SIGTERM, the rank needs the helper for 0.3 s, and exits without ending the helper.
+    """
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(run)])
 
     def drain(*_: object) -> None:
@@ -111,7 +114,7 @@ def train(run: Path, steps: int, pause_s: float) -> None:
         metrics.write(
             step, {**stats, "mismatch/logprob_abs": 1e-6 * step, "throughput/samples_per_s": 4.0}
         )
-    # algorithm.trainer; OmegaConf takes long to import
+    # A text search for algorithm.trainer, because the import of OmegaConf is slow.
     if "\n  trainer: preferences\n" in (run / "config.yaml").read_text():
         paths.preferences.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
         paths.responses.write_text('{"prompt": "a", "response": "b"}\n')
@@ -133,9 +136,9 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "prepare":
             (run / "initial_model").mkdir(exist_ok=True)
         case "open_files":
-            kept = []
+            files = []
             while True:
-                kept.append(Path(__file__).open())  # noqa: SIM115
+                files.append(Path(__file__).open())  # noqa: SIM115
         case "fill_shared_memory":
             with open("/dev/shm/aligner-test-fill", "wb+") as file:  # noqa: PTH123
                 file.truncate(1 << 30)
@@ -199,8 +202,8 @@ def main(role: str, config: Path, behavior: str) -> None:
                 os._exit(RESUMABLE)
             serve(role, run)
         case "leave_grandchild":
-            # In a session of its own and orphaned, as a server started by a server is; it ignores
-            # SIGTERM, too.
+            # The grandchild is an orphan with its own session, like a server that a server starts.
+            # It also ignores SIGTERM.
             stubborn = (
                 "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
                 " time.sleep(120)"
@@ -243,7 +246,7 @@ def main(role: str, config: Path, behavior: str) -> None:
         case "exit":
             sys.exit(0)
         case "fail_rank_1":
-            # Rank 0 loses its peer and complains first; rank 1, a little later, says why.
+            # Rank 0 loses its peer and logs this first; rank 1 logs the cause later.
             if RANK == 1:
                 (run / "both_run").touch()
                 wait_for(run / "complained")
@@ -261,14 +264,14 @@ def main(role: str, config: Path, behavior: str) -> None:
                 raise ValueError("the scorer returned nan\nfor a prompt") from error
         case "fill_disk":
             for log in (run / "logs" / f"{server}-0.log" for server in ("critic", "reward")):
-                # a server that cannot write its first line ends, too
+                # A server that cannot write its first line would exit, too.
                 while not log.exists() or not log.stat().st_size:
                     time.sleep(0.02)
             with contextlib.suppress(OSError), (run / "large").open("wb", buffering=0) as file:
                 while True:
                     file.write(b"\0" * 512)
             try:
-                print("x" * 5000, flush=True)  # more than the log's last page may still take
+                print("x" * 5000, flush=True)  # more than the free rest of the log's last page
             finally:
                 os._exit(1)
         case "killed_after_checkpoint" | "killed_at_first":
@@ -281,7 +284,7 @@ def main(role: str, config: Path, behavior: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if RANK == 1 and not (run / "died").exists():
                 (run / "both_run").touch()
-                wait()  # for its peer, in a collective
+                wait()  # like a rank that waits for its peer in a collective
             train(run, steps=7, pause_s=0.02 if behavior == "killed_after_checkpoint" else 0.5)
         case "killed":
             print("about to be killed", flush=True)

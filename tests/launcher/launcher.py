@@ -1,5 +1,7 @@
-"""The real launcher with small processes as roles: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON
-[CONFIG_DIRECTORY]`."""
+"""Run the real launcher with stand-in processes as roles.
+
+Usage: `launcher.py OVERRIDES_AS_JSON BEHAVIORS_AS_JSON [CONFIG_DIRECTORY]`.
+"""
 
 from __future__ import annotations
 

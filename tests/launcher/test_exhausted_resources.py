@@ -1,4 +1,4 @@
-"""A run that fails for lack of shared memory, memory or file descriptors names the resource."""
+"""Tests of errors that name exhausted shared memory, memory or file descriptors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FILES = "file descriptors are exhausted: a process may have"
         ("OSError: [Errno 23] Too many open files in system", "fs.file-max"),
     ],
 )
-def test_errors_of_libraries_name_the_resource(line: str, remedy: str) -> None:
+def test_library_error_names_exhausted_resource(line: str, remedy: str) -> None:
     assert any(remedy in sentence for sentence in exhausted_resources(["before", line], 1))
 
 
@@ -65,7 +65,7 @@ def test_other_errors_name_no_resource(line: str) -> None:
     assert exhausted_resources([line], 1) == []
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_is_named(
+def test_error_of_oom_killed_rank_names_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = tmp_path / "group"
@@ -80,15 +80,15 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(
     assert MEMORY not in str(rank_error("trainer rank 0 was killed by SIGKILL", rank))
     events.write_text("low 0\nmax 9\noom 2\noom_kill 5\n")
     error = rank_error("trainer rank 0 was killed by SIGKILL", rank)
-    said = (
+    expected = (
         "memory is exhausted: the kernel killed 1 process for lack of memory; the limit of the"
         " control group (container or job) is 4.0 GiB"
     )
-    assert said in str(error)
-    assert said in error.summary
+    assert expected in str(error)
+    assert expected in error.summary
 
 
-def test_oom_kills_are_counted_in_old_control_groups(
+def test_oom_kills_are_counted_in_cgroup_v1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
@@ -100,7 +100,7 @@ def test_oom_kills_are_counted_in_old_control_groups(
 
 @pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
-def test_a_run_without_file_descriptors_names_their_limit(run: Path) -> None:
+def test_run_without_file_descriptors_names_their_limit(run: Path) -> None:
     limited = ("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
     code, _, error = finish(start(run, {"trainer": "open_files"}, before=limited), run)
     assert code == 1
@@ -110,7 +110,7 @@ def test_a_run_without_file_descriptors_names_their_limit(run: Path) -> None:
 
 @pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
-def test_a_run_with_a_small_dev_shm_names_it(run: Path) -> None:
+def test_run_with_full_dev_shm_names_its_size(run: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("mount namespaces are not allowed here")
     small = 'mount -t tmpfs -o size=8m tmpfs /dev/shm; exec "$@"'
@@ -128,7 +128,7 @@ def test_a_run_with_a_small_dev_shm_names_it(run: Path) -> None:
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group of 300 MiB; the test is skipped where none can be made."""
+    """A control group limited to 300 MiB; skips the test if no control group can be created."""
     (parent,) = [*module._memory_groups()][:1] or [Path("/nowhere")]
     group = parent / f"aligner-test-{os.getpid()}"
     try:
@@ -143,7 +143,7 @@ def small_group() -> Iterator[Path]:
 
 @pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
-def test_a_run_without_memory_names_the_limit(run: Path, small_group: Path) -> None:
+def test_run_without_memory_names_cgroup_limit(run: Path, small_group: Path) -> None:
     join = f'echo $$ > {small_group}/cgroup.procs; exec "$@"'
     launcher = start(
         run,
@@ -157,7 +157,7 @@ def test_a_run_without_memory_names_the_limit(run: Path, small_group: Path) -> N
     assert "the limit of the control group (container or job) is 300.0 MiB" in error
 
 
-def test_a_launcher_without_file_descriptors_names_their_limit(tmp_path: Path) -> None:
+def test_file_descriptor_error_of_launcher_names_resource(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40));"
         "from aligner.cli import _report;"
@@ -173,7 +173,7 @@ def test_a_launcher_without_file_descriptors_names_their_limit(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_limits_of_another_node_are_not_invented() -> None:
+def test_memory_of_another_node_is_not_reported() -> None:
     (sentence,) = exhausted_resources(["srun: error: n1: task 0: Out Of Memory"], is_local=False)
     assert "sbatch --mem" in sentence and "the machine has" not in sentence
 
@@ -187,7 +187,7 @@ def test_limits_of_another_node_are_not_invented() -> None:
         ("/data/run/metrics.jsonl", 0, False),
     ],
 )
-def test_full_shared_memory_is_not_taken_for_a_full_disk(
+def test_full_shared_memory_is_not_reported_as_full_disk(
     monkeypatch: pytest.MonkeyPatch, file: str | None, free: int, is_shared_memory: bool
 ) -> None:
     monkeypatch.setattr(module, "_free_bytes", lambda: free)

@@ -1,4 +1,4 @@
-"""Ranks that are forked: what they are to the launcher, to the user and to themselves."""
+"""Tests of the fork server: forked ranks as processes, their modules and their exit."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from aligner.launcher.processes import Processes
 from aligner.launcher.rank_environment import library_environment, role_command
 
 root = Path(sys.argv[1])
-file, told = root / "config.yaml", root / "told.json"
+file, report = root / "config.yaml", root / "report.json"
 save_config(compose_config(["experiment=tiny_ppo", f"run.dir={root}", "algorithm.loss=probe:loss"]), file)
 facts = []
 
 
 def rank_of(number, role="prepare"):
-    told.unlink(missing_ok=True)
-    environment = {"RANK": str(number), "TOLD": str(told)}
-    command = role_command("prepare", file)  # the probe runs in this command, whatever the role imports
+    report.unlink(missing_ok=True)
+    environment = {"RANK": str(number), "REPORT": str(report)}
+    command = role_command("prepare", file)  # the probe runs in `prepare` for every role
     rank = processes.spawn(role, number, command, environment, root / f"rank-{number}.log")
-    while not told.exists() and rank.poll():
+    while not report.exists() and rank.poll():
         time.sleep(0.02)
     process = psutil.Process(rank.process.pid)
     shown = {"name": " ".join(process.cmdline()).strip(), "launcher": os.getpid()}
-    facts.append({**json.loads(told.read_text()), **shown})
+    facts.append({**json.loads(report.read_text()), **shown})
     return rank
 
 
@@ -78,17 +78,20 @@ own = {
     "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
 }
 print("words of the rank", flush=True)
-beside = Path(os.environ["TOLD"]).with_suffix(".new")
-beside.write_text(json.dumps(own))
-beside.rename(os.environ["TOLD"])
+unfinished = Path(os.environ["REPORT"]).with_suffix(".new")
+unfinished.write_text(json.dumps(own))
+unfinished.rename(os.environ["REPORT"])
 time.sleep(60)
 """
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What three ranks were: the first, one that is forked when all is imported, and one after the
-    server was killed."""
+def report(tmp_path_factory):
+    """Properties of three ranks.
+
+    The first rank starts early, the second is forked after all imports, and the third starts after
+    the fork server was killed.
+    """
     root = tmp_path_factory.mktemp("forks")
     (root / "probe.py").write_text(PROBE)
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -106,26 +109,26 @@ def told(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_forked_rank_is_the_launchers_child_in_a_session_of_its_own_under_its_own_name(told):
-    for number, fact in enumerate(told["facts"]):
+def test_forked_rank_is_child_of_launcher(report):
+    for number, fact in enumerate(report["facts"]):
         assert (fact["parent"], fact["session"], fact["rank"]) == (
             fact["launcher"],
             fact["pid"],
             str(number),
         )
-        name = f"aligner prepare --config {told['root'] / 'config.yaml'}"
-        # the third was not forked
+        name = f"aligner prepare --config {report['root'] / 'config.yaml'}"
+        # The third rank was not forked.
         assert fact["name"].endswith(name if number == 2 else f"{name} rank={number}")
         assert signal.SIGUSR1 in fact["blocked"]
-        assert (told["root"] / f"rank-{number}.log").read_text().count("words of the rank") == 1
-    assert told["codes"] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
-    assert told["left"] == 0
+        assert (report["root"] / f"rank-{number}.log").read_text().count("words of the rank") == 1
+    assert report["codes"] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+    assert report["left"] == 0
 
 
 @pytest.mark.slow
-def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(told):
-    first, second, _ = told["facts"]
-    # it prepares the run, and was not kept waiting for that
+def test_forked_rank_has_modules_but_no_threads(report):
+    first, second, _ = report["facts"]
+    # The first rank prepares the run and does not wait for this import.
     assert "megatron.core" not in first["modules"]
     roles = {
         "aligner.training.setup",
@@ -135,23 +138,23 @@ def test_a_rank_finds_all_that_it_needs_imported_and_nothing_that_a_fork_breaks(
     assert roles | {"megatron.core", "pytriton.triton", "tritonclient.grpc"} < set(
         second["modules"]
     )
-    # each takes most of a second, and no rank on CPUs needs it
+    # Each import takes most of a second, and no rank on CPUs needs it.
     unwanted = {"torch._dynamo", "torch.distributed.tensor", "sympy", "wandb", "transformers"}
     assert not (unwanted | {"mlflow"}) & set(second["modules"])
     assert [(fact["threads"], fact["cuda"]) for fact in (first, second)] == [(1, False)] * 2
 
 
 @pytest.mark.slow
-def test_reward_function_rank_waits_for_no_models_modules(told):
-    modules = set(told["reward"]["modules"])
+def test_reward_function_rank_skips_megatron_import(report):
+    modules = set(report["reward"]["modules"])
 
     assert {"aligner.servers.reward_server", "pytriton.triton"} <= modules
     assert "megatron.core" not in modules
 
 
 @pytest.mark.slow
-def test_ranks_start_by_themselves_when_what_forks_them_was_killed(told):
-    third = told["facts"][2]
+def test_ranks_start_after_fork_server_was_killed(report):
+    third = report["facts"][2]
     assert "aligner.cli.fork_server" not in third["modules"]
     assert "aligner.training.prepare" in third["modules"]
 
@@ -176,7 +179,7 @@ print("reported")
 """
 
 
-def test_a_rank_suspended_from_its_first_moment_is_reported() -> None:
+def test_fork_returns_pid_of_suspended_rank() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SUSPENDED], capture_output=True, text=True, timeout=60, check=True
     )

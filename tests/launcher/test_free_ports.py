@@ -1,3 +1,5 @@
+"""Tests of the reservation of free ports on a machine."""
+
 from __future__ import annotations
 
 import itertools
@@ -21,7 +23,7 @@ def pick(count: int) -> list[int]:
         return list(itertools.islice(ports, count))
 
 
-def is_given(port: int) -> bool:
+def is_free(port: int) -> bool:
     with FreePorts(candidates=[port]) as ports:
         try:
             return next(ports) == port
@@ -30,14 +32,14 @@ def is_given(port: int) -> bool:
             return False
 
 
-def test_a_port_is_given_once_on_a_machine_until_it_is_given_up() -> None:
+def test_port_is_reserved_until_it_is_released() -> None:
     with FreePorts() as ports:
         port = next(ports)
-        assert not is_given(port)
-    assert is_given(port)
+        assert not is_free(port)
+    assert is_free(port)
 
 
-def test_what_a_killed_process_was_given_is_free_again() -> None:
+def test_port_of_killed_process_is_free_again() -> None:
     (port,) = pick(1)
     command = [sys.executable, "-uc", _CLAIMS.format(port)]
     with subprocess.Popen(
@@ -45,21 +47,24 @@ def test_what_a_killed_process_was_given_is_free_again() -> None:
     ) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == f"{port}\n"
-            assert not is_given(port)
+            assert not is_free(port)
         finally:
             other.kill()
-    assert is_given(port)
+    assert is_free(port)
 
 
-def test_a_port_that_is_listened_on_is_not_given() -> None:
-    taken, free = pick(2)
-    with socket.create_server(("127.0.0.1", taken)), FreePorts(candidates=[taken, free]) as ports:
+def test_port_in_use_is_not_reserved() -> None:
+    used_port, free = pick(2)
+    with (
+        socket.create_server(("127.0.0.1", used_port)),
+        FreePorts(candidates=[used_port, free]) as ports,
+    ):
         assert next(ports) == free
         with pytest.raises(AlignerError):
             next(ports)
 
 
-def test_an_address_that_this_machine_does_not_have_is_an_error() -> None:
+def test_address_of_another_machine_raises_os_error() -> None:
     with (
         FreePorts(["192.0.2.1"]) as ports,
         pytest.raises(OSError, match="Cannot assign requested address"),

@@ -1,4 +1,4 @@
-"""What the launcher says when the disk is too full for a rank's own last words."""
+"""Tests of the launcher's error when the disk is too full for the log of a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.small_disk import small_disk
 
 
 @pytest.mark.slow
-def test_a_rank_that_could_not_write_why_it_ended_is_told_with_the_full_disk(
+def test_full_disk_is_named_and_run_can_resume(
     tmp_path: Path,
 ) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:

@@ -1,4 +1,4 @@
-"""The launcher's supervision, on real processes."""
+"""Tests of the launcher's supervision with real processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HEALTHY = {"prepare": "prepare", "critic": "serve", "reward": "serve", "trainer"
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Living processes that were started for the run: it is on their command lines."""
-    found = []
+    """Return running processes that have the run directory on their command lines."""
+    matches = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if any(str(run) in argument for argument in process.cmdline()):
-                found.append(process)
-    return found
+                matches.append(process)
+    return matches
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30) 
         time.sleep(0.05)
 
 
-def given(run: Path, *overrides: str) -> list[str]:
+def launch_overrides(run: Path, *overrides: str) -> list[str]:
     return [
         "experiment=tiny_ppo",
         f"run.dir={run}",
@@ -56,12 +56,12 @@ def start(
     *overrides: str,
     before: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
-    """A launch with fake roles; `before` is a command that runs it."""
+    """Start a launch with fake roles; `before` is a command prefix, such as `sh -c`."""
     command = [
         *before,
         sys.executable,
         str(LAUNCHER),
-        json.dumps(given(run, *overrides)),
+        json.dumps(launch_overrides(run, *overrides)),
         json.dumps({**HEALTHY, **(behaviors or {})}),
     ]
     environment = {**os.environ, "COLUMNS": "120"}
@@ -79,7 +79,7 @@ def finish(launcher: subprocess.Popen[str], run: Path) -> tuple[int, str, str]:
     return launcher.returncode, out, error
 
 
-def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) -> None:
+def test_finished_run_prints_steps_and_summary_and_exits_0(run: Path) -> None:
     code, out, error = finish(start(run, None, "actor.parallel.pipeline=2"), run)
     assert code == 0, error
     lines = out.splitlines()
@@ -105,7 +105,7 @@ def test_a_run_that_finishes_shows_its_steps_and_summary_and_exits_0(run: Path) 
     assert "trainer rank 1 of 2: train" in (run / "logs" / "trainer-1.log").read_text()
 
 
-def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(run: Path) -> None:
+def test_error_names_first_cause_of_failed_ranks(run: Path) -> None:
     code, _, error = finish(
         start(run, {"trainer": "fail_rank_1"}, "actor.parallel.pipeline=2"), run
     )
@@ -117,21 +117,21 @@ def test_a_failing_rank_ends_the_run_and_the_cause_is_told_not_its_consequence(r
     assert error.rstrip().endswith(f"log: {run / 'logs' / 'trainer-1.log'}")
 
 
-def test_a_killed_server_is_named_with_its_signal(run: Path) -> None:
+def test_error_names_killed_server_and_signal(run: Path) -> None:
     code, _, error = finish(start(run, {"critic": "killed", "trainer": "hang"}), run)
     assert code == 1
     assert error.startswith("critic rank 0 was killed by SIGKILL; last lines of its log:\n")
     assert "  | about to be killed" in error
 
 
-def test_a_server_that_leaves_while_the_trainer_runs_is_a_failure(run: Path) -> None:
+def test_server_exit_0_during_training_fails_the_run(run: Path) -> None:
     code, _, error = finish(start(run, {"reward": "exit", "trainer": "hang"}), run)
     assert code == 1
     assert error.startswith("reward rank 0 exited with code 0; last lines of its log:\n")
 
 
 @pytest.mark.slow
-def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Path) -> None:
+def test_server_start_timeout_is_reported(run: Path) -> None:
     started = time.monotonic()
     code, out, error = finish(
         start(run, {"reward": "never_healthy", "trainer": "hang"}, "server.start_timeout_s=4"), run
@@ -145,14 +145,14 @@ def test_a_server_that_never_becomes_healthy_is_named_after_its_timeout(run: Pat
     assert "  | loading something that never loads" in error
 
 
-def test_a_failing_preparation_ends_the_run_before_any_role_starts(run: Path) -> None:
+def test_failed_preparation_starts_no_role(run: Path) -> None:
     code, _, error = finish(start(run, {"prepare": "killed"}), run)
     assert code == 1
     assert error.startswith("prepare rank 0 was killed by SIGKILL")
     assert [file.name for file in (run / "logs").iterdir()] == ["prepare-0.log"]
 
 
-def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> None:
+def test_trainer_rank_that_does_not_exit_is_named(run: Path) -> None:
     overrides = ("actor.parallel.pipeline=2", "cluster.collective_timeout_s=1")
     code, _, error = finish(start(run, {"trainer": "rank_1_hangs"}, *overrides), run)
     assert code == 1
@@ -165,7 +165,7 @@ def test_a_trainer_rank_that_does_not_follow_the_others_is_named(run: Path) -> N
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_a_signal_to_the_launcher_ends_every_process(
+def test_signal_to_launcher_ends_every_process(
     run: Path, number: signal.Signals, code: int
 ) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
@@ -177,8 +177,8 @@ def test_a_signal_to_the_launcher_ends_every_process(
     assert ("kill -USR1" in out) == (number == signal.SIGINT)
 
 
-def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
+def test_launcher_under_nohup_ignores_sighup(run: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup
     try:
         launcher = start(run)
     finally:
@@ -189,14 +189,14 @@ def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal(run: Path)
 
 
 @pytest.mark.slow
-def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run: Path) -> None:
+def test_processes_that_ignore_sigterm_are_killed(run: Path) -> None:
     behaviors = {
         "critic": "ignore_sigterm",
         "reward": "leave_grandchild",
         "trainer": "train_slowly",
     }
     launcher = start(run, behaviors)
-    # Launcher, critic, reward, trainer, and the reward's orphaned grandchild.
+    # Five processes: launcher, critic, reward, trainer, and the orphaned grandchild of reward.
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(processes_of(run)) == 5, "grandchild")
     started = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
@@ -205,7 +205,7 @@ def test_processes_that_ignore_sigterm_or_hide_in_another_session_are_killed(run
     assert 2 <= time.monotonic() - started < 15
 
 
-def test_a_servers_helper_runs_until_the_server_has_drained_and_no_longer(run: Path) -> None:
+def test_server_helper_runs_until_server_has_drained(run: Path) -> None:
     code, _, error = finish(start(run, {"critic": "drain_with_helper"}), run)
     assert code == 0, error
     assert (run / "logs" / "critic-0.log").read_text().endswith("drained\n")
@@ -220,10 +220,10 @@ def test_ranks_end_when_their_launcher_is_killed(run: Path) -> None:
     launcher.communicate()
 
 
-def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
+def test_resumed_run_prints_only_new_steps(run: Path) -> None:
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").touch()
-    save_config(compose_config(given(run)), run / "config.yaml")
+    save_config(compose_config(launch_overrides(run)), run / "config.yaml")
     (run / "metrics.jsonl").write_text(
         '{"step": 1, "reward/mean": 0.9}\n{"step": 2, "reward/mean": 0.9}\n'
     )
@@ -234,7 +234,7 @@ def test_a_resumed_run_shows_only_what_is_new(run: Path) -> None:
 
 
 def read_until(launcher: subprocess.Popen[str], *texts: str) -> None:
-    """Until lines that begin so have been printed; a launcher that ends before is a failure."""
+    """Read output until lines with these prefixes were printed; fail if the launcher exits first."""
     assert launcher.stdout is not None
     missing = set(texts)
     while missing:
@@ -244,7 +244,7 @@ def read_until(launcher: subprocess.Popen[str], *texts: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run: Path) -> None:
+def test_killed_servers_restart_on_the_same_ports(run: Path) -> None:
     behaviors = {
         "critic": "serve_from_helper",
         "reward": "serve",
@@ -294,7 +294,7 @@ def test_killed_servers_are_started_again_on_their_ports_and_the_run_goes_on(run
 @pytest.mark.parametrize(
     ("restarts", "how"), [(0, ""), pytest.param(1, " after 1 restart", marks=pytest.mark.slow)]
 )
-def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how: str) -> None:
+def test_server_over_its_restart_limit_ends_the_run(run: Path, restarts: int, how: str) -> None:
     behaviors = {"critic": "die_when_healthy", "trainer": "hang"}
     code, out, error = finish(start(run, behaviors, f"server.max_restarts={restarts}"), run)
     assert code == 1
@@ -304,7 +304,7 @@ def test_a_server_that_dies_too_often_ends_the_run(run: Path, restarts: int, how
 
 
 @pytest.mark.slow
-def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(run: Path) -> None:
+def test_resumable_first_server_failure_is_retried(run: Path) -> None:
     launcher = start(run, {"reward": "crash_at_first", "trainer": "train_until_done"})
     read_until(
         launcher,
@@ -317,7 +317,7 @@ def test_a_server_whose_first_start_fails_for_a_passing_reason_is_started_again(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> None:
+def test_server_unhealthy_after_restart_ends_the_run(run: Path) -> None:
     behaviors = {"reward": "healthy_once", "trainer": "hang"}
     code, _, error = finish(start(run, behaviors, "server.start_timeout_s=4"), run)
     assert code == 1
@@ -328,7 +328,7 @@ def test_a_server_that_is_not_healthy_again_in_time_ends_the_run(run: Path) -> N
     assert "  | loading something that never loads again" in error
 
 
-def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_started_again(
+def test_trainer_error_precedes_server_restart(
     run: Path,
 ) -> None:
     behaviors = {"critic": "die_when_healthy", "trainer": "fail_with_the_server"}
@@ -344,9 +344,7 @@ def test_a_trainers_error_is_told_and_not_the_end_of_a_server_that_could_be_star
 @pytest.mark.parametrize(
     "behaviors", [slow({"prepare": "hang"}), {"reward": "never_healthy", "trainer": "hang"}]
 )
-def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_begun_again(
-    run: Path, behaviors: dict[str, str]
-) -> None:
+def test_run_stopped_before_training_can_be_resumed(run: Path, behaviors: dict[str, str]) -> None:
     launcher = start(run, behaviors)
     wait_for(
         lambda: all((run / "logs" / f"{role}-0.log").exists() for role in behaviors),
@@ -361,7 +359,7 @@ def test_a_run_that_is_told_to_stop_before_it_trains_ends_at_once_and_can_be_beg
     assert code == 0, error
 
 
-def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run: Path) -> None:
+def test_external_sigterm_to_trainer_exits_75(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
     (trainer,) = [process for process in processes_of(run) if "trainer" in process.cmdline()]
@@ -373,7 +371,7 @@ def test_a_run_whose_trainer_is_ended_by_sigterm_from_outside_has_not_failed(run
 
 
 @pytest.mark.slow
-def test_a_log_stays_bounded_while_its_rank_writes_and_has_the_ranks_last_words(run: Path) -> None:
+def test_bounded_log_keeps_last_lines_of_its_rank(run: Path) -> None:
     log = run / "logs" / "trainer-0.log"
     launcher = start(run, {"trainer": "flood"}, "logging.file_mib=1")
     code, _, error = finish(launcher, run)

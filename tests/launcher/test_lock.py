@@ -1,4 +1,4 @@
-"""One launch at a time on a directory, whatever becomes of it."""
+"""Tests of the lock that allows one launch at a time on a directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with locked(Path(sys.argv[1])):
 
 
 def holder(directory: Path) -> subprocess.Popen[str]:
-    """Another process that has the lock."""
+    """Start another process that holds the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
     )
@@ -31,18 +31,18 @@ def holder(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(
+def test_locked_directory_is_refused_with_its_holder(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "run"
     other = holder(directory)
-    told = (
+    message = (
         rf"run\.dir={directory}: in use by process {other.pid} on {socket.gethostname()} since"
         r" 20\d\d-\S+ \S+ \S+; wait"
     )
     try:
         for attempt in (lambda: locked(directory).__enter__(), lambda: refuse_locked(directory)):
-            with pytest.raises(LockedError, match=told):
+            with pytest.raises(LockedError, match=message):
                 attempt()
         assert json.loads((directory / "lock").read_text())["pid"] == other.pid, (
             "who is refused changes nothing"
@@ -57,7 +57,7 @@ def test_a_locked_directory_is_refused_by_its_holders_name_until_that_is_killed(
     assert list(directory.iterdir()) == []
 
 
-def test_a_directory_that_was_made_for_the_lock_goes_with_it_unless_something_came_into_it(
+def test_directory_created_for_lock_is_removed(
     tmp_path: Path,
 ) -> None:
     with locked(tmp_path / "a" / "run"):
@@ -68,8 +68,8 @@ def test_a_directory_that_was_made_for_the_lock_goes_with_it_unless_something_ca
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
-def test_who_waits_gets_the_lock_of_the_file_that_is_there(tmp_path: Path) -> None:
-    """The holder removes its file in the end: a lock on that one would keep nobody away."""
+def test_waiting_launch_locks_the_current_lock_file(tmp_path: Path) -> None:
+    """The holder removes its lock file at exit, so a lock on the removed file would be useless."""
     other = holder(tmp_path)
     waited: list[LockedError] = []
 
@@ -84,11 +84,10 @@ def test_who_waits_gets_the_lock_of_the_file_that_is_there(tmp_path: Path) -> No
             locked(tmp_path).__enter__()
 
 
-def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_other(
+def test_local_lock_holder_is_detected_without_flock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such a filesystem cannot be mounted here: what the system call answers there is put in its
-    place."""
+    """A filesystem without locks cannot be mounted here, so `flock` is replaced by its error."""
     other = holder(tmp_path / "run")
 
     def no_locks(*_: object) -> None:
@@ -114,7 +113,7 @@ def test_where_there_are_no_locks_a_living_process_of_this_host_is_seen_and_no_o
 
 
 @pytest.mark.slow
-def test_a_second_launch_on_a_run_directory_is_refused_while_the_first_goes_on(run: Path) -> None:
+def test_second_launch_on_a_run_directory_is_refused(run: Path) -> None:
     first = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
     for overrides in ((), ("run.resume=true",), ("run.resume=auto",)):

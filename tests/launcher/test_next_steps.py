@@ -1,3 +1,5 @@
+"""Tests of the next steps that a launch prints at its end."""
+
 from __future__ import annotations
 
 import shlex
@@ -11,40 +13,40 @@ PROMPTS = "a b.jsonl"
 
 
 def commands(run: Path, step: int, *overrides: str) -> list[list[str]]:
-    """The arguments of each command, which the command line takes."""
+    """Return the arguments of each printed command, after checking that they can be parsed."""
     config = compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={run}", *overrides])
     head, *lines = next_steps(config, step)
     assert head == "next steps:"
-    found = [shlex.split(line, comments=True) for line in lines]
-    assert all(words[0] == "aligner" and parse_arguments(words[1:]) for words in found)
-    return [words[1:] for words in found]
+    command_lines = [shlex.split(line, comments=True) for line in lines]
+    assert all(words[0] == "aligner" and parse_arguments(words[1:]) for words in command_lines)
+    return [words[1:] for words in command_lines]
 
 
-def test_a_finished_run_says_how_its_model_is_tried_scored_converted_and_trained_on(
+def test_finished_run_prints_commands_for_its_model(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "my runs" / "run"
     (run / "checkpoints" / "step_4").mkdir(parents=True)
     (run / "checkpoints" / "step_4" / "manifest.json").touch()
     (prompts := tmp_path / PROMPTS).write_text('{"prompt": "hello"}\n')
-    found = commands(run, 4, f"data.path='{prompts}'")
-    assert [words[:2] for words in found[:4]] == [
+    command_lines = commands(run, 4, f"data.path='{prompts}'")
+    assert [words[:2] for words in command_lines[:4]] == [
         [name, str(run)] for name in ("view", "generate", "evaluate", "convert")
     ]
-    assert found[1][2:4] == ["--prompts", str(prompts)] and found[2][4:6] == [
+    assert command_lines[1][2:4] == ["--prompts", str(prompts)] and command_lines[2][4:6] == [
         "--function",
         "digit_fraction",
     ]
-    of_steps = commands(
+    with_step_rewards = commands(
         run, 4, f"data.path='{prompts}'", "reward.function=mine:steps", "reward.step_rewards=true"
     )
-    assert [words[0] for words in of_steps] == ["view", "generate", "convert", "launch"]
-    on = found[4]
+    assert [words[0] for words in with_step_rewards] == ["view", "generate", "convert", "launch"]
+    on = command_lines[4]
     assert on[0] == "launch" and on[-3:] == ["run.steps=8", f"run.dir={run}", "run.resume=auto"]
     assert "run.steps=4" not in on
 
 
-def test_a_run_that_has_ended_by_what_it_reached_says_how_it_goes_on_without_that(
+def test_reached_target_is_removed_from_next_command(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "end.txt").write_text(
@@ -62,9 +64,11 @@ def test_a_run_that_has_ended_by_what_it_reached_says_how_it_goes_on_without_tha
     assert "run.end_at=reward/mean:0.5" not in on and "run.end_kl=9" not in on
 
 
-def test_a_run_without_a_checkpoint_says_how_it_is_started_again(tmp_path: Path) -> None:
-    found = commands(tmp_path, 2)
-    assert [words[0] for words in found] == ["view", "launch"] and found[1][-2:] == [
+def test_restart_is_suggested_without_checkpoint(tmp_path: Path) -> None:
+    command_lines = commands(tmp_path, 2)
+    assert [words[0] for words in command_lines] == ["view", "launch"] and command_lines[1][
+        -2:
+    ] == [
         f"run.dir={tmp_path}",
         "run.resume=auto",
     ]

@@ -1,4 +1,4 @@
-"""Experiments that come before a run: run once, by one launcher, on real processes."""
+"""Tests of prerequisite experiments, which one launcher runs once, with real processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ reward: {kind: model, path: "experiment:judge"}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory with experiments of one's own; what is started there is ended."""
+    """A directory with custom experiments; processes that were started there are killed."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     for name, content in {"pairs": PAIRS, "judge": JUDGE, "policy": POLICY}.items():
         (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(content)
@@ -65,7 +65,7 @@ def start(
 
 
 def entry(place: Path) -> Path:
-    """Where the cache has the pairs."""
+    """Return the cache directory of the experiment `pairs`."""
     (found,) = (place / "cache" / "experiments").glob("pairs-*")
     return found
 
@@ -77,7 +77,7 @@ def trainer_starts(place: Path) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_needed_runs_first_and_once(place: Path) -> None:
+def test_prerequisite_runs_first_and_only_once(place: Path) -> None:
     code, out, error = finish(start(place), place)
     assert code == 0, error
     lines = out.splitlines()
@@ -102,7 +102,7 @@ def test_what_is_needed_runs_first_and_once(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_launches_that_need_the_same_take_turns(place: Path) -> None:
+def test_launches_wait_for_a_shared_prerequisite(place: Path) -> None:
     one = start(place, "one", trainer="train_slowly")
     wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
     two, three, four = (start(place, name) for name in ("two", "three", "four"))
@@ -112,11 +112,11 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
         while not shown.startswith("waiting for"):
             shown = waiting.stdout.readline()
             assert shown, finish(waiting, place)
-        told = (
+        message = (
             rf"waiting for prerequisite experiment pairs in {entry(place)}, which process {one.pid}"
             r" on \S+ since .+ is running\n"
         )
-        assert re.fullmatch(told, shown), shown
+        assert re.fullmatch(message, shown), shown
     three.send_signal(signal.SIGINT)
     three.communicate(timeout=30)
     assert three.returncode == 130, "one that waits ends when it is told to"
@@ -134,7 +134,7 @@ def test_launches_that_need_the_same_take_turns(place: Path) -> None:
     assert trainer_starts(place) == 2
 
 
-def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -> None:
+def test_stop_request_during_conversion_exits_75(place: Path) -> None:
     launch = start(place, experiment="policy")
     wait_for(
         lambda: list(place.glob("cache/experiments/judge-*/run/logs/convert-0.log")), "conversion"
@@ -147,13 +147,13 @@ def test_a_launch_that_converts_a_result_stops_when_it_is_told_to(place: Path) -
     )
 
 
-def test_a_failure_of_what_comes_first_is_the_launchs(place: Path) -> None:
+def test_failed_prerequisite_fails_the_launch(place: Path) -> None:
     code, _, error = finish(start(place, trainer="raise"), place)
     assert code == 1
-    told = (
+    message = (
         "prerequisite experiment pairs: trainer rank 0 exited with code 1; last lines of its log:"
     )
-    assert error.startswith(f"{told}\n")
+    assert error.startswith(f"{message}\n")
     assert error.rstrip().endswith(f"log: {entry(place) / 'run' / 'logs' / 'trainer-0.log'}")
     assert not (place / "run").exists()
     assert not (entry(place) / "result").exists()

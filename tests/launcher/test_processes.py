@@ -1,4 +1,4 @@
-"""Processes of a launcher on this machine: what the end of one rank does to the others."""
+"""Tests of the launcher's processes on this machine: the kill of one rank spares the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Each rank starts a helper, in a session of its own as tritonserver is.
+# Each rank starts a helper in its own session, like tritonserver.
 LAUNCHER = """
 import json, os, sys, time
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What libraries of a rank read from its environment."""
+"""Tests of the environment variables that configure the libraries of a rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def serve():
     connection.recv(65536)
     connection.sendall(frame(4, 0, b"") + frame(4, 1, b""))  # settings
     time.sleep(0.3)
-    connection.sendall(frame(7, 0, struct.pack(">II", 0, 2) + b"Cancelling all calls"))  # a server that is ended
+    connection.sendall(frame(7, 0, struct.pack(">II", 0, 2) + b"Cancelling all calls"))  # GOAWAY of a server that exits
     time.sleep(0.3)
 
 listening = socket.create_server(("127.0.0.1", 0))
@@ -32,10 +32,10 @@ print(channel.unary_unary("/a/b").future(b"", timeout=1).exception().code())
 
 
 @pytest.mark.parametrize(("chosen", "is_told"), [(None, False), ("INFO", True)])
-def test_a_server_that_ends_writes_no_line_into_the_log_of_its_client(
+def test_grpc_goaway_is_logged_only_if_configured(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None, is_told: bool
 ) -> None:
-    """Unless that is asked for. Logs of JSON lines hold nothing else."""
+    """A log of JSON lines must not contain the messages of gRPC."""
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     if chosen is not None:
         monkeypatch.setenv("GRPC_VERBOSITY", chosen)

@@ -1,5 +1,4 @@
-"""What is started again, and as what, on real processes: the trainer here, servers in
-test_launch."""
+"""Tests of trainer restarts with real processes; test_launch tests server restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tests.launcher.test_launch import finish, start
 
 
 @pytest.mark.slow
-def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_the_servers_stay(
+def test_killed_trainer_rank_restarts_no_server(
     run: Path,
 ) -> None:
     code, out, error = finish(
@@ -39,7 +38,7 @@ def test_a_trainer_of_which_a_rank_is_killed_resumes_with_all_its_ranks_while_th
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path) -> None:
+def test_critic_restarts_if_trainer_has_no_checkpoint(run: Path) -> None:
     code, out, error = finish(
         start(run, {"trainer": "killed_at_first"}, "actor.parallel.pipeline=2"), run
     )
@@ -57,7 +56,7 @@ def test_without_a_checkpoint_the_critic_begins_anew_with_the_trainer(run: Path)
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_killed_again_and_again_ends_the_run(run: Path) -> None:
+def test_trainer_over_its_restart_limit_ends_the_run(run: Path) -> None:
     code, out, error = finish(start(run, {"trainer": "killed"}, "run.max_restarts=1"), run)
     assert code == 1 and out.count("restarting trainer") == 1
     assert error.startswith("trainer rank 0 was killed by SIGKILL after 1 restart")

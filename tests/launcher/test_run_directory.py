@@ -1,4 +1,4 @@
-"""A run directory is for its owner, and for one launch at a time."""
+"""Tests of run directories: permissions, files of earlier launches, access key and date."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def settings(root: Path, *overrides: str) -> Config:
 
 
 def begin(root: Path, *overrides: str) -> RunPaths:
-    """A run directory as a launch leaves it that has come to nothing."""
+    """Create a run directory like a launch that ends before its first step."""
     with run_directory(settings(root, *overrides), Console(file=io.StringIO())):
         return RunPaths(root)
 
 
-def test_a_run_directory_is_made_for_its_owner_alone_and_one_that_is_there_stays_as_it_is(
+def test_only_new_run_directory_is_made_private(
     tmp_path: Path,
 ) -> None:
     tmp_path.chmod(0o755)
@@ -41,7 +41,7 @@ def test_a_run_directory_is_made_for_its_owner_alone_and_one_that_is_there_stays
     assert begin(opened).root.stat().st_mode & 0o777 == 0o775
 
 
-def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(
+def test_files_without_checkpoint_are_moved_aside(
     tmp_path: Path,
 ) -> None:
     paths = begin(tmp_path / "run")
@@ -63,12 +63,12 @@ def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(
             path.write_text(f"of start {start}")
         with run_directory(
             settings(paths.root, "run.resume=auto"),
-            Console(file=(told := io.StringIO()), width=999),
+            Console(file=(output := io.StringIO()), width=999),
         ):
             assert not any(path.exists() for path in paths.of_training)
         assert (
             "the run starts again from step 0. The files of the earlier launch were moved to"
-            f" {paths.set_aside / start}\n" in told.getvalue()
+            f" {paths.set_aside / start}\n" in output.getvalue()
         )
         files = {file for file in (paths.set_aside / start).rglob("*") if file.is_file()}
         assert {str(file.relative_to(paths.set_aside / start)) for file in files} == {
@@ -81,7 +81,7 @@ def test_what_a_start_has_left_that_came_to_no_checkpoint_is_set_aside_whole(
 
 
 @other_user.needs_root
-def test_another_user_sees_nothing_of_a_run() -> None:
+def test_another_user_cannot_access_a_run_directory() -> None:
     with other_user.open_directory() as place:
         paths = begin(place / "run")
         for attempt in (
@@ -98,9 +98,7 @@ def test_another_user_sees_nothing_of_a_run() -> None:
     ("content", "what"),
     [("", "empty"), (" \n", "empty"), ("a\nb\n", "not valid"), ("\xff\n", "not valid")],
 )
-def test_a_file_that_is_no_access_key_is_told_before_anything_starts(
-    tmp_path: Path, content: str, what: str
-) -> None:
+def test_invalid_access_key_file_is_refused(tmp_path: Path, content: str, what: str) -> None:
     paths = begin(tmp_path / "run")
     paths.access_key.write_text(content, encoding="latin-1")
     with pytest.raises(
@@ -112,12 +110,12 @@ def test_a_file_that_is_no_access_key_is_told_before_anything_starts(
     assert begin(paths.root, "run.resume=auto").access_key.read_text().strip()
 
 
-def test_a_launch_takes_the_run_before_it_removes_what_an_earlier_trainer_has_left(
+def test_new_launch_fences_the_earlier_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "_own", None)
     paths = begin(tmp_path / "run")
-    assert not paths.claim.exists()  # nobody can have been there before
+    assert not paths.claim.exists()  # a new run has no earlier trainer
     config = compose_config(["experiment=tiny_ppo", f"run.dir={paths.root}"])
     claim.write_as(config, claim.take_run(config))
     paths.metrics.touch()
@@ -130,7 +128,7 @@ def test_a_launch_takes_the_run_before_it_removes_what_an_earlier_trainer_has_le
         pass
 
 
-def test_the_date_is_that_of_the_first_launch_however_often_the_run_goes_on(tmp_path: Path) -> None:
+def test_run_date_stays_that_of_the_first_launch(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run")
     first = load_config(paths.config).run.date
     assert first is not None and abs(datetime.now() - datetime.fromisoformat(first)) < timedelta(
@@ -145,7 +143,7 @@ def test_the_date_is_that_of_the_first_launch_however_often_the_run_goes_on(tmp_
         assert load_config(paths.config).run.date == long_ago
     with pytest.raises(ConfigError, match=r'run\.date: "2024-02-29T23:59:30" -> "2025-01-01"'):
         begin(paths.root, "run.resume=true", "run.date=2025-01-01")
-    # A run of before there was such a key goes on as it was.
+    # A run that was saved before the key run.date existed keeps its date of None.
     save_config(replace_date(load_config(paths.config), None), paths.config)
     begin(paths.root, "run.resume=true")
     assert load_config(paths.config).run.date is None

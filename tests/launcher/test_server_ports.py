@@ -1,3 +1,5 @@
+"""Tests of the ports and endpoints of servers."""
+
 from __future__ import annotations
 
 import itertools
@@ -25,7 +27,7 @@ def endpoints_of(config: Config) -> dict[str, Endpoint]:
         return pick_endpoints(config, local_hosts(config), ports)
 
 
-def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
+def test_ports_are_configured_or_free_and_distinct() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
     with free_ports(config) as ports:
         endpoints = pick_endpoints(config, local_hosts(config), ports)
@@ -41,30 +43,33 @@ def test_fixed_ports_are_kept_and_the_others_are_free_and_distinct() -> None:
             listener.bind(("127.0.0.1", port))
 
 
-def test_a_port_that_is_taken_on_loopback_alone_is_no_process_groups_either() -> None:
+def test_port_in_use_on_loopback_is_not_free() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=127.0.0.2"])
     with free_ports(config) as ports:
-        taken, free = itertools.islice(ports, 2)
-    with socket.create_server(("127.0.0.1", taken)), free_ports(config, [taken, free]) as ports:
+        used_port, free = itertools.islice(ports, 2)
+    with (
+        socket.create_server(("127.0.0.1", used_port)),
+        free_ports(config, [used_port, free]) as ports,
+    ):
         assert next(ports) == free
         with pytest.raises(AlignerError):
             next(ports)
 
 
-def test_a_configured_port_is_nobody_elses() -> None:
+def test_configured_port_is_not_offered_as_free() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
     with free_ports(config, [20123]) as ports, pytest.raises(AlignerError):
         next(ports)
 
 
-def test_a_server_on_every_interface_is_reached_over_loopback() -> None:
+def test_wildcard_interface_is_reached_over_loopback() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=0.0.0.0"])
     endpoint = endpoints_of(config)["reward"]
     assert endpoint.host == "127.0.0.1"
     assert not is_healthy(config, "reward", endpoint)
 
 
-def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
+def test_server_that_does_not_answer_is_unhealthy() -> None:
     config = compose_config(["experiment=tiny_ppo"])
     endpoint = endpoints_of(config)["critic"]
     with socket.socket() as listener:
@@ -73,7 +78,7 @@ def test_a_server_that_accepts_but_does_not_answer_is_not_ready() -> None:
         assert not is_healthy(config, "critic", endpoint, timeout_s=0.1)
 
 
-def test_every_replica_has_ports_of_its_own() -> None:
+def test_replicas_have_distinct_ports() -> None:
     ports = ("reward.ports.http=20200", "reward.ports.grpc=20201")
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
     endpoints = endpoints_of(config)
@@ -89,7 +94,7 @@ def test_every_replica_has_ports_of_its_own() -> None:
     )
 
 
-def test_every_server_role_serves_an_endpoint_that_tells_whether_it_is_ready() -> None:
+def test_every_server_role_has_readiness_endpoint() -> None:
     endpoints = {
         each.name
         for each in vars(wire_protocol).values()

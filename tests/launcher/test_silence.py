@@ -1,5 +1,4 @@
-"""What lives but shows no life: stopped ranks, their Triton, and a launcher that is killed beside
-them."""
+"""Tests of missing heartbeats: suspended ranks and their Triton, and killed launchers."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ LIVE = {"critic": "live", "reward": "serve", "trainer": "live"}
 
 
 def rank_of(run: Path, role: str, behavior: str, rank: int = 0) -> psutil.Process:
-    """A rank, or the helper of one, by its behavior."""
+    """Return the process of a rank, or of its helper, with this behavior."""
     for process in processes_of(run):
         if process.cmdline()[-3:] == [
             role,
@@ -45,25 +44,27 @@ def all_show_life(run: Path, *names: str) -> bool:
 @pytest.mark.parametrize(
     ("behavior", "rank"),
     [
-        ("live", 0),  # its helper, Triton's stand-in, goes on saying that it is healthy
+        ("live", 0),  # its helper, which stands in for Triton, still reports that it is healthy
         ("live", 1),
         ("ignore_sigterm", 0),  # the helper itself
     ],
 )
-def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(
-    run: Path, behavior: str, rank: int
-) -> None:
-    # told for the latter half of it
+def test_server_with_suspended_process_is_replaced(run: Path, behavior: str, rank: int) -> None:
+    # status reports missing heartbeats only after half of this timeout
     launcher = start(run, LIVE, "critic.parallel.tensor=2", "server.health_timeout_s=8")
     read_until(launcher, "all servers are healthy")
     wait_for(lambda: all_show_life(run, "critic-0", "critic-1", "trainer-0"), "signs of life")
-    time.sleep(1)  # the launcher has seen them
+    time.sleep(1)  # the launcher must see the heartbeats first
     stopped = rank_of(run, "critic", behavior, rank)
     stopped.suspend()
     wait_for(lambda: read_status(run).roles["critic"].health == "not answering", "word of it")
-    told = f"critic rank {rank} sent no heartbeat for 8 s (server.health_timeout_s) and was killed"
+    message = (
+        f"critic rank {rank} sent no heartbeat for 8 s (server.health_timeout_s) and was killed"
+    )
     read_until(
-        launcher, f"{told}; restarting critic (1 of 3 in the last hour)", "critic is healthy again"
+        launcher,
+        f"{message}; restarting critic (1 of 3 in the last hour)",
+        "critic is healthy again",
     )
     assert not stopped.is_running()
     assert (state := read_state(run / "status.json")) is not None and not state.roles[
@@ -75,7 +76,7 @@ def test_a_server_of_which_a_process_is_stopped_is_replaced_and_status_says_so(
 
 
 @pytest.mark.slow
-def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_the_run_by_name(
+def test_suspended_rank_without_restarts_is_named(
     run: Path,
 ) -> None:
     for role, key, overrides in (
@@ -99,7 +100,7 @@ def test_a_stopped_server_without_a_restart_left_and_a_stopped_trainer_rank_end_
 
 
 @pytest.mark.slow
-def test_a_run_that_is_suspended_as_a_whole_goes_on(run: Path) -> None:
+def test_suspended_and_resumed_run_needs_no_restart(run: Path) -> None:
     launcher = start(run, LIVE, "server.health_timeout_s=2", "cluster.heartbeat_timeout_s=2")
     read_until(launcher, "all servers are healthy")
     wait_for(lambda: all_show_life(run, "critic-0", "trainer-0"), "signs of life")
@@ -131,7 +132,7 @@ def test_no_process_outlives_a_killed_launcher(
     launcher.communicate()
 
 
-def test_a_launchers_watcher_ends_with_it(run: Path) -> None:
+def test_orphan_watcher_ends_with_its_launcher(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for((run / "metrics.jsonl").exists, "training step")
     (watcher,) = [
@@ -146,7 +147,7 @@ def test_a_launchers_watcher_ends_with_it(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_of_a_collective_names_who_did_not_come(run: Path) -> None:
+def test_collective_timeout_names_the_absent_rank(run: Path) -> None:
     code, _, error = finish(
         start(run, {"trainer": "late"}, "actor.parallel.pipeline=4", "run.max_restarts=0"), run
     )
@@ -158,8 +159,8 @@ def test_the_error_of_a_collective_names_who_did_not_come(run: Path) -> None:
     )
 
 
-class Killed(Ranks):
-    """Ranks that are only noted."""
+class ProcesslessRanks(Ranks):
+    """Ranks without processes, which accept only the signals of a kill."""
 
     def start(self, role: str, restarts: int = 0) -> list[Rank]:
         raise NotImplementedError
@@ -181,7 +182,7 @@ class Killed(Ranks):
         raise NotImplementedError
 
 
-def test_silence_counts_from_the_start_and_not_after_the_end(
+def test_heartbeat_timeout_counts_from_start_to_exit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now, names = 0.0, ("new", "ended", "lives", "silent")
@@ -193,7 +194,7 @@ def test_silence_counts_from_the_start_and_not_after_the_end(
         name: Rank("trainer", place, tmp_path / "log", 0, 0) for place, name in enumerate(names)
     }
     (tmp_path / "heartbeats").mkdir()
-    (tmp_path / "heartbeats" / "trainer-0").touch()  # an earlier start's
+    (tmp_path / "heartbeats" / "trainer-0").touch()  # heartbeat of an earlier start
     watch = LifeWatch(config, "trainer", list(ranks.values()))
     doubts, lines = list[bool](), list[str]()
     for second in range(0, 80, 5):
@@ -203,7 +204,7 @@ def test_silence_counts_from_the_start_and_not_after_the_end(
             os.utime(tmp_path / "heartbeats" / f"trainer-{rank}", (now, now))
         if second == 10:
             ranks["ended"].note_end(0, now)
-        watch.kill_silent(Killed(), lines.append)
+        watch.kill_silent(ProcesslessRanks(), lines.append)
         doubts.append(watch.is_in_doubt)
     assert {name: rank.exit_code for name, rank in ranks.items()} == {
         "new": -9,
@@ -222,7 +223,7 @@ def test_silence_counts_from_the_start_and_not_after_the_end(
     ]
 
 
-def test_a_first_heartbeat_may_take_as_long_as_slurm_needs(
+def test_first_heartbeat_has_its_own_timeout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now = 0.0
@@ -238,14 +239,14 @@ def test_a_first_heartbeat_may_take_as_long_as_slurm_needs(
         now = float(second)
         if second == 150:
             heartbeat.touch()
-        watch.kill_silent(Killed(), lambda _: None)
+        watch.kill_silent(ProcesslessRanks(), lambda _: None)
     assert rank.ended_at == 215.0
 
 
 @pytest.mark.promise("suspended-process-is-replaced-or-named", "start-faults-are-replaced-or-named")
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prepare", "critic", "trainer"])
-def test_a_rank_stopped_before_its_first_heartbeat_ends_by_name(run: Path, role: str) -> None:
+def test_rank_without_first_heartbeat_is_named(run: Path, role: str) -> None:
     launcher = start(
         run,
         {"trainer": "train_until_done", role: "never_beats"},
@@ -264,7 +265,7 @@ def test_a_rank_stopped_before_its_first_heartbeat_ends_by_name(run: Path, role:
 
 @pytest.mark.promise("suspended-process-is-replaced-or-named")
 @pytest.mark.slow
-def test_a_prepare_rank_that_is_stopped_is_started_again(run: Path) -> None:
+def test_suspended_prepare_rank_is_restarted(run: Path) -> None:
     launcher = start(run, {"prepare": "stop_at_first"}, "cluster.heartbeat_timeout_s=2")
     code, out, error = finish(launcher, run)
     assert code == 0, error
@@ -275,7 +276,7 @@ def test_a_prepare_rank_that_is_stopped_is_started_again(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_print_their_stacks_before_a_silent_rank_is_killed(run: Path) -> None:
+def test_ranks_log_stacks_before_kill_of_silent_rank(run: Path) -> None:
     launcher = start(
         run, {"trainer": "stop_at_once"}, "cluster.heartbeat_timeout_s=2", "run.max_restarts=0"
     )

@@ -1,3 +1,5 @@
+"""Tests of Slurm job scripts, job steps and submission, without Slurm."""
+
 from __future__ import annotations
 
 import os
@@ -63,7 +65,7 @@ def config(tmp_path: Path, *overrides: str):
     )
 
 
-def test_the_script_asks_for_what_the_configuration_says(tmp_path: Path) -> None:
+def test_job_script_requests_configured_resources(tmp_path: Path) -> None:
     script = render_script(config(tmp_path, *GENEROUS))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     parts = [
@@ -91,12 +93,12 @@ def test_the_script_asks_for_what_the_configuration_says(tmp_path: Path) -> None
     } <= {*trainer}
     assert {"--nodes=1", "--gpus-per-node=1", "--partition=other"} <= {*critic}
     assert {"--nodes=1", "--exclusive"} <= {*reward}
-    assert not [flag for flag in reward if "gpu" in flag]  # a function scores
+    assert not [flag for flag in reward if "gpu" in flag]  # reward is a function and needs no GPU
     assert script.splitlines()[-2:] == ["module load cuda", script.splitlines()[-1]]
     assert script.splitlines()[-1].endswith(f"-m aligner supervise {tmp_path}/run")
 
 
-def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
+def test_job_script_quotes_run_directory_with_space(tmp_path: Path) -> None:
     script = render_script(config(tmp_path / "two words", "run.name=name"))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert f"supervise '{tmp_path}/two words/run'" in script
@@ -110,7 +112,7 @@ def test_a_directory_with_a_blank_is_quoted(tmp_path: Path) -> None:
         ("mine", f"{Path.cwd()}/mine"),
     ],
 )
-def test_every_rank_has_the_cache_of_the_launch_wherever_its_home_is(
+def test_job_script_exports_cache_of_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit: str, cache: str
 ) -> None:
     for name, value in {
@@ -120,18 +122,18 @@ def test_every_rank_has_the_cache_of_the_launch_wherever_its_home_is(
     }.items():
         monkeypatch.setenv(name, value)
     script = render_script(config(tmp_path, "cluster.slurm.setup=['module load cuda']"))
-    before, _ = script.split("module load cuda")  # which may know better
+    before, _ = script.split("module load cuda")  # the setup commands may override the cache
     elsewhere = {"PATH": os.environ["PATH"], "HOME": "/home/aligner"}
-    told = subprocess.run(
+    printed = subprocess.run(
         ["bash", "-c", f"{before}\nprintenv ALIGNER_CACHE"],
         env=elsewhere,
         capture_output=True,
         text=True,
     )
-    assert told.stdout == f"{cache}\n"
+    assert printed.stdout == f"{cache}\n"
 
 
-def test_a_single_component_has_no_hetjob_and_devices_as_gres(tmp_path: Path) -> None:
+def test_homogeneous_job_requests_gres(tmp_path: Path) -> None:
     script = render_script(
         config(tmp_path, "cluster.slurm.heterogeneous=false", "cluster.slurm.gpus=gres")
     )
@@ -149,7 +151,7 @@ def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]
     )
 
 
-def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
+def test_job_step_runs_on_the_nodes_of_its_role(tmp_path: Path) -> None:
     command = step_of(
         tmp_path, "critic", 2, "critic.parallel.data=2", "cluster.slurm.roles.critic.nodes=2"
     )
@@ -159,7 +161,7 @@ def test_a_step_runs_where_its_role_is(tmp_path: Path) -> None:
     assert not [flag for flag in command if flag.startswith("--container")]
 
 
-def test_steps_that_share_a_node_are_not_bound_to_the_same_cores(tmp_path: Path) -> None:
+def test_shared_node_job_steps_are_not_bound_to_cores(tmp_path: Path) -> None:
     beside = ("cluster.slurm.roles.trainer.devices=0-5", "cluster.slurm.roles.critic.devices=6-7")
     steps = {
         role: step_of(tmp_path, role, 1, *beside, "cluster.slurm.roles.critic.beside=trainer")
@@ -172,7 +174,7 @@ def test_steps_that_share_a_node_are_not_bound_to_the_same_cores(tmp_path: Path)
     assert "--cpus-per-task=6" in steps["reward"] and "--whole" not in steps["reward"]
 
 
-def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(
+def test_container_step_mounts_run_and_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", "/cache")
@@ -198,7 +200,7 @@ def test_a_step_in_a_container_sees_the_run_and_what_is_mounted(
     }
 
 
-def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
+def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:
     made = config(
         tmp_path,
         *(
@@ -237,7 +239,7 @@ def test_a_roles_environment_is_its_own_above_everyones(tmp_path: Path) -> None:
         ("srun: error: Unable to create step for job 7: Invalid partition\n", 1, [1, 1, 1]),
     ],
 )
-def test_what_srun_says_is_what_became_of_the_ranks(
+def test_exit_codes_are_parsed_from_srun_messages(
     tmp_path: Path, said: str, code: int, expected: list[int]
 ) -> None:
     messages = tmp_path / "srun.log"
@@ -252,7 +254,7 @@ def test_what_srun_says_is_what_became_of_the_ranks(
     assert all(rank.ended_at is not None for rank in ranks)
 
 
-def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
+def test_rank_end_times_follow_srun_messages(tmp_path: Path) -> None:
     messages = tmp_path / "srun.log"
     messages.write_text(
         "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n"
@@ -272,7 +274,7 @@ def test_the_rank_that_srun_tells_of_first_ended_first(tmp_path: Path) -> None:
     assert ranks[2].exit_code is None
 
 
-def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
+def test_allocation_outside_a_slurm_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AlignerError, match="SLURM_JOB_ID is not set"):
         read_allocation(slurm_layout(config(tmp_path)), {})
 
@@ -293,9 +295,7 @@ def test_outside_a_job_the_supervisor_says_so(tmp_path: Path) -> None:
         ("srun: error: n1: task 2: Out Of Memory\n", "task 2: Out Of Memory"),
     ],
 )
-def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(
-    tmp_path: Path, said: str, told: str
-) -> None:
+def test_other_srun_messages_are_added_to_rank_error(tmp_path: Path, said: str, told: str) -> None:
     messages, log = tmp_path / "srun.log", tmp_path / "0.log"
     messages.write_text(said)
     log.touch()
@@ -306,8 +306,10 @@ def test_what_srun_says_beside_its_tasks_ends_is_told_with_a_ranks_log(
     assert message.endswith(f"last lines of its log:\n  (its log is empty)\nlog: {log}")
 
 
-def as_task(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None) -> None:
-    """This process's environment is that of a task."""
+def set_task_environment(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None
+) -> None:
+    """Set the environment variables of a Slurm task in this process."""
     given = {
         IS_TASK: "1",
         "SLURM_PROCID": "9",
@@ -330,10 +332,10 @@ def as_task(monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | 
         ("4,5", None, "4,5"),
     ],
 )
-def test_a_task_sees_its_roles_devices_among_those_of_its_step(
+def test_task_sees_devices_of_its_role(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, chosen: str | None, seen: str
 ) -> None:
-    as_task(monkeypatch, visible, chosen)
+    set_task_environment(monkeypatch, visible, chosen)
     adopt_environment()
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == (
         "9",
@@ -342,8 +344,8 @@ def test_a_task_sees_its_roles_devices_among_those_of_its_step(
     )
 
 
-def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_task(monkeypatch, "0,1", "6,7")
+def test_task_refuses_job_step_without_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_task_environment(monkeypatch, "0,1", "6,7")
     with pytest.raises(
         AlignerError,
         match="devices 6,7 of its node, but Slurm gave its job step only CUDA_VISIBLE_DEVICES=0,1;",
@@ -351,7 +353,7 @@ def test_a_task_whose_step_lacks_its_devices_says_so(monkeypatch: pytest.MonkeyP
         adopt_environment()
 
 
-def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_slurm_command_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "echo x >> $0.calls; [ $(wc -l < $0.calls) -ge 2 ] || { echo busy >&2; exit 1; }; echo done"
     )
@@ -362,7 +364,7 @@ def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert slurm_command("squeue", attempts=2) == "done"
 
 
-def test_a_job_that_is_queued_again_already_is_not_refused(
+def test_requeue_of_pending_job_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(
@@ -380,7 +382,7 @@ def test_a_job_that_is_queued_again_already_is_not_refused(
         slurm_command("scontrol", "requeue", "7")
 
 
-def test_a_run_that_slurm_refuses_leaves_the_directory_as_it_was(
+def test_rejected_job_leaves_run_directory_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuses = (
@@ -428,15 +430,17 @@ ACCEPTS = '[ "$1" = --test-only ]'
         ),
     ],
 )
-def test_a_run_that_may_be_queued_keeps_its_directory(
+def test_uncertain_submission_keeps_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, said: str
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", f"{ACCEPTS} || {{ {answers}; }}")
     stand_in(tmp_path, monkeypatch, "squeue", "")
     monkeypatch.setattr(submitting, "_QUEUEING_S", 0.5)
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", "run.name=mine"]
-    told = f"{said}: it is unknown whether the job was queued. Check with `squeue --me --name=mine`"
-    with pytest.raises(AlignerError, match=told):
+    message = (
+        f"{said}: it is unknown whether the job was queued. Check with `squeue --me --name=mine`"
+    )
+    with pytest.raises(AlignerError, match=message):
         submit(plan_run(compose_config(given)))
     paths = RunPaths(tmp_path / "run")
     assert all(
@@ -460,7 +464,7 @@ def test_a_run_that_may_be_queued_keeps_its_directory(
         ),
     ],
 )
-def test_an_interrupted_launch_says_so_in_a_line(
+def test_interrupted_submission_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str, said: str, is_kept: bool
 ) -> None:
     stand_in(
@@ -486,12 +490,12 @@ def test_an_interrupted_launch_says_so_in_a_line(
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
-    assert (process.returncode, told) == (130, f"aligner: error: {said}\n")
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, f"aligner: error: {said}\n")
     assert (tmp_path / "run" / "config.yaml").exists() == (tmp_path / "run").exists() == is_kept
 
 
-def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
+def test_nested_submission_drops_slurm_job_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", 'env > "$0.env"; echo 7')
@@ -509,7 +513,7 @@ def test_a_job_inside_another_is_not_submitted_with_that_ones_environment(
     ]
 
 
-def test_slurm_checks_the_script_of_the_job_before_it_is_queued(
+def test_job_script_is_checked_before_it_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", f'{ACCEPTS} && cp "$2" "$0.checked"; echo 7')
@@ -532,7 +536,7 @@ def test_slurm_checks_the_script_of_the_job_before_it_is_queued(
         ),
     ],
 )
-def test_what_supervises_a_job_runs_nowhere_else(
+def test_supervise_outside_a_slurm_job_is_refused(
     tmp_path: Path, cluster: str, code: int, told: str
 ) -> None:
     composed = compose_config(
@@ -551,7 +555,7 @@ def test_what_supervises_a_job_runs_nowhere_else(
     assert ended.returncode == code and told in ended.stderr
 
 
-def test_slurm_replaces_symbols_only_in_names_of_logs(tmp_path: Path) -> None:
+def test_log_path_escapes_percent_of_run_directory(tmp_path: Path) -> None:
     script = render_script(config(tmp_path / "50%j off", "run.name=name"))
     assert f"#SBATCH --output='{tmp_path}/50%%j off/run/logs/job-%j.log'" in script
 

@@ -1,4 +1,4 @@
-"""`aligner status`, of runs that go on, have ended, or lost their launcher."""
+"""Tests of `aligner status` for running, ended and abandoned runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
 from aligner.launcher.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launcher.stand_ins import stand_in
-from tests.launcher.test_launch import finish, given, processes_of, start, wait_for
+from tests.launcher.test_launch import finish, launch_overrides, processes_of, start, wait_for
 from tests.rounds import slow
 
 
-def resumed(run: Path, *overrides: str) -> str:
-    """The command that goes on with a run that was launched by `start`."""
-    kept = [text for text in given(run, *overrides) if not text.startswith("run.dir=")]
+def resume_command(run: Path, *overrides: str) -> str:
+    """Return the command that resumes a run that was launched with `start`."""
+    kept = [text for text in launch_overrides(run, *overrides) if not text.startswith("run.dir=")]
     return shlex.join(["aligner", "launch", *kept, f"run.dir={run}", "run.resume=auto"])
 
 
@@ -43,7 +43,7 @@ def rank_of(run: Path, role: str) -> psutil.Process:
     return process
 
 
-def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
+def test_status_follows_a_run_from_start_to_stop(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     seen = set[str]()
     wait_for(lambda: seen.add(state_of(run)) or "running" in seen, "running status")
@@ -53,12 +53,12 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     assert (status.step, status.steps, status.metrics["reward/mean"]) == (1, 7, 0.1)
     assert (status.seconds_per_step, status.seconds_left, status.resumable) == (0.5, 3.0, False)
     assert status.last_step_age_s is not None and status.last_step_age_s < 30
-    told = describe_status(status)
-    assert told.startswith(
+    description = describe_status(status)
+    assert description.startswith(
         "run: running  step 1/7  reward 0.100  KL 0.0100  0.50 s/step  ETA 0:00:03  last step 0:00:"
     )
-    assert told.endswith(" ago  [critic healthy, reward healthy, trainer healthy]")
-    # A server that the launcher has not seen healthy yet would be starting, not silent.
+    assert description.endswith(" ago  [critic healthy, reward healthy, trainer healthy]")
+    # Until the launcher has seen a server healthy, status reports `starting`, not `not answering`.
     wait_for(
         lambda: (state := read_state(run / "status.json")) and state.roles["critic"].healthy,
         "the launcher's own look",
@@ -70,11 +70,11 @@ def test_a_run_is_followed_from_its_start_to_its_stop(run: Path) -> None:
     finish(launcher, run)
     status = read_status(run)
     assert (status.state, status.exit_code, status.seconds_left) == ("stopped", 143, None)
-    assert status.note == f"stopped by SIGTERM; restart the run with: {resumed(run)}"
+    assert status.note == f"stopped by SIGTERM; restart the run with: {resume_command(run)}"
     assert set(healths(run).values()) == {"gone"}
 
 
-def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> None:
+def test_finished_run_reports_its_last_step(run: Path) -> None:
     code, _, error = finish(start(run), run)
     assert code == 0, error
     status = read_status(run)
@@ -107,9 +107,7 @@ def test_a_run_that_has_finished_says_so_and_nothing_of_its_roles(run: Path) -> 
         slow("killed", "rank {rank} was killed by SIGKILL (then trainer rank {other} failed)"),
     ],
 )
-def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(
-    run: Path, behavior: str, reason: str
-) -> None:
+def test_failed_run_reports_reason_and_command(run: Path, behavior: str, reason: str) -> None:
     code, _, error = finish(
         start(run, {"trainer": behavior}, "actor.parallel.pipeline=2", "run.max_restarts=0"), run
     )
@@ -119,17 +117,17 @@ def test_a_run_that_has_failed_tells_its_reason_and_how_to_go_on(
     status = read_status(run)
     assert (status.state, status.exit_code, status.resumable) == ("failed", 1, True)
     rank = int(error.startswith("trainer rank 1"))
-    told = reason.format(rank=rank, other=1 - rank)
+    failure = reason.format(rank=rank, other=1 - rank)
     assert (
-        status.note == f"trainer {told}; resume the run with:"
-        f" {resumed(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
+        status.note == f"trainer {failure}; resume the run with:"
+        f" {resume_command(run, 'actor.parallel.pipeline=2', 'run.max_restarts=0')}"
     )
 
 
 @pytest.mark.slow
-def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: Path) -> None:
+def test_unhealthy_server_is_restarting_after_restart(run: Path) -> None:
     launcher = start(run, {"critic": "healthy_once", "trainer": "hang"})
-    # Not by its status: the server dies once it was asked for its health.
+    # Do not call read_status here: the server exits after its first health request.
     wait_for(
         lambda: (state := read_state(run / "status.json")) and state.roles["critic"].restarts,
         "restart",
@@ -140,7 +138,7 @@ def test_a_server_that_is_started_again_is_restarting_until_it_is_healthy(run: P
 
 
 @pytest.mark.slow
-def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
+def test_run_with_killed_launcher_is_stopped(run: Path) -> None:
     launcher = start(run, {"trainer": "train_slowly"})
     wait_for(lambda: state_of(run) == "running", "running status")
     launcher.kill()
@@ -155,8 +153,10 @@ def test_a_launcher_that_was_killed_has_not_ended_its_run(run: Path) -> None:
     wait_for(lambda: not processes_of(run), "end of its ranks")
 
 
-def made_run(directory: Path, state: LauncherState | None, steps: int, *overrides: str) -> Path:
-    """A run directory as it is left by a run of five steps."""
+def create_run_directory(
+    directory: Path, state: LauncherState | None, steps: int, *overrides: str
+) -> Path:
+    """Create the run directory of a run of five steps, of which `steps` are recorded."""
     directory.mkdir()
     composed = compose_config(
         ["experiment=tiny_ppo", f"run.dir={directory}", "run.steps=5", *overrides]
@@ -171,10 +171,10 @@ def made_run(directory: Path, state: LauncherState | None, steps: int, *override
     return directory
 
 
-def test_a_launcher_on_another_machine_lives_as_long_as_its_heart_beats(tmp_path: Path) -> None:
+def test_remote_launcher_lives_while_status_is_fresh(tmp_path: Path) -> None:
     roles = {"trainer": RoleState(8, healthy=True)}
     state = LauncherState(1, None, "node-17", time.time() - 500, roles, job="4242")
-    run = made_run(tmp_path / "run", state, steps=2)
+    run = create_run_directory(tmp_path / "run", state, steps=2)
     status = read_status(run)
     assert (status.state, status.job, status.roles["trainer"].health) == (
         "running",
@@ -222,7 +222,7 @@ UNKNOWN = (
     ],
 )
 @pytest.mark.parametrize("exit_code", [143, None])
-def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
+def test_status_depends_on_slurm_queue(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     squeue: str,
@@ -245,7 +245,7 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
         exit_code,
         "stopped by SIGTERM",
     )
-    run = made_run(
+    run = create_run_directory(
         tmp_path / "run", stopped, 2, "cluster=slurm", f"cluster.slurm.requeue={requeue}"
     )
     if exit_code is None:
@@ -259,23 +259,23 @@ def test_a_job_that_slurm_has_queued_again_is_not_to_be_submitted_again(
     assert (status.state, status.note) == (state, f"{why}; {note.format(run=run)}")
 
 
-def test_a_number_that_another_process_has_got_is_not_the_launchers(tmp_path: Path) -> None:
+def test_reused_process_id_is_not_the_launcher(tmp_path: Path) -> None:
     state = LauncherState(os.getpid(), 12345, os.uname().nodename, time.time(), {}, None)
-    assert read_status(made_run(tmp_path / "run", state, steps=1)).state == "stopped"
+    assert read_status(create_run_directory(tmp_path / "run", state, steps=1)).state == "stopped"
 
 
 @pytest.mark.parametrize(("steps", "state"), [(5, "finished"), (2, "stopped")])
-def test_a_run_of_before_there_was_a_state_file_is_judged_by_its_steps(
+def test_run_without_status_file_is_judged_by_its_steps(
     tmp_path: Path, steps: int, state: str
 ) -> None:
-    status = read_status(made_run(tmp_path / "run", None, steps))
+    status = read_status(create_run_directory(tmp_path / "run", None, steps))
     assert (status.state, status.step, status.roles) == (state, steps, {})
 
 
-def test_a_run_that_has_ended_by_what_it_reached_has_finished_and_says_why(tmp_path: Path) -> None:
+def test_run_ended_by_target_is_finished_with_reason(tmp_path: Path) -> None:
     why = "ended after step 2: reward/mean 0.5 has reached run.end_at=reward/mean:0.5"
     state = LauncherState(1, None, "node-17", time.time() - 9, {}, None, time.time(), 0, why)
-    run = made_run(tmp_path / "run", state, 2, "run.end_at=reward/mean:0.5")
+    run = create_run_directory(tmp_path / "run", state, 2, "run.end_at=reward/mean:0.5")
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     (run / "checkpoints" / "step_2" / "manifest.json").write_text("{}")
     assert (read_status(run).state, read_status(run).resumable) == ("stopped", True)
@@ -287,7 +287,7 @@ def test_a_run_that_has_ended_by_what_it_reached_has_finished_and_says_why(tmp_p
     ).endswith(f"\n  {why}")
 
 
-def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+def test_status_of_invalid_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=f"{tmp_path / 'absent'}: no such directory; give a run directory"
     ):
@@ -296,25 +296,30 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
         ConfigError, match=f"{tmp_path}: not a run directory, because it has no config.yaml"
     ):
         read_status(tmp_path)
-    run = made_run(tmp_path / "run", None, 1)
+    run = create_run_directory(tmp_path / "run", None, 1)
     (run / "status.json").write_text("[]")
     with pytest.raises(AlignerError, match=r"status\.json: not a valid status file"):
         read_status(run)
 
 
-def test_the_command_prints_a_line_or_an_object_and_watches_until_the_end(tmp_path: Path) -> None:
+def test_status_command_prints_line_or_json(tmp_path: Path) -> None:
     def status(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "aligner", "status", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
-    run = made_run(tmp_path / "run", None, 5)
+    run = create_run_directory(tmp_path / "run", None, 5)
     done = status(str(run), "--watch")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
         "run: finished  step 5/5  reward 0.500  2.00 s/step  last step 0:00:"
     )
-    told = json.loads(status(str(run), "--json").stdout)
-    assert (told["state"], told["step"], told["metrics"]["reward/mean"], told["roles"]) == (
+    printed = json.loads(status(str(run), "--json").stdout)
+    assert (
+        printed["state"],
+        printed["step"],
+        printed["metrics"]["reward/mean"],
+        printed["roles"],
+    ) == (
         "finished",
         5,
         0.5,

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of checkpoints and export."""
+"""Functions that worker ranks run in the tests of checkpoints and export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aligner.schema import ActorConfig, Config, CriticConfig, LoraConfig, Parall
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 
 Settings = dict[str, Any]
-"""Keys of the actor's section: `parallel` as a layout, `optimizer` and `lora` as what differs."""
+"""Keys of the actor's section; `optimizer` and `lora` contain only changes of the defaults."""
 
 
 def actor(directory: str, settings: Settings) -> Policy:
@@ -46,8 +46,8 @@ def losses(policy: Policy, steps: int) -> list[float]:
 
 
 def weights_of(policy: Policy) -> dict[str, Tensor]:
-    """This rank's slices of the model's own weights and of its adapters, as the parameters have
-    them."""
+    """Return this rank's slices of the base weights and of the adapters, in the parameters'
+    dtype."""
     found = {}
     for weights in {
         id(weights): weights for weights in (policy.runner.weights, policy.runner.trained)
@@ -58,9 +58,9 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
-def save_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
-    """Two updates, a checkpoint, and the losses of the next five, which begin while it is
-    written."""
+def save_and_continue(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
+    """Save a checkpoint after two updates; return losses and weights of five more updates, which
+    begin while it is written."""
     policy = actor(directory, settings)
     losses(policy, 2)
     policy.begin_save(Path(checkpoint))
@@ -71,9 +71,9 @@ def save_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
     return result
 
 
-def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
-    """The losses of five updates from a checkpoint; and the tensors that are not, bit for bit, what
-    lies in the files."""
+def load_and_continue(directory: str, settings: Settings, checkpoint: str) -> dict[str, Any]:
+    """Load a checkpoint; return the losses and weights of five updates, and the tensors that differ
+    from the files in any bit."""
     policy = actor(directory, settings)
     policy.load(Path(checkpoint))
     runner, reader = policy.runner, CheckpointReader(Path(checkpoint))
@@ -84,8 +84,8 @@ def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
             parameter = weights.parameter(name)
             found = {WEIGHT: parameter.data}
             if parameter in state:
-                # Brought together on every rank in turn, so that each sees all of what it takes
-                # part in.
+                # Gather on every rank in turn, because `gather` is collective; each rank keeps the
+                # result of its own turn.
                 for rank in range(policy.world.size):
                     found = state.gather(parameter, rank) or found
             muon = settings["optimizer"].get("kind") == "muon" and is_layer_matrix(
@@ -106,7 +106,7 @@ def load_and_go_on(directory: str, settings: Settings, checkpoint: str) -> dict[
 
 
 def save(directory: str, settings: Settings, checkpoint: str, updates: int = 0) -> Tensor:
-    """A checkpoint after some updates; the log-probs by then."""
+    """Save a checkpoint after some updates; return the log-probs after them."""
     policy = actor(directory, settings)
     losses(policy, updates)
     experience = make_experience(policy.runner.shape.vocab_size)
@@ -117,7 +117,7 @@ def save(directory: str, settings: Settings, checkpoint: str, updates: int = 0) 
 
 
 def save_critic(directory: str, layout: dict[str, Any], num_layers: int, checkpoint: str) -> Tensor:
-    """A critic of the first layers after two updates; its values by then."""
+    """Save a critic of the first layers after two updates; return its values."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
@@ -137,7 +137,7 @@ def save_critic(directory: str, layout: dict[str, Any], num_layers: int, checkpo
 
 
 def refusal(directory: str, settings: Settings, checkpoint: str) -> str:
-    """The error that a checkpoint gives; nothing of the model may have changed by then."""
+    """Return the error of loading a checkpoint, which must leave the model unchanged."""
     policy = actor(directory, settings)
     before = weights_of(policy)
     try:
@@ -153,8 +153,8 @@ def refusal(directory: str, settings: Settings, checkpoint: str) -> str:
 def failing_save(
     directory: str, settings: Settings, checkpoint: str, failing_rank: int, failure: str
 ) -> str:
-    """The error of a save in which one rank's disk is full, or its memory, or it writes nothing, or
-    too little."""
+    """Return the error of a save in which one rank fails: full disk, no memory, no file or a short
+    file."""
     policy, write = actor(directory, settings), checkpoints.write_safetensors
 
     def fail(file: Path, *_: object) -> FileRecord | None:
@@ -180,9 +180,9 @@ def failing_save(
     return "no error"
 
 
-def save_of_a_lost_run(directory: str, settings: Settings, run: str) -> list[str]:
-    """The errors of a checkpoint that is finished, and of one that is begun, when another has taken
-    the run."""
+def save_after_takeover(directory: str, settings: Settings, run: str) -> list[str]:
+    """Return the errors of finishing one checkpoint and beginning another after another trainer has
+    taken over the run."""
     policy, config, errors = actor(directory, settings), Config(run=RunConfig(dir=run)), []
     try:
         if policy.world.rank == 0:

@@ -19,7 +19,7 @@ def untied_llama(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
 def odd_llama(request, tmp_path_factory) -> Path:
-    """A vocabulary that two tensor-parallel ranks do not divide."""
+    """A model whose vocabulary size is not divisible by two tensor-parallel ranks."""
     tied = request.param == "tied"
     return save_llama(tmp_path_factory.mktemp("odd"), tied=tied, vocab_size=71)
 

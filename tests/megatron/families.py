@@ -1,5 +1,4 @@
-"""Tiny random models of every family, and the same training steps by transformers and torch
-alone."""
+"""Tiny random models of every family, and training steps by aligner and by transformers."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
 from tests.megatron import jobs, reference
 
-# Where a gradient is rounding noise (a bias of keys has almost none), Adam at its usual epsilon
-# makes full steps of the noise, so that no two summation orders agree. An epsilon above the noise
-# and below the gradients compares arithmetic.
+# Some gradients are rounding noise, such as those of key biases. With its usual epsilon, Adam turns
+# the noise into full steps, so that different summation orders give different weights. An epsilon
+# above the noise and below the other gradients avoids this.
 OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-5, "clip_grad_norm": 1e9, "schedule": "constant"}
 STEPS = 3
 
@@ -53,8 +52,8 @@ def _llama2(t: Any) -> Any:
 
 
 def _llama3(t: Any) -> Any:
-    # Of these sequences' lengths, so that every frequency band is there: kept, blended and
-    # stretched.
+    # The original length is close to the sequences' lengths, so that every frequency band occurs:
+    # unchanged, blended and scaled.
     stretched = _rope(
         "llama3",
         factor=8.0,
@@ -113,8 +112,8 @@ MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-raw")
 
 
 def save(family: str, directory: Path) -> Path:
-    """Write a random model; norms and biases differ from ones and zeros, so that one that is not
-    read shows."""
+    """Save a random model; norms and biases differ from ones and zeros, so that reading only the
+    defaults changes the results."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -128,10 +127,10 @@ def save(family: str, directory: Path) -> Path:
 
 
 def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, Any]:
-    """The first logits, loss and gradients, and the weights after `STEPS`, by the names of the
-    weight table.
+    """Return the first logits, loss and gradients, and the weights after `STEPS` updates, by the
+    names of the weight table.
 
-    Tokens go through the experts of `routes` [B, S-1, L, K] where given.
+    With `routes` [B, S-1, L, K], tokens use these experts.
     """
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -172,8 +171,10 @@ def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, 
 
 
 def force_routes(model: Any, routes: Tensor) -> None:
-    """Have transformers' routers send the tokens of row after row, over and over, through the
-    experts of `routes`."""
+    """Let transformers' routers use the experts of `routes`.
+
+    Each forward pass is one row; the rows repeat in order.
+    """
 
     def force(layer: int) -> Callable[..., Any]:
         rows = itertools.cycle(routes[:, :, layer].long())
@@ -194,7 +195,7 @@ def force_routes(model: Any, routes: Tensor) -> None:
 
 @torch.no_grad()
 def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S, V], zeros past each sequence, one row at a time."""
+    """Return logits [B, S, V], computed row by row; zeros past each sequence."""
     result = torch.zeros(*tokens.shape, model.config.vocab_size)
     for row, length in enumerate(lengths.tolist()):
         result[row, :length] = model(tokens[row, None, :length]).logits[0]
@@ -204,8 +205,8 @@ def _logits(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
 def family_steps(
     directory: str, layout: dict[str, Any], *, routes: Tensor | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """The same on this rank of a layout: whole logits, statistics, and slices of gradients and
-    weights."""
+    """Run the steps of `reference_steps` on this rank of a layout; return whole logits, statistics,
+    and slices of gradients and weights."""
     settings["optimizer"] = {**OPTIMIZER, **settings.get("optimizer", {})}
     actor = jobs.policy(directory, layout, settings)
     experience = dataclasses.replace(
@@ -226,12 +227,12 @@ def family_steps(
 def threads_around_training(
     directory: str, layout: dict[str, Any], port: int, **settings: Any
 ) -> tuple[int, int]:
-    """Return the number of this rank's threads before it joins a world, and after it has trained in
-    it and left it.
+    """Return the number of this rank's threads before it joins a world, and after it has trained
+    there and left.
 
-    Leaves the world that it is called in; the other world's store listens on `port`.
+    The function first leaves the current world; the new world's store listens on `port`.
     """
-    dist.barrier()  # the store ends with rank 0, and all ranks must have used it
+    dist.barrier()  # the store ends with rank 0, after all ranks have used it
     worlds.shutdown()
     gc.collect()
     before = jobs.threads()
@@ -243,7 +244,7 @@ def threads_around_training(
 
 
 def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """`family_steps` of a rank that computes deterministically."""
+    """Run `family_steps` in deterministic mode."""
     environment = dict(os.environ)
     worlds.compute_deterministically()
     assert (
@@ -261,11 +262,10 @@ def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any)
 def overlapped_steps(
     directory: str, layout: dict[str, Any], *, optimizer: dict[str, Any], micro_batch_tokens: int
 ) -> dict[str, Any]:
-    """`family_steps` whose gradients are added up over the ranks meanwhile, in buckets as small as
-    this model asks for.
+    """Run `family_steps` with overlapped gradient reduction, in buckets that suit this small model.
 
-    `early` is how many buckets were on their way before the backward pass had ended, `waits` how
-    often somebody who reads weights found buckets of the last update on their way.
+    `early` is the number of bucket reductions that started during the backward pass; `waits` is the
+    number of weight reads that found parameter gathers of the last update in flight.
     """
     make, start = (
         gpt_model.DistributedDataParallelConfig,
@@ -300,7 +300,7 @@ def overlapped_steps(
 
 
 def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """What `family_steps` has returned twice."""
+    """Assert that two results of `family_steps` are bit-identical."""
     assert found["stats"] == expected["stats"] and (found["logits"] == expected["logits"]).all()
     for kind in ("gradients", "weights"):
         assert found[kind].keys() == expected[kind].keys() != set()
@@ -312,27 +312,27 @@ def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> N
 
 
 def read_slices(directory: str, layout: dict[str, Any]) -> dict[str, tuple[Slice, Any]]:
-    """This rank's slices of the weights, as read from the files."""
+    """Return this rank's slices of the weights, as loaded from the files."""
     result = _arrays(jobs.slices(jobs.policy(directory, layout).runner.weights))
     worlds.shutdown()
     return result
 
 
 def _arrays(slices: jobs.Slices) -> dict[str, tuple[Slice, Any]]:
-    # Arrays travel in one message; tensors would each take a shared file.
+    # Arrays are sent in one message; each tensor would need a shared file.
     return {name: (cut, tensor.cpu().float().numpy()) for name, (cut, tensor) in slices.items()}
 
 
 def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    """Largest difference, in units of the largest element of `scale`."""
+    """Return the largest difference, relative to the largest element of `scale`."""
     return float((found - expected).abs().max() / scale.abs().max())
 
 
 def slice_errors(
     directory: Path, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The relative error of each tensor of a file, over all ranks' slices; every tensor must be
-    there."""
+    """Return the relative error of each tensor of a file over all ranks' slices; assert that every
+    tensor occurs."""
     table = {spec.name: spec for spec in weight_table(directory_shape(directory, "model.path"))}
     errors: dict[str, float] = {}
     for part in parts:
@@ -360,8 +360,10 @@ def grouped_steps(
     steps: Callable[..., dict[str, Any]] = family_steps,
     **settings: Any,
 ) -> dict[str, Any]:
-    """`steps` of a model whose experts are multiplied in groups, as on a GPU; how many were, and
-    how many in place."""
+    """Run `steps` with grouped expert GEMMs, as on a GPU.
+
+    `grouped` is the number of stacks of expert tensors, and `in_place` how many needed no copy.
+    """
     can_group, together, view = layers.can_group, grouped_experts._together, grouped_experts._view
     found = {"grouped": 0, "in_place": 0}
 
@@ -380,5 +382,5 @@ def grouped_steps(
 def overlapped_grouped_steps(
     directory: str, layout: dict[str, Any], **settings: Any
 ) -> dict[str, Any]:
-    """`overlapped_steps` of a model whose experts are multiplied in groups."""
+    """Run `overlapped_steps` with grouped expert GEMMs."""
     return grouped_steps(directory, layout, steps=overlapped_steps, **settings)

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the Megatron room."""
+"""Functions that worker ranks run in the tests of `aligner.megatron`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from aligner.schema import (
 )
 from aligner.schema.keys import with_values
 
-# A rank's part of named tensors: which slice, and its numbers.
+# A rank's part of named tensors: the slice and its values.
 Slices = dict[str, tuple[Slice, Tensor]]
 
 TEMPERATURE = 0.7
-# An epsilon at the size of the smallest gradients: below it, Adam would turn their rounding errors
-# into whole steps.
+# Epsilon is about the size of the smallest gradients: with a smaller one, Adam would turn their
+# rounding errors into full steps.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
 
 
 def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experience:
-    """Random experience over sequences of different lengths."""
+    """Return random experience over sequences of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(6, 15, (batch,), generator=generator)
     prompt_lengths = torch.randint(1, 5, (batch,), generator=generator)
@@ -91,8 +91,8 @@ def policy(
     *,
     exact: bool = False,
 ) -> Policy:
-    """A policy at a layout; `settings` are keys of the actor's section, `optimizer` again a
-    dictionary."""
+    """Return a policy at a layout; `settings` are keys of the actor's section, with `optimizer` as
+    a dictionary."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     section = ActorConfig(parallel=world.layout, **{"logprob_chunk_tokens": 10} | _chosen(settings))
     path = Path(directory)
@@ -105,8 +105,8 @@ def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def slices(weights: NamedWeights) -> Slices:
-    """This rank's slices of the weights; those that are not called copies lie in their
-    parameters."""
+    """Return this rank's slices of the weights; assert that slices not listed as copies are views
+    of their parameters."""
     for name in set(weights) - weights.copied:
         assert (
             weights.read(name).untyped_storage().data_ptr()
@@ -116,12 +116,12 @@ def slices(weights: NamedWeights) -> Slices:
 
 
 def gradients(runner: ModelRunner) -> Slices:
-    """This rank's slices of the gradients, summed over all ranks, between the backward pass and the
-    optimizer step."""
+    """Return this rank's slices of the gradients, summed over all ranks; call it between the
+    backward pass and the optimizer step."""
     for chunk in runner.ddp:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for bucket in buffer.buckets if chunk.ddp_config.use_distributed_optimizer else ():
-                group = buffer.data_parallel_group  # each rank has summed its own shard alone
+                group = buffer.data_parallel_group  # each rank has only its own shard of the sum
                 dist.all_gather_into_tensor(
                     bucket.grad_data,
                     bucket.grad_data.chunk(group.size())[group.rank()].clone(),
@@ -138,7 +138,7 @@ def gradients(runner: ModelRunner) -> Slices:
 
 
 def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:
-    """An update's statistics, and the gradients that its optimizer step was given."""
+    """Run an update; return its statistics and the gradients that the optimizer received."""
     seen: Slices = {}
     optimizer, prepare = actor.runner.optimizer, actor.runner.optimizer.prepare_grads
 
@@ -156,8 +156,8 @@ def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, flo
 def policy_step(
     directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None, steps: int = 2
 ) -> dict[str, Any]:
-    """Log-probs, updates, log-probs again; plus this rank's slices of weights before and after and
-    of first gradients."""
+    """Return log-probs before and after updates, and this rank's slices of the weights before and
+    after and of the first gradients."""
     actor = policy(directory, layout, settings)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     before = slices(actor.runner.weights)
@@ -176,11 +176,13 @@ def policy_step(
     return result
 
 
-def shared_beginnings(
+def shared_prefix_update(
     directory: str, layout: dict[str, Any], settings: dict[str, Any], *, shared: bool
 ) -> dict[str, Any]:
-    """Log-probs, an update's statistics and gradients where rows begin alike: computed once, or in
-    each of the rows."""
+    """Return log-probs, statistics and gradients of an update on rows with common prefixes.
+
+    If `shared`, each prefix is computed once, otherwise in each row.
+    """
     actor = policy(directory, layout, settings)
     assert actor.runner._cut.tree
     actor.runner._cut = dataclasses.replace(actor.runner._cut, tree=shared)
@@ -201,7 +203,7 @@ def shared_beginnings(
 def logits(
     directory: str, layout: dict[str, Any], settings: dict[str, Any] | None = None
 ) -> Tensor:
-    """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
+    """Return logits of every token, [B, S, V], zeros past each sequence; equal on all ranks."""
     actor = policy(directory, layout, settings)
     whole = policy_logits(actor, make_experience(read_shape(Path(directory)).vocab_size))
     worlds.shutdown()
@@ -209,7 +211,7 @@ def logits(
 
 
 def policy_logits(actor: Policy, experience: Experience) -> Tensor:
-    """Logits of every token, [B, S, V], zeros past each sequence; the same on every rank."""
+    """Return logits of every token, [B, S, V], zeros past each sequence; equal on all ranks."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     runner, world = actor.runner, actor.world
@@ -227,7 +229,7 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
     if world.is_last_stage and world.place.context == 0:
         for batch, part in zip(batches, parts, strict=True):
             if not batch.is_filler:
-                # Without the padding of the vocabulary.
+                # Drop the padding of the vocabulary.
                 mine[batch.batch_rows, : batch.width] = part.cpu()[..., : mine.shape[-1]]
     return world.sum_(whole)
 
@@ -235,7 +237,7 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
 def critic_step(
     directory: str, layout: dict[str, Any], num_layers: int, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Values, two updates, values again."""
+    """Return a critic's values before and after two updates, and their statistics."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
     shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
@@ -257,11 +259,13 @@ def critic_step(
     return result
 
 
-def begun_critic(
+def initialized_critic(
     directory: str, layout: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """A critic that begins from `directory`: values, two updates, values again; `settings` are keys
-    of its section."""
+    """Return the values before and after two updates of a critic that starts from `directory`.
+
+    `settings` are keys of the critic's section.
+    """
     critic, experience = _critic(directory, layout, settings)
     before = critic.values(experience.tokens, experience.lengths)
     stats = [_critic_update(critic, experience) for _ in range(2)]
@@ -278,10 +282,10 @@ def critic_updates(
     save: str | None = None,
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """A critic's weights before and after each of four updates, or of the last two, which follow
-    the checkpoint `resume`.
+    """Return a critic's weights before and after each of four updates, and their statistics.
 
-    After two updates it saves the checkpoint `save`, if that is given.
+    With `resume`, it loads that checkpoint and runs only the last two updates. With `save`, it
+    saves a checkpoint there after two updates.
     """
     critic, experience = _critic(directory, layout, settings)
     if resume is not None:
@@ -316,7 +320,7 @@ def _critic_update(critic: ValueModel, experience: Experience) -> dict[str, floa
 
 
 def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:
-    """A reward model's numbers."""
+    """Return a reward model's values of every token."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     model = ValueModel(
         read_shape(Path(directory)),
@@ -331,7 +335,7 @@ def reward_values(directory: str, layout: dict[str, Any]) -> Tensor:
 
 
 def places(layout: dict[str, Any]) -> Coordinates:
-    """megatron-core's own idea of where this rank stands."""
+    """Return this rank's coordinates according to megatron-core."""
     from megatron.core import parallel_state
 
     worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
@@ -348,14 +352,14 @@ def places(layout: dict[str, Any]) -> Coordinates:
 
 
 def attention_weights(attended: Tensor) -> Tensor:
-    """What the test's loss weighs each number of the attention's result with."""
+    """Return the weights of the attention outputs in the test's loss."""
     return torch.linspace(-1, 1, attended.numel()).view(attended.shape)
 
 
 def attend(
     layout: dict[str, Any], whole: dict[str, Tensor], lengths: list[int], window: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Packed attention of rows of queries, keys and values [N, L, heads, dim]: its result and their
+    """Return packed attention of rows of queries, keys and values [N, L, heads, dim], and their
     gradients."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -370,7 +374,7 @@ def attend(
         context_group=parallel_state.get_context_parallel_group(),
     )
     rows, width = len(lengths), max(lengths)
-    # Tokens that tell where each packed token comes from.
+    # Each token id is the token's index in the flattened rows.
     counts = torch.tensor(lengths)
     batch = pack(
         torch.arange(rows * width).view(rows, width), counts, alone(counts), world.device, cut
@@ -393,7 +397,7 @@ def attend(
 
 
 def rms_norm(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """A layer's norm of x [..., H], and the gradients of both for one of the result."""
+    """Return the RMS norm of x [..., H], and the gradients of x and weight."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from aligner.megatron.layers import RMSNorm
@@ -407,7 +411,7 @@ def rms_norm(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
 
 
 def refused_sequence(directory: str, length: int) -> str:
-    """The error that a sequence of this length gives."""
+    """Return the error of log-probs of a sequence of this length."""
     actor = policy(directory, {})
     try:
         actor.logprobs(torch.ones(2, length, dtype=torch.int64), torch.tensor([3, length]))
@@ -419,7 +423,7 @@ def refused_sequence(directory: str, length: int) -> str:
 
 
 def short_step(directory: str, layout: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
-    """Log-probs and an update of a single sequence."""
+    """Return log-probs and the statistics of an update of a single sequence."""
     actor = policy(directory, layout)
     experience = make_experience(read_shape(Path(directory)).vocab_size, batch=1)
     logprobs = actor.logprobs(experience.tokens, experience.lengths)
@@ -429,7 +433,7 @@ def short_step(directory: str, layout: dict[str, Any]) -> tuple[Tensor, dict[str
 
 
 def attention_calls(directory: str, settings: dict[str, Any]) -> tuple[int, int]:
-    """How often the attention core runs in a pass over a batch, and in an update on it."""
+    """Return the number of calls of the attention core in a forward pass and in an update."""
     actor = policy(directory, {}, settings)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     calls: list[int] = []
@@ -443,7 +447,7 @@ def attention_calls(directory: str, settings: dict[str, Any]) -> tuple[int, int]
 
 
 def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs in bf16, and weights and fp32 main weights around one update."""
+    """Return bf16 log-probs, and weights and fp32 main weights before and after one update."""
     actor = policy(directory, layout, {"precision": "bf16"} | settings)
     experience = make_experience(read_shape(Path(directory)).vocab_size)
     logprobs = actor.logprobs(experience.tokens, experience.lengths)
@@ -461,12 +465,12 @@ def bf16_step(directory: str, layout: dict[str, Any], settings: dict[str, Any]) 
 
 
 def threads() -> int:
-    """How many threads this worker has."""
+    """Return the number of this worker's threads."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def group_timeout_s(timeout_s: float) -> float:
-    """How long ranks of megatron-core's groups wait for each other."""
+    """Return the timeout in s of megatron-core's process groups."""
     from megatron.core import parallel_state
 
     worlds.initialize(ParallelConfig(tensor=2), seed=1, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What the worker ranks run to measure how much memory a model takes."""
+"""Functions that worker ranks run to measure the memory of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aligner.schema import ActorConfig, CriticConfig, LoraConfig, OptimizerConfi
 def model(
     entries: dict[str, Any], layout: dict[str, Any], head: Head, settings: dict[str, Any]
 ) -> ModelRunner:
-    """A model with small random weights at a layout, ready to be trained."""
+    """Return a model with small random weights at a layout, prepared for training."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     runner = ModelRunner(read_config(entries, "test"), world, head, section(head, layout, settings))
     for _, parameter in runner.parameters():
@@ -36,7 +36,7 @@ def model(
 def section(
     head: Head, layout: dict[str, Any], settings: dict[str, Any]
 ) -> ActorConfig | CriticConfig:
-    """The role's section of the configuration."""
+    """Return the role's section of the configuration."""
     chosen = dict(settings)
     chosen["optimizer"] = OptimizerConfig(**chosen.get("optimizer", {}))
     if "lora" in chosen:
@@ -47,8 +47,10 @@ def section(
 
 
 class SavedTensors:
-    """How many bytes autograd keeps, and the most that it has kept; a storage counts once, the
-    model's own do not."""
+    """Count the bytes of tensors that autograd saves, and their peak.
+
+    A storage counts once; the model's parameters do not count.
+    """
 
     def __init__(self, model: ModelRunner) -> None:
         self._own = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
@@ -70,7 +72,7 @@ class SavedTensors:
 
 
 class _Held:
-    """A saved tensor, until autograd lets go of it."""
+    """A saved tensor, until autograd releases it."""
 
     def __init__(self, counts: SavedTensors, tensor: Tensor) -> None:
         self.counts, self.tensor = counts, tensor
@@ -88,8 +90,8 @@ def measure(
     rows: int,
     length: int,
 ) -> dict[str, int]:
-    """Bytes on this rank of weights, gradients and Adam's state, and at the peak of saved tensors,
-    of two equal updates."""
+    """Return this rank's bytes of weights, gradients, optimizer state, snapshot, and the peak of
+    saved tensors in the second of two equal updates."""
     runner = model(entries, layout, head, settings)
     shape: ModelShape = runner.shape
     tokens = torch.randint(
@@ -114,7 +116,7 @@ def measure(
 
     with runner.room_for_moments():
         to_come = runner.optimizer_state().missing_bytes
-    for _ in range(2):  # the optimizer's state is made by the first
+    for _ in range(2):  # the first update creates the optimizer state
         saved = SavedTensors(runner)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
             stats = runner.update(runner.share(tokens, lengths), loss)
@@ -135,7 +137,7 @@ def measure(
 
 
 CHUNK = 16
-"""Tokens whose logits exist at a time."""
+"""Tokens per chunk of logits."""
 
 
 def _bytes(tensors: Iterator[Tensor]) -> int:
@@ -143,7 +145,7 @@ def _bytes(tensors: Iterator[Tensor]) -> int:
 
 
 def _optimizer_state(runner: ModelRunner) -> Iterator[Tensor]:
-    """Moments, and main weights that are not the model's own."""
+    """Yield moments, and main weights that do not share the parameters' storage."""
     own = {parameter.untyped_storage().data_ptr() for _, parameter in runner.parameters()}
     for part in getattr(runner.optimizer, "chained_optimizers", [runner.optimizer]):
         if getattr(part, "is_stub_optimizer", False):
@@ -164,7 +166,7 @@ def _moments(runner: ModelRunner) -> Iterator[Tensor]:
 
 
 def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
-    """What this rank copies for a checkpoint."""
+    """Yield the tensors that this rank copies for a checkpoint."""
     state = runner.optimizer_state()
     units, _ = checkpoint._assign_writers(runner, state)
     yield from checkpoint._snapshot(state, units, runner.world.rank).values()
@@ -173,7 +175,7 @@ def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
 def expected_section(
     head: Head, layout: dict[str, Any], settings: dict[str, Any]
 ) -> ActorConfig | CriticConfig:
-    """The same section, with the chunk of logits that is measured."""
+    """Return the role's section with the chunk size that `measure` uses."""
     chosen = section(head, layout, settings)
     return (
         dataclasses.replace(chosen, logprob_chunk_tokens=CHUNK)

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the optimizer and the adapters."""
+"""Functions that worker ranks run in the tests of the optimizer and the adapters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from aligner.schema import EngineParallelConfig
 from tests.megatron import jobs
 from tests.resharding.sink import Sink
 
-# A value to put into the gradient of a weight, at an update.
+# By update index: the weight and the value that is written into its gradient.
 Poison = Mapping[int, tuple[str, float]]
 
 
 def whole_gradient(name: str, shape: Sequence[int], step: int) -> Tensor:
-    """The gradient of a weight at a step, from nothing but their names."""
+    """Return a weight's gradient at a step; it depends only on the name, the shape and the step."""
     seed = int.from_bytes(hashlib.sha256(f"{name}:{step}".encode()).digest()[:6], "big")
     return 0.01 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -44,7 +44,7 @@ def _give_gradients(actor: Policy, step: int) -> None:
 
 
 def moment_devices(actor: Policy) -> set[str]:
-    """Kinds of the devices that hold Adam's moments and its own copies of weights."""
+    """Return the types of the devices that hold Adam's moments and main weights."""
     states = [
         state
         for part in actor.runner.optimizer.chained_optimizers
@@ -56,7 +56,7 @@ def moment_devices(actor: Policy) -> set[str]:
 
 
 def optimizer_state(actor: Policy) -> list[Tensor]:
-    """Adam's moments and step counts, and the weights, of this rank."""
+    """Return copies of this rank's Adam moments, step counts and weights."""
     parts = actor.runner.optimizer.chained_optimizers
     states = [state for part in parts for state in part.optimizer.state.values()]
     tensors = [torch.as_tensor(value) for state in states for value in state.values()]
@@ -76,11 +76,10 @@ def guided_steps(
     gradients: Sequence[int],
     poison: Poison | None = None,
 ) -> dict[str, Any]:
-    """Optimizer steps from the given gradients of `whole_gradient`, some of them spoiled where the
-    weight is held.
+    """Run optimizer steps with gradients of `whole_gradient`, some of them overwritten by `poison`.
 
-    Returns the statistics of every step, the weights at the end, where the optimizer's moments are,
-    and for each spoiled step whether it left everything as it was, bit for bit.
+    Returns the statistics of every step, the final weights, the devices of the optimizer's moments,
+    and for each poisoned step whether it left the state unchanged, bit for bit.
     """
     actor = jobs.policy(directory, layout, settings)
     stats, untouched = [], []
@@ -106,7 +105,7 @@ def guided_steps(
 
 
 def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """The learning rate of each of four steps, for each of some optimizer settings."""
+    """Return the learning rates of four steps for each of the optimizer settings."""
     rates = []
     for optimizer in settings:
         actor = jobs.policy(directory, {}, {"optimizer": optimizer})
@@ -119,7 +118,7 @@ def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[l
 
 
 def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """An update whose loss is not a number, a good one after it, and that good one alone."""
+    """Run an update with a NaN loss and then a normal update; and the normal update alone."""
 
     def bad_loss(
         logprobs: Tensor, entropy: Tensor, experience: Any, denominator: float
@@ -148,8 +147,8 @@ def spoiled_update(directory: str, layout: dict[str, Any]) -> dict[str, Any]:
 def adapted_policy(
     directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
 ) -> dict[str, Any]:
-    """Updates of a policy with adapters: log-probs, gradients, adapters, merged weights and the
-    reference."""
+    """Update a policy with adapters; return log-probs, gradients, adapters, merged weights and
+    reference log-probs."""
     actor = jobs.policy(directory, layout, settings)
     weights = actor.runner.weights
     assert isinstance(weights, LoraWeights)
@@ -181,7 +180,7 @@ def adapted_policy(
 def trained_weights(
     directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
 ) -> dict[str, Any]:
-    """Updates; their statistics, the weights after them, and the size of this rank's gradient
+    """Return the statistics of updates, the final weights, and the size of this rank's gradient
     buffers."""
     actor = jobs.policy(directory, layout, settings)
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
@@ -192,11 +191,11 @@ def trained_weights(
     return result
 
 
-def published(
+def publish_trained_policy(
     directory: str, layout: dict[str, Any], settings: dict[str, Any], steps: int
 ) -> dict[str, Tensor]:
-    """Updates, then a verified publish to an engine whose every rank holds the whole model: the
-    engine's views."""
+    """Train, and publish to an engine whose ranks each hold the whole model; return the engine's
+    weights."""
     actor = jobs.policy(directory, layout, settings)
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
     for _ in range(steps):
@@ -221,7 +220,7 @@ def published(
 def adapted_checkpoint(
     directory: str, layout: dict[str, Any], settings: dict[str, Any], checkpoint: str, resume: bool
 ) -> dict[str, Any]:
-    """A third update, after two and a checkpoint, or after reading that."""
+    """Run the third update: after two updates and a save, or after loading that checkpoint."""
     actor = jobs.policy(directory, layout, settings)
     experience = jobs.make_experience(read_shape(Path(directory)).vocab_size)
     if resume:

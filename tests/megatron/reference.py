@@ -1,4 +1,4 @@
-"""The same computations by transformers and torch alone."""
+"""Reference models, and reference results computed with only transformers and torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_llama(directory: Path, *, tied: bool, seed: int = 11, vocab_size: int =
     torch.manual_seed(seed)
     model = LlamaForCausalLM(llama_config(tied, vocab_size))
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # so that a norm that is not read shows
+        if "norm" in name:  # a norm that is not read changes the results
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     return directory
@@ -54,7 +54,7 @@ def save_reward_llama(directory: Path) -> Path:
 
 
 def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S-1] at the test temperature, zeros past each sequence, one row at a time."""
+    """Return log-probs [B, S-1] at the test temperature, row by row; zeros past each sequence."""
     rows = []
     for row, length in zip(tokens, lengths.tolist(), strict=True):
         logits = model(row[None, :length]).logits[0, :-1]
@@ -64,7 +64,7 @@ def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
 
 
 def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:
-    """What optimizer steps by torch's own AdamW, clipping and schedule give."""
+    """Return the results of optimizer steps with torch's AdamW, clipping and a linear schedule."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of replayed routes."""
+"""Functions that worker ranks run in the tests of routing replay."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from tests.megatron import jobs
 def random_routes(
     batch: int, tokens: int, layers: int = 4, experts: int = 4, chosen: int = 2
 ) -> Tensor:
-    """uint8 [B, T, L, K], of no router."""
+    """Return random expert ids, uint8 [B, T, L, K], independent of any router."""
     draws = torch.rand(batch, tokens, layers, experts, generator=torch.Generator().manual_seed(8))
     return draws.argsort(-1)[..., :chosen].byte()
 
 
-def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None = None) -> Tensor:
-    """The experts that each token but the last goes through, the likeliest first: uint8 [B, S-1, L,
-    K], 0 at padding."""
+def routing_of_tokens(
+    actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None = None
+) -> Tensor:
+    """Return the experts of each token except the last, most probable first.
+
+    The result is uint8 [B, S-1, L, K], 0 at padding.
+    """
     seen: list[Tensor] = []
 
     def observe(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -56,12 +60,12 @@ def taken(actor: Policy, tokens: Tensor, lengths: Tensor, routes: Tensor | None 
 
 
 def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> dict[str, Any]:
-    """Log-probs, an update and the weights after it, with the trainer's own routes forced on it or
-    without."""
+    """Return log-probs and the results of an update; if `replayed`, with the trainer's own routing
+    replayed."""
     actor = jobs.policy(directory, {}, settings)
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     if replayed:
-        routes = taken(actor, experience.tokens, experience.lengths)
+        routes = routing_of_tokens(actor, experience.tokens, experience.lengths)
         experience = dataclasses.replace(experience, routes=routes)
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
     differing = actor.runner.routes_differing
@@ -76,8 +80,8 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
     return result | {"differing": differing, "updating": actor.runner.routes_differing}
 
 
-def sampled(directory: str) -> SampleBatch:
-    """What a bf16 engine draws, with its routes."""
+def sample_with_engine(directory: str) -> SampleBatch:
+    """Return samples of a bf16 engine with their expert routing."""
     generator = torch.Generator().manual_seed(5)
     shape = directory_shape(Path(directory), "model.path")
     prompts = [
@@ -92,44 +96,44 @@ def sampled(directory: str) -> SampleBatch:
 
 
 def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
-    """How far the trainer is from the engine, with the engine's routes and without."""
-    batch = sampled(directory)
+    """Return the mismatch of trainer and engine with and without the engine's routing."""
+    batch = sample_with_engine(directory)
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 128})
     assert batch.routes is not None
     inside = torch.arange(batch.routes.shape[1]) < batch.lengths[:, None] - 1
     result: dict[str, Any] = {}
     for name, routes in (("own", None), ("replayed", batch.routes)):
         logprobs = actor.logprobs(batch.tokens, batch.lengths, routes=routes)
-        experts = taken(actor, batch.tokens, batch.lengths, routes)
+        experts = routing_of_tokens(actor, batch.tokens, batch.lengths, routes)
         elsewhere = (experts.sort(-1).values != batch.routes.sort(-1).values).any(-1)
         result[name] = {
             "differing": float(elsewhere[inside].float().mean()),
             "mismatch": float((logprobs - batch.engine_logprobs)[batch.mask].abs().mean()),
         }
-    result["told"] = actor.runner.routes_differing
+    result["differing_share"] = actor.runner.routes_differing
     worlds.shutdown()
     return result
 
 
-def told_and_logprobs(
+def differing_share_and_logprobs(
     directory: str, layout: dict[str, Any], routes: Tensor
 ) -> tuple[list[float], Tensor, Tensor]:
-    """The share of routes that differ, of each pass, and log-probs of policy and reference."""
+    """Return the share of differing routes per pass, and policy and reference log-probs."""
     actor = jobs.policy(directory, layout, {"recompute": "full"})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
-    told = []
+    shares = []
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=routes)
-    told.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routes_differing)
     reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
-    told.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routes_differing)
     actor.train(dataclasses.replace(experience, routes=routes), jobs.loss)
-    told.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routes_differing)
     worlds.shutdown()
-    return told, logprobs, reference
+    return shares, logprobs, reference
 
 
 def refused_routes(directory: str, routes: Tensor) -> str:
-    """The error that such routes give."""
+    """Return the error of log-probs with this expert routing."""
     actor = jobs.policy(directory, {})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     try:

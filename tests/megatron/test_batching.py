@@ -1,3 +1,5 @@
+"""Token-budget batches and data-parallel shares of sequences: coverage, limits and balance."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +23,7 @@ def test_every_sequence_is_in_one_batch_within_the_budget(lengths, budget):
 
 
 @given(LENGTHS.filter(bool), st.integers(50, 200), st.data())
-def test_any_count_from_the_fewest_up_is_filled_exactly(lengths, budget, data):
+def test_requested_batch_count_is_met_within_budget(lengths, budget, data):
     fewest = len(token_budget_batches(lengths, budget))
     count = data.draw(st.integers(fewest, len(lengths)))
     batches = token_budget_batches(lengths, budget, count=count)
@@ -31,16 +33,16 @@ def test_any_count_from_the_fewest_up_is_filled_exactly(lengths, budget, data):
 
 
 @given(LENGTHS, st.integers(50, 200))
-def test_batches_are_balanced_to_within_the_longest_sequence(lengths, budget):
+def test_batch_totals_differ_by_at_most_longest_sequence(lengths, budget):
     sums = totals(token_budget_batches(lengths, budget), lengths)
     assert not sums or max(sums) - min(sums) <= max(lengths)
 
 
-def test_batches_are_as_few_as_the_budget_allows_when_lengths_are_equal():
+def test_equal_lengths_use_fewest_possible_batches():
     assert len(token_budget_batches([10] * 12, budget=40)) == 3
 
 
-def test_nothing_to_batch_gives_no_batches():
+def test_empty_input_gives_no_batches():
     assert token_budget_batches([], budget=8) == []
     assert token_budget_batches([], budget=8, count=0) == []
 
@@ -67,7 +69,7 @@ def test_impossible_batches_are_refused(lengths, budget, count, message):
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.data())
-def test_shares_have_equal_counts_and_balanced_tokens(ranks, data):
+def test_data_parallel_shares_are_balanced(ranks, data):
     per_rank = data.draw(st.integers(0, 8))
     lengths = data.draw(
         st.lists(st.integers(1, 500), min_size=ranks * per_rank, max_size=ranks * per_rank)
@@ -81,7 +83,7 @@ def test_shares_have_equal_counts_and_balanced_tokens(ranks, data):
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(1, 500), max_size=20))
-def test_shares_that_do_not_divide_differ_by_one_sequence(ranks, lengths):
+def test_uneven_shares_differ_by_at_most_one_sequence(ranks, lengths):
     shares = data_parallel_share(lengths, ranks)
     counts = [len(share) for share in shares]
     assert max(counts) - min(counts) <= 1

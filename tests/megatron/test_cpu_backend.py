@@ -1,4 +1,4 @@
-"""The CPU's fused functions against plain torch and autograd."""
+"""The CPU backend: fused functions and gradient buffers equal plain torch and autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def plain_swiglu(y: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def test_swiglu_and_its_gradient_equal_autograds():
+def test_swiglu_and_gradient_equal_autograd():
     y, upstream = torch.randn(5, 12, requires_grad=True), torch.randn(5, 6)
     expected = plain_swiglu(y)
     expected.backward(upstream)
@@ -23,7 +23,7 @@ def test_swiglu_and_its_gradient_equal_autograds():
     torch.testing.assert_close(cpu_backend.swiglu_back(upstream, y.detach()), y.grad)
 
 
-def test_weighted_swiglu_and_its_gradients_equal_autograds():
+def test_weighted_swiglu_and_gradients_equal_autograd():
     y, weights, upstream = (
         torch.randn(5, 12, requires_grad=True),
         torch.rand(5, 1, requires_grad=True),
@@ -39,7 +39,7 @@ def test_weighted_swiglu_and_its_gradients_equal_autograds():
     torch.testing.assert_close(for_weights, weights.grad)
 
 
-def test_what_products_wrote_is_written_over_by_the_next_updates_first_and_all_else_is_zero():
+def test_stale_gradients_are_overwritten_or_zeroed():
     product, idle, other = (torch.nn.Parameter(torch.empty(2, 3)) for _ in range(3))
     buffer = SimpleNamespace(params=[product, idle, other])
     for parameter in buffer.params:
@@ -49,12 +49,12 @@ def test_what_products_wrote_is_written_over_by_the_next_updates_first_and_all_e
         cpu_backend.add_product(parameter.main_grad, left, right)
     other.main_grad += 1
     for parameter in buffer.params:
-        parameter.main_grad[0, 0] = torch.nan  # as a step leaves it that is not taken
+        parameter.main_grad[0, 0] = torch.nan  # a skipped step leaves such values in the buffer
     cpu_backend.forget_gradients(buffer)
     assert other.main_grad.tolist() == torch.zeros(2, 3).tolist()
     for _ in range(2):
         cpu_backend.add_product(product.main_grad, left, right)
-    # as DDP begins to add up over the ranks
+    # the hook that runs before DDP reduces the gradients over the ranks
     cpu_backend._settled_before(lambda group: None)(buffer)
     torch.testing.assert_close(product.main_grad, 2 * left @ right)
     assert idle.main_grad.tolist() == torch.zeros(2, 3).tolist()
@@ -62,11 +62,12 @@ def test_what_products_wrote_is_written_over_by_the_next_updates_first_and_all_e
     torch.testing.assert_close(idle.main_grad, left @ right)
 
 
-def test_an_embeddings_gradient_goes_into_its_buffer_and_nowhere_else():
+def test_embedding_gradient_is_added_to_buffer_only():
     weight, tokens = torch.nn.Parameter(torch.randn(7, 3)), torch.tensor([[2, 5, 2], [0, 2, 6]])
     upstream = torch.randn(2, 3, 3)
     lookup = cpu_backend._FunctionsOfLayers().embedding
-    lookup(tokens, weight).backward(upstream)  # without a buffer, as torch's
+    # Without a gradient buffer, autograd stores the gradient in weight.grad.
+    lookup(tokens, weight).backward(upstream)
     expected, weight.grad = weight.grad, None
     weight.main_grad = torch.ones(7, 3)
     rows = lookup(tokens, weight)
@@ -78,7 +79,7 @@ def test_an_embeddings_gradient_goes_into_its_buffer_and_nowhere_else():
         assert torch.equal(lookup(tokens, weight), rows)
 
 
-def test_adam_without_compiler_still_differentiates_its_step():
+def test_adamw_without_compiler_has_differentiable_step():
     cpu_backend.keep_compiler_out_of_optimizers()
     start = torch.ones(2, requires_grad=True)
     weight = start.clone()

@@ -1,4 +1,4 @@
-"""The critic of a run: what it begins with, and how fast its head learns, at every layout."""
+"""The critic of a run: its initial values, and the learning rate of its head, at every layout."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def normalized_llama(reward_llama: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @layouts("single", "tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2", "dp2-distributed")
-def test_a_critic_from_a_reward_model_begins_with_its_numbers_and_learns_alike(
-    pool, normalized_llama, layout, settings
-):
+def test_critic_starts_from_scaled_rewards(pool, normalized_llama, layout, settings):
+    """The values after two updates, and the updates' statistics, equal those of one rank."""
     rewards = pool.run(jobs.reward_values, 1, str(normalized_llama), {})[0]
-    single = pool.run(jobs.begun_critic, 1, str(normalized_llama), {}, {})[0]
+    single = pool.run(jobs.initialized_critic, 1, str(normalized_llama), {}, {})[0]
     torch.testing.assert_close(single["before"], GAIN * rewards, rtol=1e-4, atol=1e-5)
     assert rewards.abs().max() > 1e-3
     assert single["stats"][1]["loss"] < single["stats"][0]["loss"]
     for result in pool.run(
-        jobs.begun_critic, ranks(layout), str(normalized_llama), layout, settings
+        jobs.initialized_critic, ranks(layout), str(normalized_llama), layout, settings
     ):
         torch.testing.assert_close(result["before"], single["before"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(result["after"], single["after"], rtol=1e-4, atol=1e-4)
@@ -46,18 +45,16 @@ def test_a_critic_from_a_reward_model_begins_with_its_numbers_and_learns_alike(
 
 
 @pytest.mark.parametrize("source", ["cut", "language model"])
-def test_a_critic_begins_with_a_head_of_zeros_where_no_head_is_of_its_last_layer(
-    pool, normalized_llama, untied_llama, source
-):
+def test_critic_without_head_starts_with_zero_values(pool, normalized_llama, untied_llama, source):
     directory, settings = (
         (normalized_llama, {"num_layers": 2}) if source == "cut" else (untied_llama, {})
     )
-    result = pool.run(jobs.begun_critic, 1, str(directory), {}, settings)[0]
+    result = pool.run(jobs.initialized_critic, 1, str(directory), {}, settings)[0]
     assert result["before"].abs().max() == 0 < result["after"].abs().max()
 
 
 OWN = {"head_learning_rate": 5e-3, "optimizer": {"min_learning_rate": 2e-4, "warmup_steps": 1}}
-"""Five times the others' learning rate."""
+"""The head's learning rate is five times the learning rate of the other weights."""
 
 
 def own(settings):
@@ -65,7 +62,7 @@ def own(settings):
 
 
 def whole(result, update):
-    """All weights of a critic on one rank, after so many updates."""
+    """Return all weights of a critic on one rank after `update` updates."""
     return {name: tensor for name, (_, tensor) in result["weights"][update].items()}
 
 
@@ -75,9 +72,7 @@ def updates(pool, normalized_llama):
     return pool.run(jobs.critic_updates, 1, str(normalized_llama), {}, OWN)[0]
 
 
-def test_the_heads_own_learning_rate_is_on_the_schedule_of_the_others(
-    pool, normalized_llama, updates
-):
+def test_head_learning_rate_follows_shared_schedule(pool, normalized_llama, updates):
     alike = pool.run(
         jobs.critic_updates, 1, str(normalized_llama), {}, OWN | {"head_learning_rate": None}
     )[0]
@@ -111,7 +106,7 @@ def test_the_heads_own_learning_rate_is_on_the_schedule_of_the_others(
     "pp2-dp2-distributed",
     "dp2-overlap",
 )
-def test_the_heads_own_learning_rate_is_the_same_at_every_layout(
+def test_head_learning_rate_does_not_depend_on_layout(
     pool, normalized_llama, updates, layout, settings
 ):
     results = pool.run(
@@ -126,7 +121,7 @@ def test_the_heads_own_learning_rate_is_the_same_at_every_layout(
 
 
 @layouts("single", "pp2", "dp2-distributed")
-def test_a_critic_whose_head_has_its_own_learning_rate_resumes_as_if_nothing_had_been(
+def test_resumed_critic_equals_undisturbed_run(
     pool, normalized_llama, updates, tmp_path, layout, settings
 ):
     call, checkpoint = (str(normalized_llama), layout, own(settings)), str(tmp_path / "critic")

@@ -1,4 +1,4 @@
-"""Hugging Face to Megatron to a checkpoint and back to Hugging Face."""
+"""Export: Hugging Face models that are loaded, saved as checkpoints and exported again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TP2PP2 = {"tensor": 2, "pipeline": 2}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A family's directory, made once."""
+    """A function that returns a family's model directory and creates it once."""
     return functools.cache(lambda family: families.save(family, tmp_path_factory.mktemp(family)))
 
 
@@ -50,9 +50,7 @@ def logits(directory):
 
 @pytest.mark.promise("export-round-trip-is-exact")
 @pytest.mark.parametrize("family", families.CONFIGS)
-def test_an_imported_model_comes_back_bit_for_bit_and_transformers_computes_the_same_with_it(
-    pool, model, tmp_path, family
-):
+def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, family):
     layout = TP2PP2 | (
         {"sequence": True, "expert": 2, "expert_tensor": 1} if family in families.MIXTURES else {}
     )
@@ -73,9 +71,7 @@ def test_an_imported_model_comes_back_bit_for_bit_and_transformers_computes_the_
     ("family", "lora"),
     [("qwen3", {}), ("llama3", {"rank": 4, "alpha": 6.0}), ("gpt2", {"rank": 4, "alpha": 6.0})],
 )
-def test_a_trained_policy_computes_in_transformers_what_it_did_in_megatron(
-    pool, model, tmp_path, family, lora
-):
+def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):
     from transformers import AutoModelForCausalLM
 
     settings = {"parallel": {"tensor": 2}, "lora": lora}
@@ -92,9 +88,7 @@ def test_a_trained_policy_computes_in_transformers_what_it_did_in_megatron(
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "pythia", "mixtral"])
-def test_a_critic_of_the_first_layers_is_a_sequence_classifier_in_transformers(
-    pool, model, tmp_path, family
-):
+def test_exported_critic_values_equal_transformers(pool, model, tmp_path, family):
     from transformers import AutoModelForSequenceClassification
 
     values = pool.run(

@@ -1,4 +1,4 @@
-"""Every family at every layout computes what transformers and torch compute in one process."""
+"""Every family at every layout gives the results of transformers and torch in one process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "TP2xPP2": {"tensor": 2, "pipeline": 2},
     "distributed": {"data": 2},
 }
-# megatron-core runs experts under tensor parallelism only with sequence parallelism; ETP is tensor
-# parallelism inside them.
+# megatron-core supports experts under tensor parallelism only with sequence parallelism; ETP is the
+# tensor parallelism inside an expert.
 MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     **{name: layout for name, layout in LAYOUTS.items() if name not in ("TP2", "TP2xPP2")},
     "TP2+SPxPP2": {"tensor": 2, "sequence": True, "pipeline": 2},
@@ -39,7 +39,8 @@ MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "ETP1 over TP2": {"tensor": 2, "sequence": True, "expert_tensor": 1},
     "ETP2 over DP2": {"data": 2, "expert_tensor": 2},
 }
-# Variants of a family in what no layout cuts: the ones that cut tokens in the most ways are enough.
+# These variants of a family differ only in parts that no layout splits, so layouts that split
+# tokens in the most ways are sufficient.
 VARIANTS = {"llama-linear": ("single", "CP2"), "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2")}
 
 
@@ -49,7 +50,7 @@ def layouts(family: str) -> Iterable[str]:
 
 Errors = dict[tuple[str, str], float]
 TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2")
-"""The layouts at which every family is of the first round of tests."""
+"""Layouts that the first round of tests runs for every family."""
 CELLS = [
     pytest.param(
         family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow
@@ -61,7 +62,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A family's directory and what transformers makes of it, computed once."""
+    """A function that returns a family's directory and transformers' results, computed once."""
     made: dict[str, Any] = {}
 
     def make(family):
@@ -75,7 +76,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(request) -> Iterator[Errors]:
-    """Largest relative error by family and layout, printed when all are there."""
+    """Largest relative error by family and layout, printed after the last test of the module."""
     errors: Errors = {}
     yield errors
     with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
@@ -113,7 +114,7 @@ def run(pool, directory, name, **settings):
 
 
 def largest_errors(directory, results, expected) -> dict[str, float]:
-    """Relative error of the loss, the gradient norm, the logits, and every gradient and trained
+    """Return relative errors of loss, gradient norm, logits, and every gradient and trained
     weight."""
     errors = {}
     for key in ("loss", "grad_norm"):
@@ -141,7 +142,7 @@ def test_training_equals_transformers(pool, model, table, family, name):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_each_rank_reads_its_slices_of_the_files_bit_for_bit(pool, model, family):
+def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
     directory, _ = model(family)
     name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"
     parts = pool.run(
@@ -155,7 +156,7 @@ def test_each_rank_reads_its_slices_of_the_files_bit_for_bit(pool, model, family
 @pytest.mark.parametrize(
     ("family", "name"), [("pythia", "TP2+SP"), ("pythia", "PP2"), ("mixtral", "EP2")]
 )
-def test_recomputed_activations_change_nothing(pool, model, family, name, recompute):
+def test_recompute_training_equals_transformers(pool, model, family, name, recompute):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name, recompute=recompute), expected)
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
@@ -165,7 +166,7 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
     ("family", "layout", "optimizer", "tokens"),
     [
         slow("llama2", {"data": 2}, {}, 24),
-        # some ranks have no row for their last micro-batch
+        # some ranks have no rows in their last micro-batch
         ("llama2", {"data": 4}, {"distributed": True}, 14),
         slow("gpt2", {"data": 4}, {}, 14),
         slow("gpt2", {"data": 2, "tensor": 2}, {"distributed": True}, 24),
@@ -173,7 +174,7 @@ def test_recomputed_activations_change_nothing(pool, model, family, name, recomp
         slow("qwen3_moe", {"data": 2}, {"distributed": True}, 24),
     ],
 )
-def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(
+def test_overlapped_gradient_reduce_equals_plain_reduce(
     pool, tmp_path, family, layout, optimizer, tokens
 ):
     directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
@@ -181,7 +182,7 @@ def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(
     expected = pool.run(families.family_steps, ranks, directory, layout, **settings)
     found = pool.run(families.overlapped_steps, ranks, directory, layout, **settings)
     for one, other in zip(found, expected, strict=True):
-        # the first update counts which gradients come, and how often
+        # the first update only counts the gradients of each bucket
         assert one["early"] > families.STEPS
         for kind in ("gradients", "weights"):
             for name, (_, array) in one[kind].items():
@@ -194,14 +195,12 @@ def test_gradients_that_are_added_up_during_the_backward_pass_are_the_same(
     ("family", "layout"),
     [
         slow("llama2", {"data": 2}),
-        ("gpt2", {"data": 2, "tensor": 2}),  # a head that is the embedding
+        ("gpt2", {"data": 2, "tensor": 2}),  # tied embeddings
         ("qwen3_moe", {"data": 2, "expert": 2}),
         slow("pythia", {"data": 2, "pipeline": 2}),
     ],
 )
-def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_bit(
-    pool, tmp_path, family, layout
-):
+def test_overlapped_param_gather_is_bit_identical(pool, tmp_path, family, layout):
     directory, ranks = str(families.save(family, tmp_path)), ParallelConfig(**layout).ranks
     steps = families.overlapped_grouped_steps if "expert" in layout else families.overlapped_steps
     expected, found = (
@@ -216,6 +215,6 @@ def test_weights_that_are_gathered_during_the_forward_pass_are_the_same_to_the_b
         for more in ({}, {"overlap_param_gather": True})
     )
     for one, other in zip(found, expected, strict=True):
-        # each forward pass, and who reads at the end
+        # one wait per forward pass, and one when the weights are read at the end
         assert other["waits"] == 0 and one["waits"] >= families.STEPS
         families.assert_same_bits(one, other)

@@ -1,5 +1,5 @@
-"""Experts in grouped products, as on GPUs, compute what they do one after another; torch has such
-products on CPUs too."""
+"""Experts that use grouped GEMMs, as on GPUs, equal separate experts; torch supports grouped GEMMs
+also on CPUs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ TYPICAL = {
 @pytest.mark.parametrize(
     ("family", "layout"), typical(itertools.product(families.MIXTURES, LAYOUTS), TYPICAL)
 )
-def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_another(
-    pool, tmp_path, family, layout
-):
+def test_grouped_experts_equal_separate_experts(pool, tmp_path, family, layout):
     place = dict(MIXTURE_LAYOUTS[layout])
     ranks = ParallelConfig(**place).ranks
     directory = str(families.save(family, tmp_path))
@@ -54,7 +52,7 @@ def test_logits_gradients_and_trained_weights_are_those_of_one_expert_after_anot
                 )
 
 
-def test_tensors_are_one_where_they_lie_in_order_and_equally_far_apart():
+def test_evenly_spaced_tensors_are_viewed_without_copy():
     memory = torch.arange(60.0)
     parts = [memory[start : start + 6].view(2, 3) for start in (0, 20, 40)]
     found = grouped_experts._view(parts)
@@ -70,7 +68,7 @@ def test_tensors_are_one_where_they_lie_in_order_and_equally_far_apart():
         assert torch.equal(grouped_experts._together(others), torch.stack(others))
 
 
-def test_an_expert_without_tokens_learns_nothing():
+def test_expert_without_tokens_has_zero_gradient():
     weights = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
     inputs = torch.randn(5, 8, requires_grad=True)
     outputs = grouped_experts._GroupedLinear.apply(inputs, [2, 0, 3], *weights)
@@ -86,7 +84,7 @@ def test_an_expert_without_tokens_learns_nothing():
     assert torch.equal(found[1], torch.zeros(4, 8))
 
 
-def test_no_token_at_all_is_no_error():
+def test_no_tokens_give_zero_expert_gradients():
     weights = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
     inputs = torch.zeros(0, 8, requires_grad=True)
     grouped_experts._GroupedLinear.apply(inputs, [0, 0], *weights).sum().backward()

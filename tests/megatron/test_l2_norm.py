@@ -1,4 +1,4 @@
-"""Gradient norms against float64."""
+"""Gradient norms equal those computed in float64."""
 
 from __future__ import annotations
 

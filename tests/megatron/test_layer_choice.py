@@ -1,4 +1,4 @@
-"""Whose layers a model is built of; transformer-engine and the GPU are pretended."""
+"""The choice between the layers of transformer-engine and of aligner, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from tests.megatron import families
 ARCHITECTURES = {"llama2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM"}
 
 
-def test_transformer_engine_has_the_layers_that_it_can_compute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformer_engine_is_used_only_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, fp32, plain, adapted = (
         torch.bfloat16,
         torch.float32,
@@ -47,7 +45,7 @@ def test_transformer_engine_has_the_layers_that_it_can_compute(
     )
 
 
-def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_enables_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, object())
     for family, swiglu in {"llama2": True, "pythia": False}.items():
@@ -61,7 +59,7 @@ def test_what_transformer_engine_fuses_is_fused(monkeypatch: pytest.MonkeyPatch)
         assert not transformer_config(shape, ParallelConfig(), torch.bfloat16).apply_rope_fusion
 
 
-def test_deterministic_kernels_are_megatron_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_torch_sets_megatron_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_config(
         families.CONFIGS["llama2"](transformers).to_dict()
         | {"architectures": ["LlamaForCausalLM"]},
@@ -73,9 +71,7 @@ def test_deterministic_kernels_are_megatron_cores_too(monkeypatch: pytest.Monkey
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).deterministic_mode
 
 
-def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp8_recipe_sets_megatron_fp8_format(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_config(
         families.CONFIGS["llama2"](transformers).to_dict()
         | {"architectures": ["LlamaForCausalLM"]},
@@ -101,7 +97,7 @@ def test_fp8_products_are_those_of_the_recipe_and_of_layers_that_have_them(
         ),
     ],
 )
-def test_fp8_is_refused_where_it_cannot_be_had(
+def test_fp8_without_gpus_or_with_lora_is_refused(
     monkeypatch: pytest.MonkeyPatch, more: list[str], named: str | None
 ) -> None:
     config = compose_config(["experiment=tiny_ppo", *more])
@@ -113,9 +109,7 @@ def test_fp8_is_refused_where_it_cannot_be_had(
         check(config)
 
 
-def test_gradients_are_added_by_the_products_where_apex_has_its_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradient_fusion_requires_apex_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_config(
         families.CONFIGS["llama2"](transformers).to_dict()
         | {"architectures": ["LlamaForCausalLM"]},
@@ -137,7 +131,7 @@ def test_gradients_are_added_by_the_products_where_apex_has_its_kernels(
     assert transformer_config(shape, ParallelConfig(), torch.bfloat16).gradient_accumulation_fusion
 
 
-def test_who_has_slower_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_without_transformer_engine_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "8")
     assert [*layer_notes(compose_config(["experiment=tiny_ppo"]))] == []
     adapted = compose_config(["experiment=tiny_ppo", "actor.lora.rank=8", "critic.precision=fp32"])

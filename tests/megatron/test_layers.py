@@ -1,5 +1,5 @@
-"""Attention over packed sequences, whole or cut over context ranks, equals dense attention with an
-explicit mask."""
+"""Attention over packed sequences equals dense attention with an explicit mask, with and without
+context parallelism; the RMS norm equals torch's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LENGTHS = [9, 1, 16, 6]
 def dense(
     whole: dict[str, torch.Tensor], window: int | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Attention [N, L, heads·dim] by softmax over explicit scores, and the gradients of a weighted
-    sum of it."""
+    """Return attention [N, L, heads·dim] with an explicit mask, and the gradients of its weighted
+    sum."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
     query = leaves["query"]
     key, value = (
@@ -38,7 +38,7 @@ def dense(
 @pytest.mark.parametrize(
     "layout", [{}, {"context": 2}, {"context": 4}], ids=["whole", "cp2", "cp4"]
 )
-def test_packed_attention_and_its_gradients_equal_dense_ones(pool, layout, window):
+def test_packed_attention_equals_dense_attention(pool, layout, window):
     generator = torch.Generator().manual_seed(4)
     heads = {"query": 4, "key": 2, "value": 2}
     whole = {
@@ -55,7 +55,7 @@ def test_packed_attention_and_its_gradients_equal_dense_ones(pool, layout, windo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_and_its_gradients_are_torchs(pool, dtype):
+def test_rms_norm_and_gradients_equal_torch(pool, dtype):
     draw = torch.Generator().manual_seed(5)
     x, gradient = (torch.randn(11, 1, 48, generator=draw).to(dtype) for _ in range(2))
     weight = (1 + 0.3 * torch.randn(48, generator=draw)).to(dtype)

@@ -1,4 +1,4 @@
-"""Every layout computes what transformers and torch compute in one process."""
+"""Every layout gives the results of transformers and torch in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERLAP_DISTRIBUTED = {"optimizer": {"overlap_grad_reduce": True, "distributed":
 GATHER = {
     "optimizer": {"overlap_grad_reduce": True, "distributed": True, "overlap_param_gather": True}
 }
-# Layout, and keys of the actor's section that change how the model runs but not what it computes.
+# Layout, and keys of the actor's section that do not change the results.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
     "tp2": ({"tensor": 2}, {}),
@@ -73,12 +73,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 TYPICAL = ("single", "tp2-pp2", "tp2-sp", "vpp2", "cp2", "dp2-distributed", "pp2-dp2-overlap")
-"""What of all layouts is of the first round of tests."""
+"""Layouts that the first round of tests runs."""
 
 
 def layouts(*names: str) -> Any:
-    """Parametrizes a test by the layouts of these names, or by all; the typical ones come in the
-    first round."""
+    """Parametrize a test by the named layouts, or by all layouts; the typical ones run in the first
+    round."""
     rows = [
         pytest.param(*LAYOUTS[name], id=name, marks=() if name in TYPICAL else pytest.mark.slow)
         for name in names or LAYOUTS
@@ -96,7 +96,7 @@ def expected_steps(directory):
 
 
 def assert_slices_equal(parts, tensors, **tolerance):
-    """Every rank's slices are the same slices of the whole tensors."""
+    """Assert that every rank's slices equal the same slices of the whole tensors."""
     seen = set()
     for part in parts:
         for name, (cut, tensor) in part.items():
@@ -130,21 +130,19 @@ def test_training_equals_transformers_at_every_layout(pool, untied_llama, layout
     "vpp2-cp2",
     "pp2-dp2-distributed",
 )
-def test_a_head_that_is_the_embedding_learns_from_both_ends_of_the_pipeline(
-    pool, tied_llama, layout, settings
-):
+def test_tied_embedding_training_equals_transformers(pool, tied_llama, layout, settings):
     assert_steps_agree(pool, tied_llama, layout, settings)
 
 
 @pytest.mark.promise("padded-vocabulary-trains-alike")
 @layouts("tp2", "tp2-pp2", "tp2-sp")
-def test_padded_vocabulary_trains_as_transformers(pool, odd_llama, layout, settings):
+def test_padded_vocabulary_training_equals_transformers(pool, odd_llama, layout, settings):
     assert_steps_agree(pool, odd_llama, layout, settings)
 
 
 @pytest.mark.promise("reference-on-device-is-equal")
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
-def test_a_reference_that_stays_on_the_device_is_the_same_to_the_bit(pool, untied_llama, layout):
+def test_reference_on_device_is_bit_identical_to_host(pool, untied_llama, layout):
     steps = [
         pool.run(
             jobs.policy_step,
@@ -184,12 +182,12 @@ def assert_steps_agree(pool, directory, layout, settings):
         [result["gradients"] for result in results], expected["gradients"], rtol=1e-4, atol=2e-6
     )
     weights = {name: expected["weights"][name] for name in stored}
-    # A hundredth of the learning rate.
+    # The tolerance is a hundredth of the learning rate.
     assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-5)
 
 
 @layouts("single", "tp2", "pp2", "tp2-sp-pp2", "vpp2", "cp2-tp2-sp", "cp2-dp2")
-def test_logits_equal_those_of_transformers(pool, untied_llama, layout, settings):
+def test_logits_equal_transformers_at_every_layout(pool, untied_llama, layout, settings):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(untied_llama, dtype=torch.float32).eval()
@@ -222,7 +220,7 @@ def test_logits_equal_those_of_transformers(pool, untied_llama, layout, settings
     ],
     ids=lambda layout: "-".join(f"{key}{value}" for key, value in layout.items()),
 )
-def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
+def test_rank_coordinates_equal_megatron_core(pool, layout):
     places = pool.run(jobs.places, ranks(layout), layout)
     assert places == [coordinates(rank, ParallelConfig(**layout)) for rank in range(len(places))]
 
@@ -239,9 +237,7 @@ def test_ranks_stand_where_megatron_core_puts_them(pool, layout):
     "cp2-tp2-sp",
     "dp2-distributed",
 )
-def test_critic_from_the_first_layers_learns_the_same_at_every_layout(
-    pool, untied_llama, layout, settings
-):
+def test_truncated_critic_does_not_depend_on_layout(pool, untied_llama, layout, settings):
     layers = 4 if layout.get("virtual_pipeline") else 2
     single = pool.run(jobs.critic_step, 1, str(untied_llama), {}, layers)[0]
     assert single["before"].abs().max() == 0, "a fresh value head says zero"
@@ -273,9 +269,7 @@ def test_reward_model_agrees_with_transformers(pool, reward_llama, layout, setti
 
 
 @pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_recomputation_runs_the_attention_core_again_in_the_backward_pass(
-    pool, untied_llama, recompute, runs
-):
+def test_recompute_repeats_attention_in_backward_pass(pool, untied_llama, recompute, runs):
     forward, update = pool.run(
         jobs.attention_calls, 1, str(untied_llama), {"recompute": recompute}
     )[0]
@@ -287,7 +281,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_main_weights(pool, untied_llama,
     expected = expected_steps(untied_llama)
     small = {"optimizer": settings.get("optimizer", {}) | {"learning_rate": 1e-6}}
     for result in pool.run(jobs.bf16_step, ranks(layout), str(untied_llama), layout, small):
-        # bf16 keeps 8 bits: logits of up to 20 are known to about 0.05.
+        # bf16 has 8 significant bits: logits of up to 20 have an error of about 0.05.
         torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=0, atol=0.3)
         assert (result["logprobs"] - expected["logprobs"]).abs().max() > 1e-4
         assert result["stats"]["grad_norm"] == pytest.approx(
@@ -302,7 +296,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_main_weights(pool, untied_llama,
         assert ((after - before).abs() > 5e-7).float().mean() > 0.9, "the main weights take them"
 
 
-def test_a_sequence_longer_than_the_models_positions_is_refused_by_name(pool, untied_llama):
+def test_too_long_sequence_is_refused(pool, untied_llama):
     message = pool.run(jobs.refused_sequence, 1, str(untied_llama), 129)[0]
     assert message.startswith(
         "AlignerError: sequence 1 of the batch has 129 tokens, but the model has 128 positions"
@@ -319,7 +313,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused_by_name(pool, un
     ],
     ids=["dp4", "vpp2", "cp2-dp2", "tp2-sp"],
 )
-def test_fewer_sequences_than_the_layout_wants_change_nothing(pool, untied_llama, layout):
+def test_single_sequence_update_does_not_depend_on_layout(pool, untied_llama, layout):
     expected = pool.run(jobs.short_step, 1, str(untied_llama), {})[0]
     for logprobs, stats in pool.run(jobs.short_step, ranks(layout), str(untied_llama), layout):
         torch.testing.assert_close(logprobs, expected[0], rtol=1e-4, atol=1e-5)

@@ -1,5 +1,4 @@
-"""Log-probs and entropies from hidden states, chunk by chunk, against the dense computation in
-float64."""
+"""Chunked log-probs and entropies from hidden states equal the dense computation in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from aligner.megatron import score_passes
 from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
-CHUNKS = (1, 3, 7, 1024)  # tokens at a time, of 7
+CHUNKS = (1, 3, 7, 1024)  # tokens per chunk, of 7 tokens
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [8, H], weight [V, H], places of the 7 tokens to score, and their targets."""
+    """Return hidden states [8, H], weight [V, H], indices of 7 scored tokens, and targets [7]."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (8, VOCABULARY))
     return (
@@ -32,8 +31,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def kept_tokens() -> KeptTokens:
-    """Sets of the 7 targets: all tokens, the target alone, one half of the vocabulary, and
-    anything; all with the target."""
+    """Return kept token ids of the 7 targets: all tokens, only the target, tokens of one half of
+    the vocabulary, and random tokens; each set contains its target."""
     targets, halves = inputs()[3].tolist(), (range(8), range(8, 16))
     draw = torch.Generator().manual_seed(9)
     sets: list[list[int]] = [[], [targets[1]]]
@@ -50,15 +49,15 @@ def kept_tokens() -> KeptTokens:
 
 
 def candidate_tokens(count: int) -> Tensor:
-    """int64 [7, count]: different tokens for each target, of one half of the vocabulary where they
-    fit, with it or without."""
+    """Return candidates int64 [7, count] without duplicates: up to 8 are of one half of the
+    vocabulary; the target may be among them."""
     draw = torch.Generator().manual_seed(11)
     halves = [8 * (place % 2) + torch.randperm(8, generator=draw) for place in range(7)]
     return torch.stack([torch.cat([half, (half + 8) % 16])[:count] for half in halves])
 
 
 def outside() -> Tensor:
-    """bool [7, V]: what `kept_tokens` leave out."""
+    """Return a mask, bool [7, V], of the tokens that are not in `kept_tokens`."""
     left = torch.ones(7, VOCABULARY, dtype=torch.bool)
     left[kept_tokens().in_rows()] = False
     left[kept_tokens().counts == 0] = False
@@ -66,7 +65,7 @@ def outside() -> Tensor:
 
 
 def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    """A different upstream gradient for each token; the entropy takes part when it is there."""
+    """Return a loss with a different upstream gradient per token, and per entropy if given."""
     total = (logprobs * torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)).sum()
     return total if entropy is None else total + (entropy * torch.linspace(3, -1, 7)).sum()
 
@@ -74,8 +73,11 @@ def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
 def dense(
     with_entropy: bool, *, kept: bool = False, candidates: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs, entropies, and gradients of hidden states and weight; with so many candidates
-    where there are any."""
+    """Return log-probs, entropies, and gradients of hidden states and weight, in float64 rounded to
+    float32.
+
+    With `candidates`, a row of log-probs has the target, the candidates, and all other tokens.
+    """
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     left = outside() if kept else torch.zeros(7, VOCABULARY, dtype=torch.bool)
@@ -110,7 +112,7 @@ def dense(
 def head_results(
     sequence: bool, with_entropy: bool, kept: bool, candidates: int = 0
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
-    """What a head of this rank's part of the vocabulary gives at every chunk size."""
+    """Return the results of this rank's vocabulary-parallel head at every chunk size."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -184,7 +186,7 @@ def test_chunked_logprobs_equal_dense_logprobs(pool, size, sequence, kept, with_
 
 @LAYOUTS
 @pytest.mark.parametrize("count", [1, 5, 15])
-def test_so_are_those_of_candidates_and_of_all_other_tokens_together(pool, size, sequence, count):
+def test_candidate_logprobs_equal_dense_logprobs(pool, size, sequence, count):
     ranks = pool.run(head_results, size, sequence, True, False, count)
     check(ranks, dense(True, candidates=count), sequence, True)
 
@@ -195,7 +197,7 @@ def check(
     sequence: bool,
     with_entropy: bool,
 ) -> None:
-    """Every rank's results at every chunk size are as expected."""
+    """Assert that every rank's results at every chunk size are as expected."""
     logprobs, entropy, grad_hidden, grad_weight = expected
     for results in zip(*ranks, strict=True):  # one chunk size, every rank
         for result in results:
@@ -224,8 +226,8 @@ COMPILES = [
 )
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
-def test_one_pass_over_the_scores_gives_the_dense_ones_too(monkeypatch, with_entropy, kept, make):
-    """As on a GPU, at every chunk size; on a CPU only here."""
+def test_fused_logprobs_equal_dense_logprobs(monkeypatch, with_entropy, kept, make):
+    """The fused pass is otherwise used only on GPUs."""
     monkeypatch.setattr(score_passes, "are_fused", lambda scores: True)
     monkeypatch.setattr(score_passes, "compiled", functools.cache(make))
     expected = dense(with_entropy, kept=kept)
@@ -250,8 +252,10 @@ def test_one_pass_over_the_scores_gives_the_dense_ones_too(monkeypatch, with_ent
 
 
 def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """What this rank's half of the vocabulary gives where only tokens of the first half are left,
-    and its two gradients."""
+    """Return log-probs, entropies and both gradients of this rank's half of the vocabulary.
+
+    All kept tokens are in the first half.
+    """
     import torch.distributed as dist
 
     generator = torch.Generator().manual_seed(4)
@@ -277,7 +281,7 @@ def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Ten
 
 
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
-def test_a_rank_that_has_no_token_of_a_set_adds_exactly_nothing(pool, with_entropy):
+def test_rank_without_kept_tokens_has_zero_gradients(pool, with_entropy):
     first, second = pool.run(half_results, 2, with_entropy)
     assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and (first[0] <= 0).all()
     if with_entropy:
@@ -286,7 +290,7 @@ def test_a_rank_that_has_no_token_of_a_set_adds_exactly_nothing(pool, with_entro
     assert not second[2].any() and not second[3].any()
 
 
-def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_do():
+def test_frozen_projection_passes_gradient_to_hidden_states():
     hidden, weight, index, targets = inputs()
     hidden.requires_grad_()
     logprobs, _ = vocab_parallel_logprobs(
@@ -297,7 +301,7 @@ def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_do():
     assert weight.grad is None
 
 
-def test_an_entropy_alone_can_be_differentiated():
+def test_entropy_only_gradient_equals_dense_gradient():
     hidden, weight, index, targets = inputs()
     hidden.requires_grad_()
     _, entropy = vocab_parallel_logprobs(
@@ -307,8 +311,8 @@ def test_an_entropy_alone_can_be_differentiated():
     torch.testing.assert_close(hidden.grad, dense(True)[2] - dense(False)[2], rtol=1e-4, atol=1e-5)
 
 
-def test_all_other_tokens_keep_their_log_prob_and_gradients_where_their_share_is_far_below_rounding():
-    """Of exp(-60) and less, where 1 less the candidates' share would be 0."""
+def test_tiny_remainder_keeps_its_logprob_and_gradient():
+    """The remainder is at most exp(-60), so that 1 minus the candidates' probability would be 0."""
     hidden, weight = torch.eye(4), 60 * torch.eye(4).index_fill(1, torch.tensor(3), 0.0)
     states, targets, ids = (
         hidden[:1].clone().requires_grad_(),
@@ -328,7 +332,7 @@ def test_all_other_tokens_keep_their_log_prob_and_gradients_where_their_share_is
 
 @pytest.mark.parametrize("below", [16, 11, 5])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_most_probable_tokens_are_those_of_the_whole_vocabulary(pool, size, below):
+def test_sharded_top_tokens_equal_full_vocabulary_top(pool, size, below):
     hidden, weight, index, _ = inputs()
     expected = (hidden[index] @ weight.t())[:, :below].topk(5).indices
     for found in pool.run(most_probable, size, 5, below):
@@ -336,7 +340,7 @@ def test_the_most_probable_tokens_are_those_of_the_whole_vocabulary(pool, size, 
 
 
 def most_probable(count: int, below: int) -> Tensor:
-    """By a rank's part of the vocabulary and the others'."""
+    """Return the top tokens of the whole vocabulary from this rank's part of it."""
     import torch.distributed as dist
 
     hidden, weight, index, _ = inputs()
@@ -345,7 +349,7 @@ def most_probable(count: int, below: int) -> Tensor:
     return vocab_parallel_top(hidden[index], part, count, **sizes)
 
 
-def test_scores_that_overflow_an_exponential_stay_finite():
+def test_large_logits_give_finite_results():
     hidden, weight, index, targets = inputs()
     hidden, weight = (100 * hidden).requires_grad_(), weight.requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
@@ -361,7 +365,7 @@ def test_scores_that_overflow_an_exponential_stay_finite():
     assert all(tensor.isfinite().all() for tensor in (entropy, hidden.grad, weight.grad))
 
 
-def test_bf16_products_have_float32_statistics():
+def test_bf16_inputs_give_float32_logprobs_and_entropy():
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
     logprobs, entropy = vocab_parallel_logprobs(
@@ -375,7 +379,7 @@ def test_bf16_products_have_float32_statistics():
         assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
-def test_nothing_to_score_gives_zero_gradients():
+def test_empty_targets_give_zero_gradients():
     hidden, weight, index, targets = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     logprobs, _ = vocab_parallel_logprobs(
@@ -388,7 +392,7 @@ def test_nothing_to_score_gives_zero_gradients():
 
 
 class LargestLogits(TorchDispatchMode):
-    """Records the most rows of any tensor that an operation makes over the vocabulary."""
+    """Record the largest number of rows of any [rows, vocabulary] tensor that is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +408,7 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.mark.promise("logits-are-chunked")
 @pytest.mark.parametrize("tokens", [16, 84])
-def test_logits_never_exist_for_more_tokens_than_a_chunk(tokens):
+def test_logits_are_materialized_for_one_chunk_at_most(tokens):
     hidden, weight = (
         torch.randn(tokens, 4, requires_grad=True),
         torch.randn(64, 4, requires_grad=True),

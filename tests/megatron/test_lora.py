@@ -1,4 +1,4 @@
-"""Adapters at every layout against transformers with W + (alpha / rank) B A in the place of W."""
+"""LoRA adapters at every layout equal transformers with the weight W + (alpha / rank) B A."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.reference import logprobs
 
 LORA = LoraConfig(rank=4, alpha=6.0)
-# An epsilon above a gradient's rounding noise, and steps that move the adapters well away from
-# their start.
+# Epsilon is above the rounding noise of gradients, and the learning rate moves the adapters far
+# from their initial values.
 OPTIMIZER = {"learning_rate": 2e-2, "epsilon": 1e-3, "clip_grad_norm": 0.5, "schedule": "constant"}
 STEPS = 3
 TP, SEQUENCE, PP, DP = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"data": 2}
@@ -37,7 +37,7 @@ CASES = [
     ("mixtral", {"expert": 2, "data": 2}, {}),
 ]
 TYPICAL = (0, 5, 8, 10, 12)
-"""The places of the cases that are of the first round of tests."""
+"""Indices of the cases that the first round of tests runs."""
 IDS = [
     "-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())])
     for family, layout, more in CASES
@@ -49,7 +49,7 @@ def lora_of(family):
 
 
 class Adapted(torch.nn.Module):
-    """A transformers model with the adapted tensors made of the frozen ones and their factors."""
+    """A transformers model whose adapted tensors are frozen tensors plus LoRA products."""
 
     def __init__(self, directory, lora):
         from transformers import AutoModelForCausalLM
@@ -73,8 +73,8 @@ class Adapted(torch.nn.Module):
             self.factors[spec.name] = start.requires_grad_()
 
     def merged(self):
-        """The adapted tensors by their names in the file; those of one tensor lie one after another
-        in the table."""
+        """Return the merged tensors by their names in the file; adapters of one fused tensor are
+        consecutive in the table."""
         parts, own = {}, dict(self.model.named_parameters())
         for adapter in self.adapters.values():
             product = self.scale * (self.factors[adapter.up.name] @ self.factors[adapter.down.name])
@@ -92,8 +92,8 @@ class Adapted(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """A family's directory, and what its adapters learn by torch's own optimizer, each made
-    once."""
+    """A function that returns a family's directory and the results of training its adapters with
+    torch's optimizer, computed once."""
 
     @functools.cache
     def make(family):
@@ -140,7 +140,7 @@ def reference_steps(directory, lora):
 
 
 def assert_slices_close(part, tensors, tolerance):
-    """A rank's slices are those of the whole tensors, to a share of their largest element."""
+    """Assert that a rank's slices equal the whole tensors', relative to the largest element."""
     for name, (cut, found) in part.items():
         whole = tensors[name]
         wanted = (
@@ -163,7 +163,7 @@ ROWS = [
 
 @pytest.mark.promise("lora-equals-one-process")
 @pytest.mark.parametrize(("family", "layout", "more"), ROWS)
-def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, layout, more):
+def test_lora_training_equals_single_process(pool, expected, family, layout, more):
     directory, wanted = expected(family)
     settings = more | {"lora": lora_of(family), "optimizer": OPTIMIZER | more.get("optimizer", {})}
     ranks = ParallelConfig(**layout).ranks
@@ -191,8 +191,8 @@ def test_adapters_learn_what_they_learn_in_one_process(pool, expected, family, l
 
 
 def check_merged(merged, wanted):
-    """What a reader of weights sees is W + (alpha / rank) B A, and what has no adapter as it
-    was."""
+    """Assert that merged weights are W + (alpha / rank) B A, and that weights without adapters are
+    unchanged."""
     adapted = {
         name for name, spec in wanted["table"].items() if spec.stored.name in wanted["merged"]
     }
@@ -206,7 +206,7 @@ def check_merged(merged, wanted):
         assert_slices_close({name: (cut, found)}, {name: whole}, 1e-4 if name in adapted else 0)
 
 
-def test_every_layout_starts_from_the_same_adapters_which_add_nothing(pool, expected):
+def test_initial_adapters_do_not_change_merged_weights(pool, expected):
     directory, wanted = expected("llama3")
     settings = {"lora": LORA, "optimizer": OPTIMIZER}
     for layout in ({}, TP):
@@ -229,17 +229,19 @@ def test_every_layout_starts_from_the_same_adapters_which_add_nothing(pool, expe
                 assert_slices_close({name: (cut, tensor)}, wanted["stored"], 0)
 
 
-def test_a_trained_policy_publishes_merged_weights_to_the_engine(pool, expected):
+def test_trained_lora_policy_publishes_merged_weights(pool, expected):
     directory, wanted = expected("llama3")
     settings = {"lora": LORA, "optimizer": OPTIMIZER}
-    for views in pool.run(optimizer_jobs.published, 2, str(directory), TP, settings, STEPS):
+    for views in pool.run(
+        optimizer_jobs.publish_trained_policy, 2, str(directory), TP, settings, STEPS
+    ):
         assert set(views) == set(wanted["table"])
         for name, tensor in views.items():
             whole = wanted["merged"].get(name, wanted["stored"][name])
             assert_slices_close({name: (SimpleNamespace(axis=None), tensor)}, {name: whole}, 1e-4)
 
 
-def test_a_checkpoint_of_adapters_is_resumed_at_another_layout(pool, expected, tmp_path):
+def test_adapter_checkpoint_resumes_at_another_layout(pool, expected, tmp_path):
     directory, wanted = expected("llama3")
     settings = {"lora": LORA, "optimizer": OPTIMIZER}
     for layout, resume in ((SEQUENCE, False), (DP, True), (PP, True)):

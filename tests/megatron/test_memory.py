@@ -1,4 +1,4 @@
-"""The arithmetic of memory against models that are built and trained for it."""
+"""The memory estimate of a model equals the measured memory of a trained model."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ ROWS, LENGTH, MICRO_BATCH = 12, 32, 96
 SP = {"tensor": 2, "sequence": True}
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 BOUND = 0.02
-"""Relative error of the tensors that autograd saves: a few indices and statistics a token are not
-counted."""
+"""Relative error of the tensors that autograd saves: the estimate omits a few indices and
+statistics per token."""
 EXPERTS_BOUND = 0.06
-"""The same where a router chooses experts, which are taken to be used evenly."""
+"""The same bound with a router: the estimate assumes that the experts are used evenly."""
 SNAPSHOT_BOUND = 0.04
-"""By how much less is copied for a checkpoint: what several ranks hold alike is counted on each,
-and written by one."""
+"""Relative overestimate of a checkpoint snapshot: replicated tensors are counted on each rank, but
+only one rank writes them."""
 FROZEN_BOUND = 0.12
-"""By how much less is kept under frozen weights, which is not counted: it depends on which these
-are."""
+"""Relative overestimate with frozen weights: the estimate ignores the smaller number of saved
+tensors, which depends on the frozen weights."""
 
 CASES = {
     "llama": (LLAMA, {}, "vocabulary", {}),
     "llama-selective": (LLAMA, {}, "vocabulary", {"recompute": "selective"}),
     "llama-full": (LLAMA, {}, "vocabulary", {"recompute": "full"}),
     "llama-bf16": (LLAMA, {}, "vocabulary", {"precision": "bf16"}),
-    # what adapters keep is not counted: rank over hidden
+    # the estimate omits the tensors that adapters save: a share of rank / hidden size
     "llama-lora": (LLAMA, {}, "vocabulary", {"lora": {"rank": 2}}),
     "llama-frozen": (LLAMA, {}, "vocabulary", {"frozen": ["model.embed_tokens.*"]}),
     "critic": (LLAMA, {}, "scalar", {}),
@@ -104,7 +104,7 @@ TYPICAL = (
     "tp2-pp2",
     "ep2",
 )
-"""The cases of the first round of tests."""
+"""Cases that the first round of tests runs."""
 
 
 @pytest.mark.promise("memory-estimate-equals-use")
@@ -112,7 +112,7 @@ TYPICAL = (
     "name",
     [pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow) for name in CASES],
 )
-def test_a_models_memory_is_what_was_computed(pool, name):
+def test_memory_estimate_equals_measured_use(pool, name):
     entries, layout, head, settings = CASES[name]
     settings = {"micro_batch_tokens": MICRO_BATCH} | settings
     shape, parallel = read_config(entries, "test"), ParallelConfig(**layout)
@@ -135,7 +135,7 @@ def test_a_models_memory_is_what_was_computed(pool, name):
         written += states.snapshot
         if not role.optimizer.distributed:
             assert measured["optimizer"] == states.optimizer
-    # each rank has its share of the whole, cut where the gradient buffer is
+    # each rank holds a shard of the gradient buffer, cut at any element: compare the sums
     if role.optimizer.distributed:
         replicas = parallel.data * parallel.context
         whole = replicas * trained_states(shape, head, role, 0, device).optimizer

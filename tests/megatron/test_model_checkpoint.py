@@ -1,4 +1,4 @@
-"""Checkpoints: saved at one layout, read at another; and those that are refused."""
+"""Model checkpoints: resume at the same and at other layouts, and refusal of invalid ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def identity(value):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A family's directory, made once."""
+    """A function that returns a family's model directory and creates it once."""
     return functools.cache(
         lambda family: str(families.save(family, tmp_path_factory.mktemp(family)))
     )
@@ -75,15 +75,15 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
     ],
     ids=identity,
 )
-def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_one(
+def test_resume_at_another_layout_equals_undisturbed_run(
     pool, model, tmp_path, family, saved, read
 ):
     expected = pool.run(
-        jobs.save_and_go_on, ranks(saved), model(family), saved, str(tmp_path / "policy")
+        jobs.save_and_continue, ranks(saved), model(family), saved, str(tmp_path / "policy")
     )[0]["losses"]
     assert len({round(loss, 4) for loss in expected}) == 5, "the losses move"
     for result in pool.run(
-        jobs.load_and_go_on, ranks(read), model(family), read, str(tmp_path / "policy")
+        jobs.load_and_continue, ranks(read), model(family), read, str(tmp_path / "policy")
     ):
         assert result["different"] == []
         assert result["losses"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -102,12 +102,12 @@ def test_a_run_goes_on_at_another_layout_with_the_losses_of_the_uninterrupted_on
     ],
     ids=identity,
 )
-def test_a_run_goes_on_at_its_own_layout_bit_for_bit(pool, model, tmp_path, settings):
+def test_resume_at_same_layout_is_bit_identical(pool, model, tmp_path, settings):
     expected = pool.run(
-        jobs.save_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+        jobs.save_and_continue, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
     )
     results = pool.run(
-        jobs.load_and_go_on, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+        jobs.load_and_continue, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
     )
     for result, wanted in zip(results, expected, strict=True):
         assert result["different"] == []
@@ -116,7 +116,7 @@ def test_a_run_goes_on_at_its_own_layout_bit_for_bit(pool, model, tmp_path, sett
             assert torch.equal(tensor, result["end"][name]), name
 
 
-def test_every_element_is_written_once_and_the_ranks_share_the_work(pool, model, tmp_path):
+def test_ranks_write_each_element_once_in_equal_shares(pool, model, tmp_path):
     settings = at(True, tensor=2, data=2)
     pool.run(jobs.save, 4, model("llama2"), settings, str(tmp_path / "policy"), 1)
     manifest = CheckpointReader(tmp_path / "policy").manifest
@@ -135,7 +135,7 @@ def test_every_element_is_written_once_and_the_ranks_share_the_work(pool, model,
 
 @pytest.fixture(scope="session")
 def complete(pool, model, tmp_path_factory):
-    """A complete checkpoint of two ranks."""
+    """The directory of a complete checkpoint of two ranks."""
     directory = tmp_path_factory.mktemp("complete") / "policy"
     pool.run(jobs.save, 2, model("llama2"), at(tensor=2), str(directory), 1)
     return directory
@@ -218,7 +218,7 @@ def flip(file, place):
         ("qwen2", lambda path: None, "qkv_bias is False in the checkpoint, but True in the model"),
     ],
 )
-def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(
+def test_damaged_or_foreign_checkpoint_is_refused(
     pool, model, complete, tmp_path, family, harm, told
 ):
     shutil.copytree(complete, tmp_path / "policy")
@@ -229,7 +229,7 @@ def test_a_checkpoint_that_is_half_written_or_foreign_is_refused_by_name(
     assert str(tmp_path / "policy") in message
 
 
-def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, complete, tmp_path):
+def test_mismatched_tensors_are_named_on_every_rank(pool, model, complete, tmp_path):
     shutil.copytree(complete, tmp_path / "policy")
     index = json.loads((complete / "manifest.json").read_text())["index"]
     extra = index.pop("model.norm.weight")
@@ -243,14 +243,14 @@ def test_missing_extra_and_frozen_tensors_are_named_on_every_rank(pool, model, c
         assert "model.layers.0.mlp.up_proj.weight was frozen and has no optimizer state" in message
 
 
-def test_adapters_of_another_rank_or_none_are_refused(pool, model, complete, tmp_path):
+def test_checkpoint_without_adapters_is_refused_for_lora(pool, model, complete, tmp_path):
     for message in pool.run(jobs.refusal, 2, model("llama2"), at(tensor=2, **LORA), str(complete)):
         assert (
             "the LoRA adapters are None in the checkpoint, but {'rank': 4, 'alpha': 6.0," in message
         )
 
 
-def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, model, complete):
+def test_checkpoint_of_another_optimizer_kind_is_refused(pool, model, complete):
     for message in pool.run(
         jobs.refusal, 2, model("llama2"), at(kind="muon", tensor=2), str(complete)
     ):
@@ -270,9 +270,7 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(pool, mode
         ("short", "rank_1.safetensors has 8 bytes, expected 9"),
     ],
 )
-def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_final_name(
-    pool, model, tmp_path, failure, told
-):
+def test_failed_write_names_rank_and_leaves_no_checkpoint(pool, model, tmp_path, failure, told):
     for message in pool.run(
         jobs.failing_save, 2, model("llama2"), DP2, str(tmp_path / "policy"), 1, failure
     ):
@@ -281,10 +279,8 @@ def test_a_rank_that_cannot_write_is_named_by_every_rank_and_nothing_has_the_fin
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trainer_that_has_lost_its_run_gives_no_checkpoint_its_name_and_begins_none(
-    pool, model, tmp_path
-):
-    for errors in pool.run(jobs.save_of_a_lost_run, 2, model("llama2"), DP2, str(tmp_path)):
+def test_superseded_trainer_completes_no_checkpoint(pool, model, tmp_path):
+    for errors in pool.run(jobs.save_after_takeover, 2, model("llama2"), DP2, str(tmp_path)):
         assert len(errors) == 2 and all("attempt 1 (process " in error for error in errors), errors
     (left,) = (path.name for path in tmp_path.iterdir() if path.name != "claim")
     assert left.startswith("first.") and left.endswith(".tmp")

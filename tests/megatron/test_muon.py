@@ -1,4 +1,4 @@
-"""Muon against singular values, torch's own and steps in float64, at every layout."""
+"""Muon equals singular value iterations, torch's Muon and float64 steps, at every layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = [1, 2, 3]
 
 
 def by_singular_values(matrix, steps):
-    """What Newton-Schulz steps come to: the polynomial of each singular value, in float64."""
+    """Apply the Newton-Schulz polynomial to each singular value, in float64."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     moved = []
     for value in (values / values.norm()).tolist():
@@ -47,14 +47,14 @@ def random_matrix(rows, columns, seed=0):
     ],
     ids=["wide", "tall", "square", "of rank 3"],
 )
-def test_newton_schulz_moves_each_singular_value_and_leaves_its_vectors(matrix, steps):
+def test_newton_schulz_changes_only_singular_values(matrix, steps):
     torch.testing.assert_close(
         orthogonalize(matrix, steps).double(), by_singular_values(matrix, steps), rtol=0, atol=1e-4
     )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (96, 64)])
-def test_five_steps_are_orthogonal_within_the_known_tolerance(rows, columns):
+def test_five_newton_schulz_steps_are_nearly_orthogonal(rows, columns):
     matrix = random_matrix(rows, columns)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     assert values.min() > 0.002 * values.norm()
@@ -66,7 +66,7 @@ def test_five_steps_are_orthogonal_within_the_known_tolerance(rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (96, 64)])
-def test_in_bf16_the_steps_are_torchs(rows, columns):
+def test_bf16_newton_schulz_equals_torch_muon(rows, columns):
     weight, gradient = torch.nn.Parameter(torch.zeros(rows, columns)), random_matrix(rows, columns)
     weight.grad = gradient
     torch.optim.Muon(
@@ -81,7 +81,7 @@ def test_in_bf16_the_steps_are_torchs(rows, columns):
     torch.testing.assert_close(update, -weight.detach(), rtol=1e-2, atol=1e-3)
 
 
-def test_the_costly_pieces_of_work_are_dealt_first():
+def test_costly_items_are_assigned_first():
     assert deal([1, 5, 3, 4, 2], 2) == [0, 0, 1, 1, 0]
     assert deal([1, 1], 3) == [0, 1]
 
@@ -103,7 +103,7 @@ def clipped_gradients(weights, settings, step):
 
 
 def muon(weights, settings, steps):
-    """Muon for the layers' matrices and AdamW for the rest, in float64."""
+    """Return weights after Muon on the layers' matrices and AdamW on the rest, in float64."""
     found = adam(weights, settings, len(steps))
     matrices = {
         name: weight.double() for name, weight in weights.items() if is_matrix(name, weight)
@@ -124,7 +124,7 @@ def muon(weights, settings, steps):
 
 @pytest.fixture(scope="module")
 def guided(pool, untied_llama):
-    """Steps of Muon from given gradients at a layout, and what they must come to."""
+    """A function that returns Muon steps from given gradients at a layout, and expected weights."""
     weights = load_file(untied_llama / "model.safetensors")
 
     def run(layout, **changes):
@@ -158,12 +158,12 @@ def guided(pool, untied_llama):
 )
 def test_muon_updates_matrices_and_adam_the_rest(guided, layout, changes):
     results, expected = guided(layout, **changes)
-    # The key/value groups' queries, keys and values, gates and ups are matrices each: of a whole
-    # parameter none would agree.
+    # Muon must treat the queries, keys and values of each group, gates and ups as separate
+    # matrices: orthogonalizing a whole fused parameter gives other weights.
     assert_slices_equal([result["after"] for result in results], expected, rtol=1e-5, atol=2e-6)
 
 
-def test_steps_are_torchs_but_for_its_bf16(guided, untied_llama):
+def test_muon_steps_equal_torch_within_bf16_error(guided, untied_llama):
     ((result,), _), weights = guided({}), load_file(untied_llama / "model.safetensors")
     settings = dataclasses.replace(jobs.OPTIMIZER, **GUIDED | {"update_rms": 0.2})
     (result,), _ = guided({}, update_rms=0.2)
@@ -189,7 +189,7 @@ def test_steps_are_torchs_but_for_its_bf16(guided, untied_llama):
         assert (found - matrix).norm() < 0.02 * (found - weights[name]).norm(), name
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(pool, untied_llama):
+def test_nan_gradient_skips_muon_step_without_effect(pool, untied_llama):
     poison = {1: ("model.layers.0.mlp.up_proj.weight", math.nan)}
     layout = {"tensor": 2}
     call = (
@@ -210,13 +210,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(pool
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A family's directory, made once."""
+    """A function that returns a family's model directory and creates it once."""
     return functools.cache(lambda name: str(families.save(name, tmp_path_factory.mktemp(name))))
 
 
 @pytest.fixture(scope="module")
 def alone(pool, family):
-    """Updates of a family's model on one rank: the results, and the weights after them by name."""
+    """A function that returns results and final weights of a family's updates on one rank."""
 
     def run(name):
         (result,) = pool.run(jobs.policy_step, 1, family(name), {}, {"optimizer": MUON}, 3)
@@ -258,7 +258,7 @@ def test_muon_updates_do_not_depend_on_the_layout(pool, family, alone, name, lay
         slow({"tensor": 2, "sequence": True, "data": 2, "expert": 2, "expert_tensor": 1}),
     ],
 )
-def test_muon_distributes_experts_over_expert_ranks(pool, family, alone, layout):
+def test_muon_expert_updates_do_not_depend_on_layout(pool, family, alone, layout):
     expected, weights = alone("mixtral")
     results = pool.run(
         jobs.policy_step, ranks(layout), family("mixtral"), layout, {"optimizer": MUON}, 3
@@ -280,7 +280,7 @@ def assert_updates_agree(results, expected, weights):
     assert_slices_equal([result["after"] for result in results], weights, rtol=0, atol=1e-5)
 
 
-def test_a_critics_layers_learn_by_it_and_its_head_by_adam(pool, untied_llama):
+def test_muon_critic_does_not_depend_on_layout(pool, untied_llama):
     call = (jobs.critic_step, str(untied_llama))
     (single,) = pool.run(call[0], 1, call[1], {}, 2, {"optimizer": MUON})
     (adams,) = pool.run(call[0], 1, call[1], {}, 2)

@@ -1,5 +1,5 @@
-"""The optimizer against Adam and schedules from their formulas, and its guard against gradients
-that are not finite."""
+"""The optimizer equals Adam and the schedules' formulas, skips steps with non-finite gradients, and
+leaves frozen weights unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.megatron.reference import logprobs
 from tests.megatron.test_layouts import assert_slices_equal
 
 SINGLE, TP, PP, DP = {}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}
-# Large, so that where it is added shows; the clipping norm is below the gradients'.
+# Epsilon is large, so that its placement matters; the clipping norm is below the gradients' norm.
 SETTINGS = {
     "learning_rate": 1e-2,
     "epsilon": 3e-3,
@@ -37,7 +37,7 @@ def ranks(layout):
 
 
 def adam(weights, settings: OptimizerConfig, steps: int):
-    """AdamW (Loshchilov & Hutter 2019) in float64, epsilon where PyTorch or TensorFlow has it."""
+    """AdamW (Loshchilov & Hutter 2019) in float64, with epsilon as in PyTorch or TensorFlow."""
     weights = {name: tensor.double().numpy() for name, tensor in weights.items()}
     first = {name: np.zeros_like(weight) for name, weight in weights.items()}
     second = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -71,7 +71,7 @@ def adam(weights, settings: OptimizerConfig, steps: int):
     [(SINGLE, False), (TP, False), (PP, False), (DP, True)],
     ids=["single", "tp2", "pp2", "dp2-distributed"],
 )
-def test_steps_are_adams_with_epsilon_where_it_is_placed(
+def test_adam_equals_float64_for_both_epsilon_placements(
     pool, untied_llama, layout, distributed, placement
 ):
     settings = SETTINGS | {"epsilon_placement": placement, "distributed": distributed}
@@ -109,7 +109,7 @@ def closed_form(settings: OptimizerConfig, step: int, total: int) -> float:
     return least + (peak - least) * kept
 
 
-def test_learning_rates_follow_the_schedules_closed_forms(pool, untied_llama):
+def test_learning_rates_equal_closed_form_schedules(pool, untied_llama):
     grid = [
         {
             "schedule": schedule,
@@ -137,7 +137,7 @@ def test_learning_rates_follow_the_schedules_closed_forms(pool, untied_llama):
     [(PP, False), ({"tensor": 2, "pipeline": 2}, False), (DP, True)],
     ids=["pp2", "tp2pp2", "dp2-distributed"],
 )
-def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(
+def test_non_finite_gradient_skips_step_without_effect(
     pool, untied_llama, layout, distributed, value
 ):
     settings = {
@@ -150,7 +150,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(
             }
         )
     }
-    # Of the first pipeline stage alone: the others must know.
+    # Only the first pipeline stage has this weight: the other stages must skip the step too.
     poison = {1: ("model.layers.0.mlp.up_proj.weight", value)}
     call = (optimizer_jobs.guided_steps, ranks(layout), str(untied_llama), layout, settings)
     spoiled, good = pool.run(*call, [1, 9, 2], poison), pool.run(*call, [1, 2])
@@ -164,7 +164,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_had_not_been(
             assert torch.equal(with_it["after"][name][1], tensor), name
 
 
-def test_too_many_in_a_row_end_the_run_with_the_weights_named(pool, untied_llama):
+def test_too_many_skipped_steps_end_run_naming_weights(pool, untied_llama):
     settings = {"optimizer": {"max_skipped_steps": 2}}
     name = "model.layers.0.self_attn.k_proj.weight"
     bad = (name, math.nan)
@@ -178,12 +178,12 @@ def test_too_many_in_a_row_end_the_run_with_the_weights_named(pool, untied_llama
         message = result["error"]
         assert "the gradient norm was nan in 2 consecutive updates" in message
         assert "optimizer.max_skipped_steps=2" in message
-        # The parameter's first three values are of the group's queries.
+        # The first three values of the fused QKV parameter belong to the group's queries.
         assert "model.layers.0.self_attn.q_proj.weight (3 of 4096 values on rank 0)" in message
         assert "layers.2" not in message and "rank 1" not in message
 
 
-def test_an_overflowing_norm_is_told_from_a_gradient_that_is_not_finite(pool, untied_llama):
+def test_gradient_norm_overflow_is_reported(pool, untied_llama):
     poison = {0: ("lm_head.weight", 3e38)}
     settings = {"optimizer": {"max_skipped_steps": 1}}
     (result,) = pool.run(
@@ -194,9 +194,7 @@ def test_an_overflowing_norm_is_told_from_a_gradient_that_is_not_finite(pool, un
 
 
 @pytest.mark.parametrize("layout", [SINGLE, {"tensor": 2, "pipeline": 2}], ids=["single", "tp2pp2"])
-def test_an_update_with_a_loss_that_is_not_a_number_is_skipped_and_counted(
-    pool, untied_llama, layout
-):
+def test_update_with_nan_loss_is_skipped_and_counted(pool, untied_llama, layout):
     for result in pool.run(optimizer_jobs.spoiled_update, ranks(layout), str(untied_llama), layout):
         bad, good = result["stats"]
         assert (bad["skipped"], bad["skipped_total"]) == (1, 1)
@@ -213,7 +211,7 @@ FROZEN = ["model.embed_tokens.weight", "model.layers.[01].*", "model.layers.3.ml
 
 @pytest.fixture(scope="module")
 def frozen_steps(untied_llama):
-    """Two steps of torch's AdamW on the weights that are not frozen."""
+    """Frozen names, and weights and gradient norms of two AdamW steps on the other weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(untied_llama, dtype=torch.float32).eval()
@@ -244,7 +242,7 @@ def frozen_steps(untied_llama):
     ],
     ids=["single", "recompute", "tp2-sequence", "pp2-whole-stage", "vpp2", "pp2dp2-distributed"],
 )
-def test_frozen_weights_stay_and_the_others_learn_as_without_them(
+def test_frozen_weights_stay_fixed_while_others_train(
     pool, untied_llama, frozen_steps, layout, settings
 ):
     frozen, expected, norms = frozen_steps

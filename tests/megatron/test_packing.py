@@ -1,4 +1,4 @@
-"""Packing, for every way a layout cuts tokens, loses and invents nothing."""
+"""Packing into micro-batches keeps each token exactly once, for every split of the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(1, 17), min_size=1, max_size=6)
 
 
 def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded rows of tokens that are all different."""
+    """Return right-padded rows, whose tokens are all different, and their lengths."""
     inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     tokens = torch.zeros(inside.shape, dtype=torch.int64)
     tokens[inside] = torch.arange(first, first + int(inside.sum()))
@@ -29,7 +29,7 @@ def rows_of(lengths: list[int], first: int = 1) -> tuple[torch.Tensor, torch.Ten
 def parts(
     tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int
 ) -> list[PackedBatch]:
-    """The micro-batch as each context rank has it."""
+    """Return the parts of a micro-batch of all context ranks."""
     chosen = [single for single in alone(lengths) if single.rows[0] in rows]
     return [
         pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank))
@@ -39,13 +39,13 @@ def parts(
 
 @settings(deadline=None)
 @given(LENGTHS, CUTS)
-def test_the_parts_of_all_context_ranks_unpack_to_the_rows(lengths, cut):
+def test_context_rank_parts_unpack_to_original_rows(lengths, cut):
     tokens, counts = rows_of(lengths)
     ranks = parts(tokens, counts, list(range(len(lengths))), *cut)
     assert torch.equal(sum(part.unpack_tokens(part.tokens[0]) for part in ranks), tokens)
     steps = torch.where(tokens > 0, torch.arange(max(lengths)), 0)
     assert torch.equal(sum(part.unpack_tokens(part.positions[0]) for part in ranks), steps)
-    # Each target is the token after the one that it is asked of.
+    # Each target is the token after the position that predicts it.
     assert torch.equal(sum(part.unpack_targets(part.targets) for part in ranks), tokens[:, 1:])
     asked = sum(part.unpack_targets(part.tokens[0, part.target_index]) for part in ranks)
     assert torch.equal(asked, torch.where(tokens[:, 1:] > 0, tokens[:, :-1], 0))
@@ -53,24 +53,25 @@ def test_the_parts_of_all_context_ranks_unpack_to_the_rows(lengths, cut):
 
 @settings(deadline=None)
 @given(LENGTHS, CUTS)
-def test_each_token_with_a_successor_has_its_own_routes_on_one_rank_of_a_cut(lengths, cut):
+def test_expert_routing_of_each_token_is_on_one_rank(lengths, cut):
     (tokens, counts), (context, sequence) = rows_of(lengths), cut
-    routes = tokens[:, :-1, None, None].expand(-1, -1, 2, 3)  # a token's experts are its own number
+    # A token's expert ids are its token id.
+    routes = tokens[:, :-1, None, None].expand(-1, -1, 2, 3)
     seen = []
     for context_rank in range(context):
         for rank in range(sequence):
             place = Cut(sequence, context, sequence_rank=rank, context_rank=context_rank)
             part = pack(tokens, counts, alone(counts), CPU, place, routes)
             mine = part.tokens[0].chunk(sequence)[rank]
-            told = part.sequences.routes
-            assert torch.equal(told.experts, mine[told.places, None, None].expand(-1, 2, 3))
-            seen += mine[told.places].tolist()
+            routing = part.sequences.routes
+            assert torch.equal(routing.experts, mine[routing.places, None, None].expand(-1, 2, 3))
+            seen += mine[routing.places].tolist()
     assert sorted(seen) == sorted(tokens[:, :-1][tokens[:, 1:] > 0].tolist())
 
 
 @settings(deadline=None)
 @given(LENGTHS, CUTS)
-def test_cuts_are_even_and_nothing_is_padded_without_one(lengths, cut):
+def test_packed_parts_are_even_with_bounded_padding(lengths, cut):
     context, sequence = cut
     ranks = parts(*rows_of(lengths), list(range(len(lengths))), context, sequence)
     cumulative = ranks[0].sequences.cu_seqlens_q
@@ -86,7 +87,7 @@ def test_cuts_are_even_and_nothing_is_padded_without_one(lengths, cut):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 4))
-def test_a_context_rank_holds_the_same_chunks_from_both_ends_of_every_sequence(lengths, context):
+def test_context_rank_holds_mirrored_chunks(lengths, context):
     tokens, counts = rows_of(lengths)
     for rank, part in enumerate(parts(tokens, counts, list(range(len(lengths))), context, 1)):
         held = part.unpack_tokens(part.tokens[0]) > 0
@@ -99,7 +100,7 @@ def test_a_context_rank_holds_the_same_chunks_from_both_ends_of_every_sequence(l
 
 @settings(deadline=None)
 @given(CUTS)
-def test_a_filler_holds_padding_alone_in_the_same_unit(cut):
+def test_filler_batch_contains_only_padding(cut):
     tokens, counts = rows_of([3, 5])
     for part in parts(tokens, counts, [], *cut):
         assert part.is_filler
@@ -111,9 +112,7 @@ def test_a_filler_holds_padding_alone_in_the_same_unit(cut):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(17, 40))
-def test_data_ranks_have_equally_many_micro_batches_within_the_budget(
-    lengths, ranks, multiple, budget
-):
+def test_data_ranks_have_equal_micro_batch_counts(lengths, ranks, multiple, budget):
     tokens, counts = rows_of(lengths)
     shares = [
         pack_share(
@@ -138,7 +137,7 @@ def test_data_ranks_have_equally_many_micro_batches_within_the_budget(
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 3))
-def test_rows_that_belong_together_are_in_one_micro_batch_in_their_order(lengths, group, ranks):
+def test_grouped_rows_stay_ordered_in_one_micro_batch(lengths, group, ranks):
     tokens, counts = rows_of([length for length in lengths for _ in range(group)])
     budget = group * max(lengths) + 8
     seen = []

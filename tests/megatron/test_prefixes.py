@@ -1,4 +1,4 @@
-"""What rows begin with alike is computed once, and nothing else changes."""
+"""Shared prefixes are computed once, and results equal those of separate rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GROUPS = st.lists(
     min_size=1,
     max_size=4,
 )
-"""Prompts and their responses, in tokens"""
+"""Lengths of prompts and of their responses, in tokens"""
 
 
 def batch_of(groups: list[tuple[int, list[int]]], order: int = 0) -> tuple[Tensor, Tensor]:
-    """Right-padded rows of each prompt with each of its responses, in an order of their own; no two
-    responses begin alike."""
+    """Return right-padded rows of each prompt with each of its responses, shuffled with the seed
+    `order`, and their lengths; responses share no tokens."""
     rows, next_token = [], 1
     for prompt, responses in groups:
         beginning = torch.arange(next_token, next_token + prompt)
@@ -52,7 +52,7 @@ def shared_pack(tokens: Tensor, lengths: Tensor, sequence: int = 1) -> PackedBat
 
 @settings(deadline=None)
 @given(GROUPS, st.integers(0, 3))
-def test_the_samples_of_a_prompt_are_bundled_wherever_they_stand(groups, order):
+def test_samples_are_bundled_by_prompt_in_any_order(groups, order):
     tokens, lengths = batch_of(groups, order)
     found = bundles(tokens, lengths, most=10_000)
     assert sorted(row for bundle in found for row in bundle.rows) == list(range(len(lengths)))
@@ -64,14 +64,14 @@ def test_the_samples_of_a_prompt_are_bundled_wherever_they_stand(groups, order):
 
 @settings(deadline=None)
 @given(GROUPS, st.integers(1, 60))
-def test_no_bundle_is_larger_than_allowed_unless_one_row_is(groups, most):
+def test_multi_row_bundles_stay_within_token_limit(groups, most):
     tokens, lengths = batch_of(groups)
     assert all(
         bundle.tokens <= most or len(bundle.rows) == 1 for bundle in bundles(tokens, lengths, most)
     )
 
 
-def test_rows_that_a_loss_compares_stay_together_and_in_their_order():
+def test_rows_compared_by_loss_stay_ordered_in_one_bundle():
     tokens, lengths = batch_of([(8, [3, 5, 2, 4]), (6, [2, 2])], order=2)
     for bundle in bundles(tokens, lengths, most=10_000, group=2):
         pairs = torch.tensor(bundle.rows).view(-1, 2)
@@ -79,7 +79,7 @@ def test_rows_that_a_loss_compares_stay_together_and_in_their_order():
         assert torch.equal(pairs[:, 1], pairs[:, 0] + 1)
 
 
-def test_a_prompt_of_many_samples_is_cut_for_all_data_ranks():
+def test_large_prompt_group_is_split_over_data_ranks():
     tokens, lengths = batch_of([(16, [4] * 12)])
     options = {"data_size": 2, "budget": 1000, "device": CPU, "cut": Cut(tree=True)}
     shares = [pack_share(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
@@ -87,7 +87,7 @@ def test_a_prompt_of_many_samples_is_cut_for_all_data_ranks():
     assert max(computed) <= 16 + 8 * 4
 
 
-def test_whole_prompts_are_dealt_where_that_is_even():
+def test_prompts_stay_whole_when_shares_are_even():
     tokens, lengths = batch_of([(16, [4] * 3), (16, [4] * 3)])
     options = {"data_size": 2, "budget": 1000, "device": CPU, "cut": Cut(tree=True)}
     shares = [pack_share(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
@@ -96,7 +96,7 @@ def test_whole_prompts_are_dealt_where_that_is_even():
 
 @settings(deadline=None)
 @given(GROUPS, st.integers(0, 3), st.sampled_from([1, 2, 3]))
-def test_rows_that_share_tokens_unpack_to_themselves(groups, order, sequence):
+def test_shared_prefix_batch_unpacks_to_original_rows(groups, order, sequence):
     tokens, lengths = batch_of(groups, order)
     batch = shared_pack(tokens, lengths, sequence)
     rows, counts = tokens[batch.batch_rows], lengths[batch.batch_rows]
@@ -110,7 +110,7 @@ def test_rows_that_share_tokens_unpack_to_themselves(groups, order, sequence):
 
 
 def separately(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    """Causal attention of each row [N, L, heads, dim], spelled out; zeros at the padding."""
+    """Return causal attention of each row, [N, L, heads, dim]; zeros at the padding."""
     each, width = query.shape[2] // key.shape[2], query.shape[1]
     key, value = (tensor.repeat_interleave(each, 2) for tensor in (key, value))
     scores = torch.einsum("nqhd,nkhd->nhqk", query, key) * query.shape[-1] ** -0.5
@@ -123,14 +123,12 @@ def separately(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Te
 
 @settings(deadline=None, max_examples=40)
 @given(GROUPS, st.integers(0, 3), st.sampled_from([(2, 2), (6, 2)]), st.sampled_from([1, 3]))
-def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradients(
-    groups, order, heads, sequence
-):
+def test_tree_attention_equals_separate_rows(groups, order, heads, sequence):
     tokens, lengths = batch_of(groups, order)
     batch = shared_pack(tokens, lengths, sequence)
     draw = torch.Generator().manual_seed(0)
-    # A token's query, key and value depend on the token alone. In float64: how far rounding in
-    # float32 goes depends on how many terms a gradient sums up.
+    # A token's query, key and value depend only on the token. The test uses float64, because the
+    # rounding error in float32 depends on the number of terms in a gradient's sum.
     tables = [
         torch.randn(int(tokens.max()) + 1, count, 8, generator=draw, dtype=torch.float64)
         for count in (heads[0], heads[1], heads[1])
@@ -142,8 +140,8 @@ def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradi
     for shared in (True, False):
         leaves = [table.clone().requires_grad_() for table in tables]
         if shared:
-            taken = attend(*(leaf[batch.tokens[0]] for leaf in leaves), batch.sequences.tree, None)
-            attended = batch.unpack_tokens(taken)
+            packed = attend(*(leaf[batch.tokens[0]] for leaf in leaves), batch.sequences.tree, None)
+            attended = batch.unpack_tokens(packed)
         else:
             rows = tokens[batch.batch_rows]
             attended = separately(*(leaf[rows] for leaf in leaves), lengths[batch.batch_rows])
@@ -158,7 +156,7 @@ def test_attention_over_a_tree_is_that_of_the_separate_rows_and_so_are_its_gradi
         )
 
 
-def test_gradients_in_bf16_are_rounded_once_however_many_rows_share_a_prompt():
+def test_bf16_shared_prefix_gradients_are_rounded_once():
     tokens, lengths = batch_of([(40, [5] * 64)])
     batch = shared_pack(tokens, lengths)
     draw = torch.Generator().manual_seed(0)
@@ -176,7 +174,7 @@ def test_gradients_in_bf16_are_rounded_once_however_many_rows_share_a_prompt():
         assert (ours - exact).norm() < 0.003 * exact.norm()
 
 
-def test_nothing_is_shared_without_a_tree():
+def test_prefixes_are_shared_only_with_tree_packing():
     tokens, lengths = batch_of([(9, [3, 4])])
     (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)
     assert batch.tokens.numel() == int(lengths.sum())
@@ -187,7 +185,7 @@ def test_nothing_is_shared_without_a_tree():
     assert batch.tokens.numel() == 9 + 3 + 4
 
 
-def test_a_filler_has_a_tree_too():
+def test_filler_batch_has_finite_tree_attention():
     tokens, lengths = batch_of([(9, [3, 4])])
     batch = pack(tokens, lengths, [], CPU, Cut(sequence=2, tree=True))
     query = torch.randn(batch.tokens.numel(), 2, 4)
@@ -195,7 +193,7 @@ def test_a_filler_has_a_tree_too():
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3]])
-def test_rows_alone_are_bundles_of_one(lengths):
+def test_unshared_rows_are_bundles_of_one(lengths):
     assert [bundle.rows for bundle in alone(torch.tensor(lengths))] == [
         (row,) for row in range(len(lengths))
     ]
@@ -222,13 +220,15 @@ def test_rows_alone_are_bundles_of_one(lengths):
 def test_shared_prefix_gradients_equal_separate_rows(pool, untied_llama, layout, settings):
     count = ParallelConfig(**layout).ranks
     shared, separate = (
-        pool.run(jobs.shared_beginnings, count, str(untied_llama), layout, settings, shared=shared)
+        pool.run(
+            jobs.shared_prefix_update, count, str(untied_llama), layout, settings, shared=shared
+        )
         for shared in (True, False)
     )
     assert sum(rank["saved"] for rank in shared) > sum(rank["saved"] for rank in separate)
     for once, each in zip(shared, separate, strict=True):
-        # In another order of sums, by a few of float32's last digits; how many hangs on the
-        # processor's products.
+        # Another order of summation changes the last bits of float32; the CPU's GEMM kernels
+        # determine how many.
         torch.testing.assert_close(once["logprobs"], each["logprobs"], atol=2e-6, rtol=1e-6)
         assert once["stats"] == pytest.approx(each["stats"], rel=1e-5, abs=1e-6)
         assert once["gradients"].keys() == each["gradients"].keys()

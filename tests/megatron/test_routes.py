@@ -1,4 +1,4 @@
-"""Routes that the engine chose, replayed by the trainer at every layout."""
+"""Routing replay: the trainer uses the engine's expert routing, at every layout."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TYPICAL = [(LAYOUTS[0], "none"), *((name, "full") for name in LAYOUTS[1:4])]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A family's directory and what transformers makes of it with the routes forced, computed
-    once."""
+    """A function that returns a family's directory and transformers' results with the forced
+    routing, computed once."""
     made = {}
 
     def make(family):
@@ -48,8 +48,8 @@ def model(tmp_path_factory):
     ],
 )
 def test_replayed_routing_trains_like_transformers(pool, model, family, name, recompute):
-    """Of micro-batches that are packed, cut and several in flight, each takes its own routes, when
-    it is recomputed too."""
+    """Micro-batches are packed and split, and several are in flight; each must use its own routing,
+    also when its activations are recomputed."""
     directory, expected = model(family)
     layout = dict(MIXTURE_LAYOUTS[name])
     ranks = ParallelConfig(**layout).ranks
@@ -60,28 +60,30 @@ def test_replayed_routing_trains_like_transformers(pool, model, family, name, re
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
 
 
-def test_forced_routes_are_not_what_the_routers_choose(model):
+def test_forced_routing_differs_from_router_choice(model):
     directory, forced = model("mixtral")
     own = families.reference_steps(directory)
     assert families.relative_error(forced["logits"], own["logits"], own["logits"]) > 0.1
 
 
 @pytest.mark.parametrize("name", typical(["TP2+SPxEP2", "CP2xEP2", "PP2"], ["TP2+SPxEP2"]))
-def test_every_layout_tells_how_many_routes_differ_and_replays_them_in_the_reference_too(
-    pool, model, name
-):
+def test_routing_difference_does_not_depend_on_layout(pool, model, name):
     directory, _ = model("qwen3_moe")
     layout = dict(MIXTURE_LAYOUTS[name])
-    ((told, logprobs, reference),) = pool.run(
-        route_jobs.told_and_logprobs, 1, str(directory), {}, ROUTES
+    ((shares, logprobs, reference),) = pool.run(
+        route_jobs.differing_share_and_logprobs, 1, str(directory), {}, ROUTES
     )
-    assert told == [told[0]] * 3
-    assert 0.5 < told[0] < 1, "of six pairs of four experts the router's is one"
+    assert shares == [shares[0]] * 3
+    assert 0.5 < shares[0] < 1, "of six pairs of four experts the router's is one"
     torch.testing.assert_close(reference, logprobs, rtol=0, atol=0)
     for result in pool.run(
-        route_jobs.told_and_logprobs, ParallelConfig(**layout).ranks, str(directory), layout, ROUTES
+        route_jobs.differing_share_and_logprobs,
+        ParallelConfig(**layout).ranks,
+        str(directory),
+        layout,
+        ROUTES,
     ):
-        assert result[0] == pytest.approx(told, abs=1e-9)
+        assert result[0] == pytest.approx(shares, abs=1e-9)
         torch.testing.assert_close(result[1], logprobs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(result[2], logprobs, rtol=1e-4, atol=1e-4)
 
@@ -103,10 +105,10 @@ def test_replaying_own_routing_changes_nothing(pool, model, family, recompute):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, family):
+def test_replaying_bf16_engine_routing_reduces_mismatch(pool, model, family):
     (seen,) = pool.run(route_jobs.bf16_engine_and_fp32_trainer, 1, str(model(family)[0]))
     assert seen["own"]["differing"] > 0 == seen["replayed"]["differing"]
-    assert 0 < seen["told"] < 1
+    assert 0 < seen["differing_share"] < 1
     assert seen["replayed"]["mismatch"] < seen["own"]["mismatch"]
 
 
@@ -131,6 +133,6 @@ def test_a_bf16_engines_routes_bring_an_fp32_trainer_nearer_to_it(pool, model, f
         ),
     ],
 )
-def test_routes_of_another_model_are_refused(pool, model, routes, message):
+def test_routing_of_another_model_is_refused(pool, model, routes, message):
     (error,) = pool.run(route_jobs.refused_routes, 1, str(model("mixtral")[0]), routes)
     assert error == f"AlignerError: {message}"

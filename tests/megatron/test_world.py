@@ -1,3 +1,5 @@
+"""Process groups of a world: their threads, their timeout, and the deterministic mode."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +16,7 @@ from tests.worker_pool import free_port
         ("mixtral", {"data": 2, "expert": 2}, {}),
     ],
 )
-def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, layout, settings):
+def test_world_shutdown_ends_process_group_threads(pool, tmp_path, family, layout, settings):
     directory = families.save(family, tmp_path)
     for before, after in pool.run(
         families.threads_around_training,
@@ -28,7 +30,7 @@ def test_leaving_a_world_ends_the_threads_of_its_groups(pool, tmp_path, family, 
         assert after == before
 
 
-def test_groups_wait_as_long_as_is_configured_to_the_second(pool):
+def test_process_group_timeout_is_as_configured(pool):
     assert pool.run(jobs.group_timeout_s, 2, 119.0) == [119.0, 119.0]
 
 

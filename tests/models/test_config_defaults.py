@@ -1,5 +1,5 @@
-"""config.json as the transformers classes read it: defaults, both forms of rotary entries, and
-refusals of entries that are not implemented."""
+"""config.json is read as by the transformers classes: defaults, both forms of rotary entries, and
+refusal of unsupported entries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
 
 
 def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a shape as the transformers class has them, where it has them."""
+    """Return those attributes of a shape that the transformers class defines, with its values."""
     architecture, read = BY_NAME[config["architectures"][0]], transformers_config(config)
     values = {
         attribute: getattr(read, entry.key, None)
@@ -110,11 +110,11 @@ def class_fields(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tables_have_the_defaults_of_the_transformers_class(name):
+def test_default_values_equal_transformers_class(name):
     architecture, fields = BY_NAME[name], class_fields(name)
     entries = {entry.key: entry.default for entry in architecture.entries.values()}
     expected = {**architecture.supported, **entries, "eos_token_id": architecture.eos_token_id}
-    expected.pop("mlp_only_layers", None)  # null in the class, and then an empty list
+    expected.pop("mlp_only_layers", None)  # the class replaces its default null by an empty list
     assert {key: fields[key] for key in expected if key in fields} == {
         key: value for key, value in expected.items() if key in fields
     }
@@ -142,7 +142,7 @@ def test_every_field_of_the_transformers_class_is_known(name):
         assert config_class.default_theta == architecture.rope_theta
 
 
-def test_generation_entries_are_those_of_transformers():
+def test_generation_entries_equal_transformers():
     from transformers import GenerationConfig
 
     assert set(_GENERATION_ENTRIES) == set(GenerationConfig._get_default_generation_params())
@@ -207,13 +207,13 @@ def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
 @pytest.mark.parametrize(
     "entries", [{"rotary_pct": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, {}]
 )
-def test_gpt_neox_rotates_the_share_that_transformers_rotates(entries):
+def test_gpt_neox_rotary_fraction_equals_transformers(entries):
     config = full("GPTNeoXForCausalLM") | entries
     assert_read_alike(config)
     assert read_config(config, "test").rotary_fraction == (0.5 if entries else 0.25)
 
 
-def test_gpt_neox_rope_parameters_without_a_share_rotate_a_quarter():
+def test_gpt_neox_rotary_fraction_defaults_to_a_quarter():
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = full("GPTNeoXForCausalLM") | {"rope_parameters": rope}
     assert read_config(config, "test").rotary_fraction == 0.25
@@ -221,7 +221,7 @@ def test_gpt_neox_rope_parameters_without_a_share_rotate_a_quarter():
 
 @pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 8}])
 @pytest.mark.parametrize("inside", [True, False])
-def test_llama3_original_positions_are_those_of_transformers(outside, inside):
+def test_llama3_original_positions_equal_transformers(outside, inside):
     import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -235,12 +235,12 @@ def test_llama3_original_positions_are_those_of_transformers(outside, inside):
     )
 
 
-def test_mixtral_without_rms_norm_eps_and_rope_theta_has_class_defaults():
+def test_mixtral_without_eps_and_theta_has_class_defaults():
     shape = read_config(SIZES | {"architectures": ["MixtralForCausalLM"]}, "test")
     assert (shape.norm_epsilon, shape.rope_theta) == (1e-5, 1e6)
 
 
-def test_mistral_without_sliding_window_has_a_window_of_4096():
+def test_mistral_sliding_window_defaults_to_4096():
     config = SIZES | {"architectures": ["MistralForCausalLM"]}
     assert read_config(config, "test").sliding_window == 4096
     assert read_config(config | {"sliding_window": None}, "test").sliding_window is None
@@ -336,7 +336,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
     ],
     ids=str,
 )
-def test_contradictory_or_unsupported_entry_is_refused_by_name(name, change, words):
+def test_contradictory_or_unsupported_entry_is_refused(name, change, words):
     architecture = "GPT2LMHeadModel" if name.startswith("GPT2") else f"{name}ForCausalLM"
     config = CONFIGS[architecture] | {"architectures": [architecture]}
     if name == "Mixtral":
@@ -365,7 +365,7 @@ def test_contradictory_or_unsupported_entry_is_refused_by_name(name, change, wor
     ],
     ids=str,
 )
-def test_entry_without_an_effect_does_not_change_the_shape(name, change):
+def test_ineffective_entry_does_not_change_shape(name, change):
     config = CONFIGS[f"{name}ForCausalLM"] | {"architectures": [f"{name}ForCausalLM"]}
     assert read_config(config | change, "test") == read_config(config, "test")
     assert config_notes(config | change) == []
@@ -373,7 +373,7 @@ def test_entry_without_an_effect_does_not_change_the_shape(name, change):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("named", [{}, {"architectures": None}, {"architectures": []}], ids=str)
-def test_architecture_is_that_of_model_type_if_none_is_named(name, named, tmp_path):
+def test_missing_architecture_follows_from_model_type(name, named, tmp_path):
     config = {**full(name), "model_type": BY_NAME[name].model_type}
     without = {key: value for key, value in config.items() if key != "architectures"} | named
     assert read_config(without, "test") == read_config(config, "test")
@@ -390,11 +390,11 @@ def test_config_without_architecture_and_model_type_is_refused():
         read_config({**CONFIGS["LlamaForCausalLM"], "architectures": None}, "test")
 
 
-def test_padding_token_of_llama_1_conversions_means_none():
+def test_pad_token_id_of_minus_one_is_read_as_zero():
     assert read_config(LLAMA | {"pad_token_id": -1}, "test").pad_token_id == 0
 
 
-def test_entries_unknown_to_transformers_are_listed_in_one_line():
+def test_entries_unknown_to_transformers_are_listed():
     config = LLAMA | {"logit_scale": 2.0, "n_ctx": 8, "rope_scaling": LINEAR | {"beta_fast": 2}}
     read_config(config, "test")
     assert config_notes(config) == [
@@ -403,7 +403,7 @@ def test_entries_unknown_to_transformers_are_listed_in_one_line():
     ]
 
 
-def test_dropout_is_noted_because_models_train_without_it():
+def test_ignored_dropout_is_reported():
     config = LLAMA | {"attention_dropout": 0.1}
     assert config_notes(config) == [
         "config.json: models train without dropout; ignored: attention_dropout=0.1"
@@ -425,7 +425,7 @@ def test_written_configuration_is_read_alike_by_transformers(name, caplog):
     assert not [record for record in caplog.records if "rope" in record.message.lower()]
 
 
-def test_common_entries_are_not_both_supported_and_without_effect():
+def test_supported_and_ineffective_entries_are_disjoint():
     assert not set(_COMMON_SUPPORTED) & set(_COMMON_WITHOUT_EFFECT)
     assert all(isinstance(architecture, Architecture) for architecture in _ARCHITECTURES)
 
@@ -440,7 +440,7 @@ def test_common_entries_are_not_both_supported_and_without_effect():
         ({"eos_token_id": None}, {"eos_token_id": 5}, (5,)),
     ],
 )
-def test_default_eos_id_counts_only_without_a_given_one(own, generated, expected, tmp_path):
+def test_default_eos_id_applies_only_if_none_is_given(own, generated, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | own))
     if generated is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generated))

@@ -1,5 +1,5 @@
-"""The tables against what transformers itself calls and shapes the weights, and how it turns
-positions."""
+"""Names and shapes of weights, and rotary frequencies, equal those of transformers; unsupported
+configurations are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_the_table_is_what_transformers_saves(architecture, tmp_path):
+def test_weight_table_equals_saved_transformers_model(architecture, tmp_path):
     import transformers
     from safetensors import safe_open
 
@@ -77,7 +77,7 @@ def test_the_table_is_what_transformers_saves(architecture, tmp_path):
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rotary_frequencies_are_those_of_transformers(rope):
+def test_rotary_frequencies_equal_transformers(rope):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -88,7 +88,7 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
     )
 
 
-def test_an_older_configuration_reads_like_a_new_one():
+def test_old_rope_entries_are_read_like_new_ones():
     old = SIZES | {
         "architectures": ["LlamaForCausalLM"],
         "rope_theta": 500.0,
@@ -126,7 +126,7 @@ def test_an_older_configuration_reads_like_a_new_one():
         ({"hidden_size": None}, "required entries of config.json are missing: hidden_size"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(change, message):
+def test_unsupported_config_is_refused_with_entry_name(change, message):
     config = SIZES | {"architectures": ["LlamaForCausalLM"]} | change
     with pytest.raises(ConfigError, match="origin: ") as caught:
         read_config(config, "origin")
@@ -134,7 +134,7 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
 
 
 @pytest.mark.parametrize("content", [[], "llama", 3, None])
-def test_what_is_no_configuration_is_refused_as_such(content):
+def test_config_that_is_not_an_object_is_refused(content):
     with pytest.raises(
         ConfigError,
         match=r"^here: config\.json must be a JSON object, got (list|str|int|NoneType)$",
@@ -142,5 +142,5 @@ def test_what_is_no_configuration_is_refused_as_such(content):
         read_config(content, "here")
 
 
-def test_every_architecture_has_a_language_model_and_a_scalar_head():
+def test_each_family_has_causal_and_scalar_architectures():
     assert len(ARCHITECTURES) == 2 * len(CONFIGS)

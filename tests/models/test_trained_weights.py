@@ -1,3 +1,5 @@
+"""Selection of trained weights: frozen name patterns, and LoRA adapters."""
+
 from __future__ import annotations
 
 import pytest
@@ -35,7 +37,7 @@ def table(*arguments, **more):
     return weight_table(shape(*arguments, **more))
 
 
-def test_patterns_freeze_what_they_match_and_nothing_else():
+def test_frozen_patterns_freeze_only_matching_weights():
     frozen = frozen_names(table(), ["model.embed_tokens.*", "model.layers.[0-1].*"])
     names = {spec.name for spec in table()}
     assert frozen == {
@@ -46,7 +48,7 @@ def test_patterns_freeze_what_they_match_and_nothing_else():
     assert frozen_names(table(), []) == frozenset()
 
 
-def test_a_tensor_of_the_file_freezes_the_weights_that_it_is_cut_into():
+def test_frozen_file_tensor_freezes_all_its_weights():
     frozen = frozen_names(table("GPT2LMHeadModel"), ["transformer.h.0.attn.c_attn.*"])
     parts = ("query", "key", "value")
     assert frozen == {
@@ -54,14 +56,14 @@ def test_a_tensor_of_the_file_freezes_the_weights_that_it_is_cut_into():
     }
 
 
-def test_a_pattern_that_matches_nothing_is_named():
+def test_frozen_pattern_without_match_is_refused():
     with pytest.raises(
         ConfigError, match=r"actor\.frozen: the pattern 'model\.layer\.0\.\*' matches no weight"
     ):
         frozen_names(table(), ["model.embed_tokens.*", "model.layer.0.*"], "actor.frozen")
 
 
-def test_a_part_of_a_parameter_cannot_be_frozen_alone():
+def test_freezing_part_of_fused_parameter_is_refused():
     with pytest.raises(
         ConfigError,
         match=(
@@ -80,7 +82,7 @@ def test_a_part_of_a_parameter_cannot_be_frozen_alone():
         frozen_names(table(), ["model.layers.0.self_attn.[qv]_proj.weight"])
 
 
-def test_biases_of_query_key_and_value_are_frozen_with_their_weights_or_not_at_all():
+def test_freezing_qkv_weights_without_biases_is_refused():
     with pytest.raises(
         ConfigError, match="freeze the biases of query, key and value together with the weights"
     ):
@@ -89,12 +91,12 @@ def test_biases_of_query_key_and_value_are_frozen_with_their_weights_or_not_at_a
     frozen_names(table("Qwen2ForCausalLM"), ["model.layers.0.self_attn.[qkv]_proj.bias"])
 
 
-def test_something_must_be_left_to_train():
+def test_freezing_every_weight_is_refused():
     with pytest.raises(ConfigError, match="at least one weight must be trained"):
         frozen_names(table(), ["model.*", "lm_head.weight"])
 
 
-def test_adapters_have_the_shapes_and_names_of_pefts():
+def test_adapters_have_peft_names_and_shapes():
     specs = {spec.name: spec for spec in adapter_table(adapter_map(table(), LoraConfig(rank=8)))}
     assert len(specs) == 4 * 7 * 2
     layer = "model.layers.3."
@@ -109,7 +111,7 @@ def test_adapters_have_the_shapes_and_names_of_pefts():
     assert shapes["mlp.down_proj.lora_B.weight"] == ((64, 8), None)
 
 
-def test_weights_of_one_tensor_share_the_inner_factor():
+def test_adapters_of_fused_tensor_share_lora_a():
     adapters = adapter_map(table("GPT2LMHeadModel"), LoraConfig(rank=4, targets=["attention"]))
     name = "transformer.h.1.attn."
     assert {adapters[f"{name}{part}.weight"].down.name for part in ("query", "key", "value")} == {
@@ -124,7 +126,7 @@ def test_weights_of_one_tensor_share_the_inner_factor():
     assert adapters[f"{name}c_proj.weight"].down.axis == 1
 
 
-def test_what_adapters_cannot_be_is_told():
+def test_unsupported_adapters_are_reported():
     def problems(**lora):
         frozen = lora.pop("frozen", [])
         model = (

@@ -1,5 +1,5 @@
-"""Damaged weight files and indexes, and heads that differ from tied embeddings, are refused by
-name, from the files' headers."""
+"""Damaged weight files, damaged indexes and heads that differ from tied embeddings are refused with
+their names, from the files' headers."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_broken_index_is_refused_by_validate(copy, content, message):
     assert message in str(caught.value)
 
 
-def test_tensor_that_the_index_lacks_is_refused_by_validate(copy):
+def test_tensor_missing_from_index_is_refused(copy):
     rewrite_index(copy, lambda files: files.pop("model.norm.weight"))
     with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight \(64,\) is missing"):
         validate(copy)
 
 
-def test_tensor_in_another_file_than_the_index_says_is_refused(copy):
+def test_tensor_outside_its_indexed_file_is_refused(copy):
     files = {"model-0.safetensors": "model-1.safetensors"}
     rewrite_index(
         copy,
@@ -122,7 +122,7 @@ def test_git_lfs_pointer_is_refused_as_a_weight_file(tmp_path):
         read_header(file)
 
 
-def test_single_file_wins_over_an_index_as_in_transformers(copy):
+def test_single_file_takes_precedence_over_index(copy):
     weights = {
         name: tensor
         for part in (0, 1)
@@ -142,7 +142,7 @@ def test_quantized_tensor_without_a_description_is_refused(copy):
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_head_beside_tied_embeddings_must_equal_them(copy, is_equal):
+def test_stored_head_must_equal_tied_embeddings(copy, is_equal):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     if is_equal:
@@ -173,14 +173,14 @@ def _prepare(directory: Path) -> None:
         ({"is_causal": False}, "is_causal=False"),
     ],
 )
-def test_unsupported_entry_is_refused_by_validate_with_the_directory(copy, change, message):
+def test_validate_refuses_unsupported_entry_with_directory(copy, change, message):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ConfigError, match=f"model.path={copy}: .*{message}"):
         validate(copy)
 
 
-def test_padding_token_of_llama_1_conversions_passes_validate(copy):
+def test_pad_token_id_of_minus_one_passes_validate(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
     validate(copy)

@@ -1,3 +1,5 @@
+"""Progress of a run on the console, and the summary at its end."""
+
 from __future__ import annotations
 
 import io
@@ -20,24 +22,24 @@ def console(*, terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
 
 
-def shown(where: Console) -> str:
+def output_of(where: Console) -> str:
     assert isinstance(where.file, io.StringIO)
     return where.file.getvalue()
 
 
-def test_without_a_terminal_each_step_is_one_line_with_what_it_measured() -> None:
+def test_plain_progress_prints_one_line_per_step() -> None:
     where = console()
     view = make_progress(10, where)
     assert isinstance(view, PlainProgress)
     view.step({"step": 1, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
     view.step({"step": 2, "reward/mean": 0.5, "time/step": 4.0})
-    assert shown(where).splitlines() == [
+    assert output_of(where).splitlines() == [
         "step 1/10  reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:18",
         "step 2/10  reward 0.500  3.00 s/step  ETA 0:00:24",
     ]
 
 
-def test_an_evaluations_suites_are_shown_by_their_names(tmp_path: Path) -> None:
+def test_evaluation_suites_are_shown_by_name(tmp_path: Path) -> None:
     where = console()
     suite = {
         "eval/math/score": 0.5,
@@ -46,7 +48,7 @@ def test_an_evaluations_suites_are_shown_by_their_names(tmp_path: Path) -> None:
         "eval/math/length": 3.0,
     }
     make_progress(10, where).step({"step": 2, **suite, "eval/score/gcd": 0.125})
-    assert shown(where).splitlines() == ["step 2/10  math held-out score 0.500"]
+    assert output_of(where).splitlines() == ["step 2/10  math held-out score 0.500"]
     print_summary(
         [{"step": 0, **suite}, {"step": 2, **suite, "eval/math/score": 0.75}],
         RunPaths(tmp_path),
@@ -54,13 +56,13 @@ def test_an_evaluations_suites_are_shown_by_their_names(tmp_path: Path) -> None:
     )
     rows = {
         line.split("│")[1].strip(): line.split("│")[2:5]
-        for line in shown(where).splitlines()
+        for line in output_of(where).splitlines()
         if line.startswith("│")
     }
     assert [cell.split()[0] for cell in rows["math/score"]] == ["0.500", "0.750", "+0.250"]
 
 
-def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> None:
+def test_live_progress_shows_metrics_and_samples() -> None:
     where = console(terminal=True)
     view = make_progress(10, where)
     assert isinstance(view, LiveProgress)
@@ -68,12 +70,12 @@ def test_on_a_terminal_a_bar_shows_the_step_reward_kl_pace_and_time_left() -> No
     view.step({"step": 4, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
     view.samples([{"step": 4, "prompt": "a[b]", "response": "c\x1b[2Jd", "reward": 1}])
     view.close()
-    text = shown(where)
+    text = output_of(where)
     assert "4/10" in text and "reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:12" in text
     assert "Samples at step 4" in text and r"c\x1b[2Jd" in text and "a[b]" in text
 
 
-def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: Path) -> None:
+def test_summary_compares_first_and_last_five_steps(tmp_path: Path) -> None:
     metrics = [
         {
             "step": n,
@@ -89,7 +91,7 @@ def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: 
     print_summary(metrics, RunPaths(tmp_path), where)
     rows = {
         line.split("│")[1].strip(): line.split("│")[2:5]
-        for line in shown(where).splitlines()
+        for line in output_of(where).splitlines()
         if line.startswith("│")
     }
     assert [cell.strip() for cell in rows["reward"]] == ["0.3000", "1.0000", "+0.7000"]
@@ -97,15 +99,15 @@ def test_the_summary_compares_the_first_five_steps_with_the_last_five(tmp_path: 
     assert "response length (tokens)" not in rows  # not measured, so not shown
     assert (
         "largest engine-trainer log-prob difference (mismatch/logprob_abs): 1.00e-05 at step 3"
-        in shown(where)
+        in output_of(where)
     )
-    assert "total: 12 steps, 24.0 s" in shown(where)
-    assert f"metrics: {tmp_path / 'metrics.jsonl'}" in shown(where) and "checkpoints:" not in shown(
+    assert "total: 12 steps, 24.0 s" in output_of(where)
+    assert f"metrics: {tmp_path / 'metrics.jsonl'}" in output_of(
         where
-    )
+    ) and "checkpoints:" not in output_of(where)
 
 
-def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no_step(
+def test_initial_evaluation_is_not_counted_as_step(
     tmp_path: Path,
 ) -> None:
     measured = {
@@ -132,7 +134,7 @@ def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no
     print_summary(metrics, RunPaths(tmp_path), where)
     rows = {
         line.split("│")[1].strip(): line.split("│")[2:5]
-        for line in shown(where).splitlines()
+        for line in output_of(where).splitlines()
         if line.startswith("│")
     }
     assert [cell.strip() for cell in rows["score"]] == [
@@ -141,10 +143,10 @@ def test_evaluations_are_compared_with_their_intervals_and_the_initial_one_is_no
         "+0.500",
     ]
     assert "score_low" not in rows and rows["length"][2].strip() == "+0.000"
-    assert "Summary of 2 steps" in shown(where) and "total: 2 steps, 4.0 s" in shown(where)
+    assert "Summary of 2 steps" in output_of(where) and "total: 2 steps, 4.0 s" in output_of(where)
 
 
-def test_a_short_run_has_a_summary_too() -> None:
+def test_run_of_one_step_has_a_summary() -> None:
     table = summary_table([{"step": 1, "reward/mean": 0.5}])
     headers = [column.header for column in table.columns]
     assert headers == ["mean", "first 1 steps", "last 1 steps", "change"]

@@ -1,4 +1,4 @@
-"""Logs as text and as JSON, of real processes."""
+"""Text and JSON logs of processes, and the launcher that reads them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ except ValueError as error:
 """
 
 
-def spoken(format: str) -> list[str]:
+def log_lines(format: str) -> list[str]:
     environment = {**os.environ, "RANK": "2"}
     command = [sys.executable, "-c", SPEAKS, format]
     done = subprocess.run(
@@ -50,16 +50,16 @@ def spoken(format: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_as_text_a_rank_writes_its_lines_as_they_are() -> None:
-    lines = spoken("text")
+def test_text_log_keeps_printed_lines_unchanged() -> None:
+    lines = log_lines("text")
     assert {"a library's word", "a scorer's line", "ü", "to standard error"} <= {*lines}
     (own,) = [line for line in lines if "replaying 3" in line]
     assert re.fullmatch(rf"{TIME} INFO replaying 3", own)
     assert not [line for line in lines if line.startswith("{")]
 
 
-def test_as_json_every_line_is_an_object_with_time_level_role_rank_and_step() -> None:
-    records = [json.loads(line) for line in spoken("json")]
+def test_json_log_lines_have_level_role_rank_and_step() -> None:
+    records = [json.loads(line) for line in log_lines("json")]
     assert {(record["role"], record["rank"]) for record in records} == {("reward.1", 2)}
     assert all(record["time"].endswith("+00:00") for record in records)
     assert ["step" in record for record in records] == [False, False] + [True] * (len(records) - 2)
@@ -94,7 +94,7 @@ def line(message: str, **more: str) -> str:
     )
 
 
-def test_the_launcher_reads_a_rank_s_error_and_its_cause_in_json_as_in_text(tmp_path: Path) -> None:
+def test_launcher_reads_errors_from_json_logs(tmp_path: Path) -> None:
     victim, cause = tmp_path / "trainer-0.log", tmp_path / "trainer-1.log"
     victim.write_text(
         line("RuntimeError: lost", traceback="Traceback\nRuntimeError: Connection closed by peer")
@@ -116,7 +116,7 @@ def test_the_launcher_reads_a_rank_s_error_and_its_cause_in_json_as_in_text(tmp_
     assert log_tail(victim)[-1] == "RuntimeError: lost"
 
 
-def test_what_the_launcher_adds_to_a_log_has_the_logs_format() -> None:
+def test_launcher_lines_have_the_format_of_the_log() -> None:
     line = launcher_line("text", "critic", 1, "critic is started again")
     assert re.fullmatch(rf"{TIME} INFO --- critic is started again ---\n", line)
     record = json.loads(launcher_line("json", "critic", 1, "critic is started again"))

@@ -1,3 +1,5 @@
+"""The metrics file: steps, resumes, amendments, followers and the checksum."""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +25,7 @@ from aligner.observability.sinks import TensorBoardSink
 from aligner.paths import RunPaths
 
 
-def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
+def test_step_is_one_json_line_written_immediately(tmp_path: Path) -> None:
     writer = MetricsWriter(RunPaths(tmp_path / "run"))
     writer.write(1, {"reward/mean": 1, "policy/loss": -0.5})
     assert (
@@ -33,16 +35,14 @@ def test_a_step_is_one_json_line_that_is_there_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, value: float
-) -> None:
+def test_non_finite_metric_is_refused(tmp_path: Path, value: float) -> None:
     writer = MetricsWriter(RunPaths(tmp_path))
     with pytest.raises(AlignerError, match=f"step 3: metric policy/loss is {value}"):
         writer.write(3, {"reward/mean": 1.0, "policy/loss": value})
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> None:
+def test_resume_drops_later_and_unfinished_steps(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     writer = MetricsWriter(paths)
     for step in range(1, 5):
@@ -61,9 +61,7 @@ def test_resuming_drops_later_steps_and_an_unfinished_line(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line", ["\0" * 40, '{"step": 3, "rewa', "3", "[]", '{"reward/mean": 1.0}', '{"step": "3"}']
 )
-def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(
-    tmp_path: Path, line: str
-) -> None:
+def test_malformed_metrics_line_is_reported(tmp_path: Path, line: str) -> None:
     paths = RunPaths(tmp_path)
     writer = MetricsWriter(paths)
     for step in (1, 2):
@@ -81,7 +79,7 @@ def test_a_line_that_is_no_record_is_named_when_read_and_on_resuming(
     assert [record["step"] for record in read_metrics(paths.metrics)] == [1]
 
 
-def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path) -> None:
+def test_amended_step_reaches_sinks_only_once(tmp_path: Path) -> None:
     class Sink:
         def __init__(self) -> None:
             self.seen: list[tuple[int, dict[str, float]]] = []
@@ -111,11 +109,11 @@ def test_a_step_that_is_amended_reaches_the_sinks_once_and_whole(tmp_path: Path)
         {"step": 3, "reward/mean": 30},
     ]
     assert sink.seen == [(1, {}), (2, whole), (3, {"reward/mean": 30})]
-    # nobody who follows the file loses his place
+    # The amended step is appended, so that offsets of followers stay valid.
     assert len(paths.metrics.read_text().splitlines()) == 4
 
 
-def test_resuming_drops_later_samples(tmp_path: Path) -> None:
+def test_resume_drops_later_samples(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     writer = RecordWriter(paths.samples)
     writer.truncate_after(0)
@@ -126,7 +124,7 @@ def test_resuming_drops_later_samples(tmp_path: Path) -> None:
     assert read_records(paths.samples) == [expected, expected]
 
 
-def test_tensorboard_shows_the_scalars_and_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+def test_tensorboard_hides_repeated_steps(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     writer = MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)])
     for step in range(1, 4):
@@ -142,7 +140,7 @@ def test_tensorboard_shows_the_scalars_and_hides_what_a_resumed_run_repeats(tmp_
     ]
 
 
-def test_a_follower_waits_for_whole_lines_and_follows_a_cut_back_file(tmp_path: Path) -> None:
+def test_follower_handles_truncated_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = FileFollower(path)
     assert follower.new_records() == []
@@ -156,7 +154,7 @@ def test_a_follower_waits_for_whole_lines_and_follows_a_cut_back_file(tmp_path: 
     assert follower.new_records() == [{"step": 2, "again": True}]
 
 
-def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
+def test_follower_with_0_bytes_starts_at_file_end(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     follower = FileFollower(path, newest_bytes=0)
@@ -165,7 +163,7 @@ def test_a_follower_of_a_resumed_run_starts_at_the_end(tmp_path: Path) -> None:
     assert follower.new_records() == [{"step": 2}]
 
 
-def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+def test_tensorboard_sink_does_not_import_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from aligner.paths import RunPaths\nfrom"
         " aligner.observability.metrics import MetricsWriter\nfrom aligner.observability.sinks"
@@ -179,13 +177,13 @@ def test_writing_tensorboard_events_imports_neither_torch_nor_tensorflow(tmp_pat
     )
 
 
-def changed_byte(file: Path, offset: int) -> None:
+def flip_bit(file: Path, offset: int) -> None:
     content = bytearray(file.read_bytes())
     content[offset] ^= 1
     file.write_bytes(content)
 
 
-def written_metrics(directory: Path, steps: int = 3) -> RunPaths:
+def write_metrics(directory: Path, steps: int = 3) -> RunPaths:
     paths = RunPaths(directory)
     writer = MetricsWriter(paths)
     for step in range(1, steps + 1):
@@ -193,8 +191,8 @@ def written_metrics(directory: Path, steps: int = 3) -> RunPaths:
     return paths
 
 
-def test_metrics_checksum_covers_the_whole_file_after_each_step(tmp_path: Path) -> None:
-    paths = written_metrics(tmp_path)
+def test_metrics_checksum_covers_the_whole_file(tmp_path: Path) -> None:
+    paths = write_metrics(tmp_path)
     content = paths.metrics.read_bytes()
     expected = f"{len(content)} {xxhash.xxh3_64_hexdigest(content)}\n"
     assert (tmp_path / "metrics.jsonl.checksum").read_text() == expected
@@ -202,8 +200,8 @@ def test_metrics_checksum_covers_the_whole_file_after_each_step(tmp_path: Path) 
 
 @pytest.mark.promise("changed-inputs-refuse-a-resume")
 def test_resume_refuses_metrics_with_a_changed_digit(tmp_path: Path) -> None:
-    paths = written_metrics(tmp_path)
-    changed_byte(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
+    paths = write_metrics(tmp_path)
+    flip_bit(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
     before = paths.metrics.read_bytes()
     with pytest.raises(AlignerError, match=r"metrics\.jsonl: damaged: its first \d+ bytes"):
         MetricsWriter(paths).truncate_after(3)
@@ -211,15 +209,15 @@ def test_resume_refuses_metrics_with_a_changed_digit(tmp_path: Path) -> None:
 
 
 def test_resume_refuses_metrics_that_lack_covered_steps(tmp_path: Path) -> None:
-    paths = written_metrics(tmp_path)
+    paths = write_metrics(tmp_path)
     lines = paths.metrics.read_bytes().splitlines(keepends=True)
     paths.metrics.write_bytes(b"".join(lines[:2]))
     with pytest.raises(AlignerError, match=r"metrics\.jsonl: damaged: .* but it has \d+ bytes"):
         MetricsWriter(paths).truncate_after(2)
 
 
-def test_resume_accepts_steps_that_a_killed_writer_did_not_cover(tmp_path: Path) -> None:
-    paths = written_metrics(tmp_path)
+def test_resume_accepts_steps_after_the_checksum(tmp_path: Path) -> None:
+    paths = write_metrics(tmp_path)
     with paths.metrics.open("ab") as file:
         file.write(b'{"step": 4, "reward/mean": 4.0}\n')
     writer = MetricsWriter(paths)
@@ -230,8 +228,8 @@ def test_resume_accepts_steps_that_a_killed_writer_did_not_cover(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_resume_covers_the_kept_steps_and_the_new_ones(tmp_path: Path, kept: int) -> None:
-    paths = written_metrics(tmp_path)
+def test_checksum_after_resume_covers_kept_and_new_steps(tmp_path: Path, kept: int) -> None:
+    paths = write_metrics(tmp_path)
     writer = MetricsWriter(paths)
     writer.truncate_after(kept)
     RunningChecksum(paths.metrics, paths.metrics_checksum).verify()
@@ -239,9 +237,9 @@ def test_resume_covers_the_kept_steps_and_the_new_ones(tmp_path: Path, kept: int
     RunningChecksum(paths.metrics, paths.metrics_checksum).verify()
 
 
-def test_deleted_checksum_accepts_the_metrics_as_they_are(tmp_path: Path) -> None:
-    paths = written_metrics(tmp_path)
-    changed_byte(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
+def test_metrics_without_checksum_are_accepted(tmp_path: Path) -> None:
+    paths = write_metrics(tmp_path)
+    flip_bit(paths.metrics, paths.metrics.read_bytes().index(b"2.0"))
     paths.metrics_checksum.unlink()
     MetricsWriter(paths).truncate_after(3)
     RunningChecksum(paths.metrics, paths.metrics_checksum).verify()

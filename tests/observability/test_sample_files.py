@@ -1,3 +1,5 @@
+"""Sample files: columns, steps, resumes and the size limit."""
+
 from __future__ import annotations
 
 import logging
@@ -34,7 +36,7 @@ ROWS[0]["score_parts"] = {"math": 0.75, "length": 0.25}
 
 
 def columns(rows: list[dict]) -> dict[str, list]:
-    """What is missing is null."""
+    """Return rows as columns; missing values are None."""
     return {
         name: [row.get(name) for row in rows]
         for name in {name: None for row in rows for name in row}
@@ -56,11 +58,11 @@ def files(run: Path, limit_mib: int = 1) -> SampleFiles:
 
 
 def noise(count: int) -> dict[str, np.ndarray]:
-    """What does not compress."""
+    """Return values that do not compress."""
     return {"engine_logprob": np.random.default_rng(0).random(count, dtype=np.float32)}
 
 
-def test_what_was_written_is_read_and_what_is_missing_is_null(tmp_path: Path) -> None:
+def test_missing_sample_values_are_read_as_null(tmp_path: Path) -> None:
     writer = files(tmp_path)
     writer.write(12, columns(ROWS), TOKENS)
     assert sorted(file.name for file in (tmp_path / "samples").iterdir()) == [
@@ -89,7 +91,7 @@ def test_what_was_written_is_read_and_what_is_missing_is_null(tmp_path: Path) ->
     assert (second["step"], second["sample"], second["entropy"]) == (12, 1, None)
 
 
-def test_steps_and_columns_can_be_chosen_and_a_run_without_samples_has_none(tmp_path: Path) -> None:
+def test_read_samples_selects_steps_and_columns(tmp_path: Path) -> None:
     assert sample_steps(tmp_path) == [] and read_samples(tmp_path).num_rows == 0
     writer = files(tmp_path)
     for step in (10, 2, 3):
@@ -101,7 +103,7 @@ def test_steps_and_columns_can_be_chosen_and_a_run_without_samples_has_none(tmp_
         read_samples(tmp_path, columns=["rewards"])
 
 
-def test_a_step_is_replaced_and_a_resumed_run_has_none_of_later_steps(tmp_path: Path) -> None:
+def test_step_is_replaced_and_resume_drops_later_steps(tmp_path: Path) -> None:
     writer = files(tmp_path)
     for step in (1, 2, 3):
         writer.write(step, columns(ROWS), TOKENS)
@@ -118,7 +120,7 @@ def test_a_step_is_replaced_and_a_resumed_run_has_none_of_later_steps(tmp_path: 
     }
 
 
-def test_the_oldest_token_files_go_first_then_the_oldest_step_files(
+def test_size_limit_deletes_token_files_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -137,7 +139,7 @@ def test_the_oldest_token_files_go_first_then_the_oldest_step_files(
     assert caplog.text.count("logging.samples_mib=1") == 1
 
 
-def test_the_budget_counts_what_the_process_before_has_written(tmp_path: Path) -> None:
+def test_size_limit_includes_earlier_files(tmp_path: Path) -> None:
     row = {**ROWS[0], "response_tokens": 120_000}
     for step in range(1, 5):  # 0.4 MiB each
         files(tmp_path).write(step, columns([row]), noise(120_000))

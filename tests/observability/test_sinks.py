@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, for real and without a network."""
+"""Metrics in Weights & Biases, MLflow and TensorBoard, without a network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ON = [f"logging.{name}.enabled=true" for name in TRACKERS]
 
 @pytest.fixture(autouse=True)
 def _as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as the sink sets it, for the reader here
+    # The sink sets this variable too; the reader in this process needs it.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
@@ -59,8 +59,8 @@ def metrics(step: int, more: float = 0.0) -> dict[str, float]:
     }
 
 
-def named(steps: Steps) -> Steps:
-    """Metrics as MLflow, which has no @, calls them."""
+def with_mlflow_names(steps: Steps) -> Steps:
+    """Return metrics under their names in MLflow, which does not permit @."""
     return [{key.replace("@", "_"): value for key, value in step.items()} for step in steps]
 
 
@@ -87,7 +87,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.promise("trackers-equal-metrics-file")
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_is_in_every_tracker_as_in_metrics_jsonl(tmp_path: Path) -> None:
+def test_trackers_of_resumed_run_equal_metrics_file(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", *ON)
     paths = run_paths(config)
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
@@ -105,7 +105,7 @@ def test_a_killed_and_resumed_run_is_in_every_tracker_as_in_metrics_jsonl(tmp_pa
         "reward/mean"
     ] == 0.9
     assert wandb_steps(paths) == expected
-    assert mlflow_steps(paths) == named(expected)
+    assert mlflow_steps(paths) == with_mlflow_names(expected)
     assert {name: paths.tracker_run(name).read_text() for name in ids} == ids
     run = mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text())
     assert (run.info.status, run.info.run_name, run.data.params["rollout.prompts_per_step"]) == (
@@ -115,7 +115,7 @@ def test_a_killed_and_resumed_run_is_in_every_tracker_as_in_metrics_jsonl(tmp_pa
     )
 
 
-def test_a_tracked_run_has_its_name_tags_and_whole_configuration(tmp_path: Path) -> None:
+def test_tracked_run_has_tags_configuration_and_status(tmp_path: Path) -> None:
     config = configured(
         tmp_path / "run", *ON, "logging.wandb.tags=[a,b]", "+logging.mlflow.tags.team=x"
     )
@@ -149,7 +149,7 @@ def test_a_tracked_run_has_its_name_tags_and_whole_configuration(tmp_path: Path)
     )
 
 
-TOLD_TO_END = """
+TERMINATED = """
 import sys, time
 from aligner.config.compose import compose_config
 from aligner.paths import run_paths
@@ -167,10 +167,10 @@ with recording(writer, config.logging):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_path: Path) -> None:
+def test_terminated_run_leaves_all_steps_in_trackers(tmp_path: Path) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
-    command = [sys.executable, "-c", TOLD_TO_END, *overrides]
+    command = [sys.executable, "-c", TERMINATED, *overrides]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
     ) as run:
@@ -181,14 +181,14 @@ def test_a_run_that_is_told_to_end_leaves_all_its_steps_in_every_tracker(tmp_pat
         run.terminate()
         assert run.wait(60) == -signal.SIGTERM
     assert wandb_steps(paths) == read_metrics(paths.metrics)
-    assert mlflow_steps(paths) == named(read_metrics(paths.metrics))
+    assert mlflow_steps(paths) == with_mlflow_names(read_metrics(paths.metrics))
     assert (
         mlflow_client(paths).get_run(paths.tracker_run("mlflow").read_text()).info.status
         == "FAILED"
     )
 
 
-def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest(
+def test_offline_wandb_run_is_superseded_on_resume(
     tmp_path: Path,
 ) -> None:
     config = configured(tmp_path / "run", ON[0])
@@ -206,7 +206,7 @@ def test_what_was_recorded_offline_before_a_resume_is_not_uploaded_with_the_rest
     assert wandb_steps(paths) == read_metrics(paths.metrics)
 
 
-def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
+def test_recovered_mlflow_store_gets_all_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configured(tmp_path / "run", ON[1])
@@ -228,20 +228,20 @@ def test_a_store_that_fails_costs_the_run_nothing_and_gets_all_when_it_is_back(
         paths.mlflow.unlink()
         writer.write(4, metrics(4))
     assert (
-        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        mlflow_steps(paths) == with_mlflow_names(read_metrics(paths.metrics))
         and len(read_metrics(paths.metrics)) == 4
     )
-    (told,) = [
+    (message,) = [
         record.getMessage()
         for record in caplog.records
         if record.name == "aligner.observability.sinks"
     ]
-    assert told.startswith(
+    assert message.startswith(
         "mlflow cannot record metrics; the run continues and tries again later: "
     )
 
 
-def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_before(
+def test_mlflow_unavailable_at_resume_drops_superseded_steps(
     tmp_path: Path,
 ) -> None:
     config = configured(tmp_path / "run", ON[1])
@@ -267,50 +267,50 @@ def test_a_store_that_was_away_when_the_run_was_resumed_drops_what_came_later_be
             time.sleep(0.05)
         is_back.set()
     assert (
-        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        mlflow_steps(paths) == with_mlflow_names(read_metrics(paths.metrics))
         and len(read_metrics(paths.metrics)) == 4
     )
 
 
-def test_a_run_that_was_killed_while_its_end_was_written_goes_on_in_mlflow(tmp_path: Path) -> None:
+def test_mlflow_run_with_empty_file_is_resumed(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", ON[1])
     paths = run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.write(1, metrics(1))
     begun = paths.tracker_run("mlflow").read_text()
     (description,) = paths.mlflow.glob(f"*/{begun}/meta.yaml")
-    description.write_text("")  # as the store does before it writes
+    description.write_text("")  # the store truncates the file before it writes
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.truncate_after(1)
         writer.write(2, metrics(2))
     run = mlflow_client(paths).get_run(begun)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert (
-        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        mlflow_steps(paths) == with_mlflow_names(read_metrics(paths.metrics))
         and len(read_metrics(paths.metrics)) == 2
     )
 
 
-def test_a_step_of_which_a_killed_run_has_recorded_a_part_is_completed(tmp_path: Path) -> None:
+def test_partial_mlflow_step_is_completed_on_resume(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", ON[1])
     paths = run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         for step in (1, 2):
             writer.write(step, metrics(step))
-    for key in ("reward/mean", "time/step"):  # killed between the files
+    for key in ("reward/mean", "time/step"):  # killed between the writes of two metrics
         (file,) = paths.mlflow.glob(f"*/*/metrics/{key}")
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:1]))
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.truncate_after(2)
         writer.write(3, metrics(3))
     assert (
-        mlflow_steps(paths) == named(read_metrics(paths.metrics))
+        mlflow_steps(paths) == with_mlflow_names(read_metrics(paths.metrics))
         and len(read_metrics(paths.metrics)) == 3
     )
 
 
-def in_tensorboard(step: int, more: float = 0.0) -> dict[str, float]:
-    """Metrics that 32 bits hold."""
+def float32_metrics(step: int, more: float = 0.0) -> dict[str, float]:
+    """Return metrics that are exact in 32 bits."""
     return {"reward/mean": step + more, "policy/loss": -0.5}
 
 
@@ -321,9 +321,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-# of TensorBoard's own thread
+# The warning is from TensorBoard's own thread.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_path: Path) -> None:
+def test_recovered_tensorboard_gets_each_step_once(tmp_path: Path) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     away = paths.root / "away"
     sink = BackgroundSink(
@@ -335,18 +335,18 @@ def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_
     with MetricsWriter(paths, [sink]) as writer:
         writer.truncate_after(0)
         for step in (0, 1, 2):
-            writer.write(step, in_tensorboard(step))
+            writer.write(step, float32_metrics(step))
         wait_until(lambda: paths.tensorboard.exists() and tensorboard_writes(paths) == [0, 1, 2])
-        time.sleep(1.1)  # the files of one second are read in an order of their own
+        time.sleep(1.1)  # files created in the same second are read in arbitrary order
         paths.tensorboard.rename(away)
         paths.tensorboard.write_text("in the way")
         for step in (3, 4, 5):
-            writer.write(step, in_tensorboard(step))
+            writer.write(step, float32_metrics(step))
         wait_until(lambda: sink.failures >= 2)
         paths.tensorboard.unlink()
         away.rename(paths.tensorboard)
         for step in (6, 7):
-            writer.write(step, in_tensorboard(step))
+            writer.write(step, float32_metrics(step))
     assert (
         tensorboard_steps(paths) == read_metrics(paths.metrics)
         and len(read_metrics(paths.metrics)) == 8
@@ -354,13 +354,13 @@ def test_event_files_that_cannot_be_written_for_a_while_get_every_step_once(tmp_
     assert tensorboard_writes(paths) == [*range(8)]
 
 
-def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_later_before(
+def test_tensorboard_unavailable_at_resume_hides_old_steps(
     tmp_path: Path,
 ) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer:
         for step in range(1, 6):
-            writer.write(step, in_tensorboard(step))
+            writer.write(step, float32_metrics(step))
     time.sleep(1.1)
     is_back = threading.Event()
 
@@ -375,7 +375,7 @@ def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_late
     with MetricsWriter(paths, [sink]) as writer:
         writer.truncate_after(2)
         for step in (3, 4):
-            writer.write(step, in_tensorboard(step, more=0.5))
+            writer.write(step, float32_metrics(step, more=0.5))
         wait_until(lambda: sink.failures == 3)
         is_back.set()
     assert (
@@ -385,23 +385,23 @@ def test_event_files_that_were_away_when_the_run_was_resumed_hide_what_came_late
     assert tensorboard_writes(paths) == [1, 2, 3, 4, 5, 3, 4]
 
 
-def test_a_resumed_run_gives_tensorboard_what_the_attempts_before_could_not(tmp_path: Path) -> None:
+def test_resume_writes_missing_steps_to_tensorboard(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", "logging.tensorboard=true")
     paths = run_paths(config)
     with MetricsWriter(paths) as writer:
         for step in range(1, 6):
-            writer.write(step, in_tensorboard(step))
+            writer.write(step, float32_metrics(step))
     before = TensorBoardSink(paths.tensorboard)
     for step in (1, 2, 5):  # not 3 and 4
-        before.write(step, in_tensorboard(step))
+        before.write(step, float32_metrics(step))
     before.close(failed=True)
     (file,) = paths.tensorboard.iterdir()
     with file.open("ab") as end:
-        end.write(b"\x10\x00")  # of a record that was being written at the end
+        end.write(b"\x10\x00")  # an incomplete record at the end of the file
     time.sleep(1.1)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.truncate_after(4)
-        writer.write(5, in_tensorboard(5, more=0.5))
+        writer.write(5, float32_metrics(5, more=0.5))
     assert (
         tensorboard_steps(paths) == read_metrics(paths.metrics)
         and len(read_metrics(paths.metrics)) == 5
@@ -410,7 +410,7 @@ def test_a_resumed_run_gives_tensorboard_what_the_attempts_before_could_not(tmp_
 
 
 class Silent:
-    """A server that does not answer."""
+    """A server that does not respond."""
 
     def write(self, step: int, record: Record) -> None:
         time.sleep(60)
@@ -423,14 +423,14 @@ class Silent:
 
 
 class Broken(Silent):
-    """A server that refuses everything."""
+    """A server that refuses all writes."""
 
     def write(self, step: int, record: Record) -> None:
         raise OSError("refused")
 
 
 @pytest.mark.parametrize(("kind", "failures"), [(Silent, 0), (Broken, 2)])
-def test_a_store_that_never_takes_anything_is_given_up_at_the_end_and_said_to_lack_steps(
+def test_unavailable_tracker_does_not_block_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[MetricsSink], failures: int
 ) -> None:
     sink = BackgroundSink("mlflow", kind, list, close_timeout_s=0.5)
@@ -446,7 +446,7 @@ def test_a_store_that_never_takes_anything_is_given_up_at_the_end_and_said_to_la
     )
 
 
-def test_a_tracker_that_is_off_is_not_imported() -> None:
+def test_disabled_trackers_are_not_imported() -> None:
     program = (
         "import sys; from aligner.schema import Config; from aligner.paths import RunPaths\nfrom"
         " pathlib import Path; from aligner.observability.sinks import open_sinks; config ="

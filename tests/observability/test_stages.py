@@ -1,3 +1,5 @@
+"""Messages about long stages at the start of a run."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,32 +11,32 @@ from aligner.observability.stages import StageWatch, forget_stages, tell_phase, 
 from aligner.paths import run_paths
 
 
-def test_what_takes_long_is_told_once_and_then_how_long_it_took(tmp_path: Path) -> None:
+def test_long_stage_is_reported_once_with_its_duration(tmp_path: Path) -> None:
     config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"])
-    told: list[str] = []
+    messages: list[str] = []
     now = [0.0]
-    watch = StageWatch(run_paths(config), told.append, lambda: now[0])
+    watch = StageWatch(run_paths(config), messages.append, lambda: now[0])
     tell_stage(config, "critic", "starting Triton")
     tell_stage(config, "trainer", "reading the data")
     watch.poll()
     now[0] = 1.0
-    tell_phase(config, "generate")  # so soon that the data need no word
+    tell_phase(config, "generate")  # the stage before was too short to be reported
     watch.poll()
-    assert told == []
+    assert messages == []
     now[0] = 3.5
     watch.poll()
     watch.poll()
-    assert told == ["critic: starting Triton …", "trainer: generating the first samples …"]
+    assert messages == ["critic: starting Triton …", "trainer: generating the first samples …"]
     now[0] = 9.0
     tell_stage(config, "critic", None)
     watch.poll()
-    assert told[2:] == ["critic: starting Triton took 9 s"]
+    assert messages[2:] == ["critic: starting Triton took 9 s"]
     forget_stages(run_paths(config))
     watch.poll()
-    assert told[3:] == ["trainer: generating the first samples took 8 s"]
+    assert messages[3:] == ["trainer: generating the first samples took 8 s"]
 
 
-def test_only_the_first_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_1_reports_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     tell_stage(
         compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"]),

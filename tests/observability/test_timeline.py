@@ -1,3 +1,5 @@
+"""Timelines of processes, their trace, and the durations of phases."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +30,7 @@ from tests.observability.traces import checked_trace
 
 
 class Clock:
-    """Seconds that pass when they are told to; the epoch is 1000 s before."""
+    """A clock that a test advances; its wall time is 1000 s ahead."""
 
     def __init__(self) -> None:
         self.now = 5.0
@@ -51,13 +53,13 @@ def spend(timeline: Timeline, clock: Clock, name: str, seconds: float, **about: 
 
 
 def of(spans: list[Span], role: str) -> list[tuple[str, float, float, int | None]]:
-    """Name, start and end in seconds of the clock, and step."""
+    """Return name, start and end in seconds of the clock, and step of a role's spans."""
     return [
         (s.name, s.start / 1e6 - 1000, s.end / 1e6 - 1000, s.step) for s in spans if s.role == role
     ]
 
 
-def test_a_timers_phases_are_spans_of_the_step_they_end_in(tmp_path: Path) -> None:
+def test_timed_phases_become_spans_of_their_step(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     own = Timeline(paths.timeline / "trainer-0.jsonl", {"reshard": "publish"}, clock, clock.wall)
     own.begin_run(0)
@@ -69,13 +71,13 @@ def test_a_timers_phases_are_spans_of_the_step_they_end_in(tmp_path: Path) -> No
         with timer.phase("reshard"):
             clock.now += 1
         assert timer.take() == {"time/step": 3, "time/train": 2, "time/reshard": 1}
-    # the last step's are pending
+    # Spans of the last step are not written yet.
     assert of(read_spans(paths), "trainer") == [("train", 5, 7, 1), ("publish", 7, 8, 1)]
     own.flush()
     assert of(read_spans(paths), "trainer")[2:] == [("train", 8, 10, 2), ("publish", 10, 11, 2)]
 
 
-def test_spans_of_any_times_still_nest_when_they_are_rounded(tmp_path: Path) -> None:
+def test_rounded_spans_stay_nested(tmp_path: Path) -> None:
     clock, paths, chance = Clock(), RunPaths(tmp_path), random.Random(3)
     own = timeline(paths.timeline / "trainer-0.jsonl", clock)
 
@@ -93,7 +95,7 @@ def test_spans_of_any_times_still_nest_when_they_are_rounded(tmp_path: Path) -> 
     assert len(checked_trace(paths.trace)["trainer"]) > 300
 
 
-def test_other_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
+def test_each_thread_has_its_own_track(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for rank in (0, 1):
         own = Timeline(paths.timeline / f"trainer-{rank}.jsonl")
@@ -126,7 +128,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_writer_loses_its_last_step_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_killed_writer_loses_only_its_last_step(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     file = paths.timeline / "trainer-0.jsonl"
     assert (
@@ -135,7 +137,7 @@ def test_a_killed_writer_loses_its_last_step_and_the_next_one_goes_on(tmp_path: 
     )
     assert [span.step for span in read_spans(paths)] == [1, 2]
     with file.open("a") as torn:
-        torn.write('{"name": "tra')  # the machine went down while a line was written
+        torn.write('{"name": "tra')  # a crash in the middle of a line
     assert [span.step for span in read_spans(paths)] == [1, 2]
     again = Timeline(file)
     again.begin_step(3)
@@ -146,8 +148,7 @@ def test_a_killed_writer_loses_its_last_step_and_the_next_one_goes_on(tmp_path: 
 
 
 def train(paths: RunPaths, clock: Clock, done: int, last: int) -> None:
-    """A trainer of one rank and a critic, from their start to the trainer's step `last`, 3 s a
-    step."""
+    """Write the timelines of a trainer and a critic for the steps `done` + 1 to `last`, 3 s each."""
     critic = timeline(paths.timeline / "critic-0.jsonl", clock)
     trainer = timeline(paths.timeline / "trainer-0.jsonl", clock)
     spend(critic, clock, "restore", 1)
@@ -159,7 +160,7 @@ def train(paths: RunPaths, clock: Clock, done: int, last: int) -> None:
     trainer.flush()
 
 
-def test_what_a_resumed_run_does_again_is_there_once(tmp_path: Path) -> None:
+def test_repeated_steps_of_resumed_run_appear_once(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     train(paths, clock, 0, 4)
     clock.now = 100
@@ -168,7 +169,7 @@ def test_what_a_resumed_run_does_again_is_there_once(tmp_path: Path) -> None:
     assert [step for *_, step in of(spans, "trainer")] == [1, 2, 3, 4, 5]
     assert [start for _, start, _, _ in of(spans, "trainer")] == [6, 9, 101, 104, 107]
     values = [(start, step) for name, start, _, step in of(spans, "critic") if name == "values"]
-    # of step 2 the trainer had not waited for it
+    # The critic's span of step 2 begins after the trainer's, so the resume drops it.
     assert values == [(8, 1), (103, 3), (106, 4), (109, 5)]
     clock.now = 200
     train(paths, clock, 4, 5)
@@ -178,7 +179,7 @@ def test_what_a_resumed_run_does_again_is_there_once(tmp_path: Path) -> None:
     assert of(read_spans(paths), "trainer") == [("train", 301, 303, 1)]
 
 
-def test_a_servers_spans_get_the_trainers_step_and_keep_their_size(tmp_path: Path) -> None:
+def test_server_spans_get_the_step_of_the_trainer(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     train(paths, clock, 0, 2)
     critic = [span for span in read_spans(paths) if span.role == "critic"]
@@ -189,7 +190,7 @@ def test_a_servers_spans_get_the_trainers_step_and_keep_their_size(tmp_path: Pat
     ]
 
 
-def test_another_machines_clock_is_corrected_by_its_offset(tmp_path: Path) -> None:
+def test_clock_offset_corrects_spans_of_other_machines(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.timeline.mkdir()
     (paths.timeline / "reward.1-3.jsonl").write_text(
@@ -198,7 +199,7 @@ def test_another_machines_clock_is_corrected_by_its_offset(tmp_path: Path) -> No
     assert read_spans(paths) == [Span("reward.1", 3, "score", 520, 525, about={})]
 
 
-def test_of_a_long_timeline_the_newest_part_is_read_from_one_moment_on(tmp_path: Path) -> None:
+def test_newest_bytes_return_last_spans_of_all_roles(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     train(paths, clock, 0, 200)
     whole, newest = read_spans(paths), read_spans(paths, newest_bytes=2000)
@@ -206,10 +207,10 @@ def test_of_a_long_timeline_the_newest_part_is_read_from_one_moment_on(tmp_path:
     assert {span.role for span in newest} == {"trainer", "critic"}
 
 
-def test_a_timeline_that_is_too_long_keeps_its_newer_half_and_is_read_from_one_moment_on(
+def test_size_limit_keeps_the_last_spans_of_all_roles(
     tmp_path: Path,
 ) -> None:
-    """Also where the one process's timeline is short, and goes back further."""
+    """The critic's timeline has no size limit, so that it goes back further than the trainer's."""
     whole = RunPaths(tmp_path / "whole")
     for paths, limit in ((whole, sys.maxsize), (RunPaths(tmp_path / "cut"), 4000)):
         clock = Clock()
@@ -230,7 +231,7 @@ def test_a_timeline_that_is_too_long_keeps_its_newer_half_and_is_read_from_one_m
     assert {span.role for span in kept} == {"trainer", "critic"} and kept[0].role == "trainer"
 
 
-def test_a_file_that_is_no_timeline_is_named(tmp_path: Path) -> None:
+def test_invalid_timeline_file_is_reported(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.timeline.mkdir()
     (paths.timeline / "trainer-0.jsonl").write_text("train 3\n")
@@ -238,7 +239,7 @@ def test_a_file_that_is_no_timeline_is_named(tmp_path: Path) -> None:
         read_spans(paths)
 
 
-def test_without_a_timeline_nothing_is_written(tmp_path: Path) -> None:
+def test_disabled_timeline_writes_nothing(tmp_path: Path) -> None:
     config = Config()
     config.run.dir, config.logging.timeline = str(tmp_path), False
     own = open_timeline(config, "trainer", 0)
@@ -255,7 +256,7 @@ def spans(rank: int, *named: tuple[str, int, int]) -> list[Span]:
     return [Span("trainer", rank, name, start, end, step=1) for name, start, end in named]
 
 
-def test_a_moment_belongs_to_the_innermost_span() -> None:
+def test_time_is_attributed_to_the_innermost_span() -> None:
     cut = innermost(
         spans(0, ("evaluate", 0, 10), ("generate", 2, 4), ("score", 4, 5), ("train", 12, 13))
     )
@@ -268,7 +269,7 @@ def test_a_moment_belongs_to_the_innermost_span() -> None:
     ]
 
 
-def test_busy_shares_are_means_over_ranks_without_what_is_waited() -> None:
+def test_busy_shares_are_rank_means_without_waits() -> None:
     both = spans(0, ("train", 0, 60), ("wait", 60, 100)) + spans(
         1, ("train", 0, 100), ("score", 50, 70), ("wait", 80, 90)
     )
@@ -287,7 +288,7 @@ def ticking(times: list[float]) -> Iterator[float]:
     yield from times
 
 
-def test_blocks_of_a_phase_add_up_and_taking_starts_anew() -> None:
+def test_blocks_of_a_phase_add_up_until_take() -> None:
     ticks = ticking([0, 1, 3, 4, 9, 10, 12, 13])
     timer = PhaseTimer(lambda: next(ticks))
     with timer.phase("train"):  # 1 to 3
@@ -306,7 +307,7 @@ def test_overlapping_phases_each_count_their_own_time() -> None:
     assert timer.take() == {"time/step": 9, "time/generate": 7, "time/server_wait": 2}
 
 
-def test_a_phase_is_counted_when_its_block_raises() -> None:
+def test_phase_is_timed_when_its_block_raises() -> None:
     ticks = ticking([0, 1, 3, 4])
     timer = PhaseTimer(lambda: next(ticks))
     with pytest.raises(RuntimeError), timer.phase("train"):
@@ -314,7 +315,7 @@ def test_a_phase_is_counted_when_its_block_raises() -> None:
     assert timer.take()["time/train"] == 2
 
 
-def test_a_phase_inside_itself_an_open_phase_and_the_name_step_are_refused() -> None:
+def test_nested_open_and_reserved_phases_are_refused() -> None:
     timer = PhaseTimer()
     with (
         pytest.raises(ValueError, match="'train' is already being timed"),

@@ -1,4 +1,4 @@
-"""What any trace must keep to."""
+"""Check the format of a trace."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def checked_trace(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The complete events of a `trace.json` by their process's name.
+    """Return the complete events of a `trace.json` by the name of their process.
 
-    Every process and thread has a name, and of the spans of one thread none begins in another and
-    ends after it.
+    Asserts that every process and thread has a name, and that the spans of a thread are nested or
+    disjoint.
     """
     events = json.loads(path.read_text())["traceEvents"]
     named = {

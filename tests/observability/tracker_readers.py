@@ -1,4 +1,4 @@
-"""What trackers have recorded, read back through their own readers."""
+"""Read the metrics that trackers have recorded, with the trackers' own readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Steps = list[dict[str, float]]
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """Every record of a `.wandb` file, from wandb's own reader."""
+    """Return all records of a `.wandb` file."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
@@ -26,7 +26,7 @@ def wandb_records(file: Path) -> list[Any]:
 
 
 def wandb_steps(paths: RunPaths) -> Steps:
-    """What `wandb sync wandb/offline-run-*` would upload, in the order of the steps' recording."""
+    """Return the steps that `wandb sync wandb/offline-run-*` would upload, in recorded order."""
     (file,) = paths.wandb.glob("offline-run-*/*.wandb")
     steps = []
     for record in wandb_records(file):
@@ -41,14 +41,14 @@ def wandb_steps(paths: RunPaths) -> Steps:
 
 
 def mlflow_client(paths: RunPaths) -> Any:
-    """A client of the run's own file store."""
+    """Return a client of the run's file store."""
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(paths.mlflow.as_uri())
 
 
 def mlflow_steps(paths: RunPaths) -> Steps:
-    """Every recorded value; a step that was recorded twice is there twice."""
+    """Return all recorded steps; assert that no metric of a step was recorded twice."""
     client, run = mlflow_client(paths), paths.tracker_run("mlflow").read_text()
     found: list[tuple[int, str, float]] = []
     for key in client.get_run(run).data.metrics:
@@ -59,7 +59,7 @@ def mlflow_steps(paths: RunPaths) -> Steps:
 
 
 def tensorboard_steps(paths: RunPaths) -> Steps:
-    """What TensorBoard shows."""
+    """Return the steps that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(paths.tensorboard))
@@ -73,7 +73,7 @@ def tensorboard_steps(paths: RunPaths) -> Steps:
 
 
 def tensorboard_writes(paths: RunPaths) -> list[int]:
-    """The steps of all that was written for TensorBoard, whether it shows them or not."""
+    """Return the step numbers of all written events, including those that TensorBoard hides."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     files = sorted(paths.tensorboard.iterdir())

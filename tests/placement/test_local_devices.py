@@ -1,4 +1,4 @@
-"""Which GPUs of a machine each role has; the machine is told, and need not be this one."""
+"""Assignment of GPUs to roles on a simulated machine with eight GPUs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def configured(*overrides: str) -> Config:
+def make_config(*overrides: str) -> Config:
     return compose_config(["experiment=tiny_ppo", *overrides])
 
 
-def test_no_two_roles_have_a_device_in_common() -> None:
-    assert local_devices(configured(*WIDE)) == {"trainer": (0, 1), "critic": (2, 3)}
-    found = local_devices(configured(*WIDE, *SERVED, *REWARD_MODEL))
+def test_roles_get_disjoint_devices() -> None:
+    assert local_devices(make_config(*WIDE)) == {"trainer": (0, 1), "critic": (2, 3)}
+    found = local_devices(make_config(*WIDE, *SERVED, *REWARD_MODEL))
     assert list(found) == ["trainer", "generator", "critic", "reward", "reward.1"]
     assert [device for devices in found.values() for device in devices] == [*range(8)]
 
 
-def test_named_devices_are_a_roles_own_and_the_others_get_what_is_free() -> None:
-    config = configured(*WIDE, "cluster.devices.critic='0,5'")
+def test_explicit_devices_are_reserved() -> None:
+    config = make_config(*WIDE, "cluster.devices.critic='0,5'")
     assert local_devices(config) == {"trainer": (1, 2), "critic": (0, 5)}
     assert {place.role: place.device for place in placements(config)} == {
         "trainer": "cuda 1-2",
@@ -55,7 +55,7 @@ def test_named_devices_are_a_roles_own_and_the_others_get_what_is_free() -> None
     }
 
 
-def test_roles_that_name_the_same_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_may_list_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "1")
     with pytest.raises(
         ConfigError,
@@ -63,16 +63,16 @@ def test_roles_that_name_the_same_devices_share_them(monkeypatch: pytest.MonkeyP
             r"\(ranks: trainer 1, critic 1\), but only 1 of the 1 GPUs of this machine are free"
         ),
     ):
-        check(configured())
-    config = configured("cluster.devices.trainer=0", "cluster.devices.critic=0")
+        check(make_config())
+    config = make_config("cluster.devices.trainer=0", "cluster.devices.critic=0")
     check(config)
     assert local_devices(config) == {"trainer": (0,), "critic": (0,)}
 
 
-def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
-    parts = local_devices(configured(*REWARD_MODEL, "cluster.devices.reward=6-7"))
+def test_replicas_split_or_share_listed_devices() -> None:
+    parts = local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=6-7"))
     assert (parts["reward"], parts["reward.1"]) == ((6,), (7,))
-    shared = local_devices(configured(*REWARD_MODEL, "cluster.devices.reward=7"))
+    shared = local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=7"))
     assert shared["reward"] == shared["reward.1"] == (7,)
 
 
@@ -105,21 +105,21 @@ def test_replicas_have_their_parts_of_what_is_named_or_share_it() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_key(overrides: list[str], error: str) -> None:
+def test_invalid_device_assignment_is_refused(overrides: list[str], error: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(configured(*overrides))
+        check(make_config(*overrides))
     assert error in str(caught.value)
 
 
-def test_ranks_see_their_roles_devices_alone(
+def test_ranks_see_only_devices_of_their_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real processes, each of which tells what it sees."""
+    """Real processes print their visible devices and local rank."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
-    config = configured(*WIDE, f"run.dir={tmp_path}", "cluster.devices.critic=1-2")
-    told = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'])"
+    config = make_config(*WIDE, f"run.dir={tmp_path}", "cluster.devices.critic=1-2")
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'])"
     (tmp_path / "logs").mkdir()
-    ranks = LocalRanks(lambda role, file: (sys.executable, "-c", told), config, FreePorts())
+    ranks = LocalRanks(lambda role, file: (sys.executable, "-c", program), config, FreePorts())
     try:
         for role in ("trainer", "critic", "reward"):
             for rank in ranks.start(role):
@@ -135,9 +135,7 @@ def test_ranks_see_their_roles_devices_alone(
     ], "a function of the user's may use any"
 
 
-def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_count_prefers_driver_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALIGNER_GPUS")
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path / Path(path).relative_to("/"))
     assert roles.gpu_count() == 0
@@ -154,7 +152,7 @@ def test_gpus_are_counted_by_the_drivers_files_or_else_by_the_devices(
     assert roles.gpu_count() == 0
 
 
-def test_a_list_of_devices_is_written_as_it_is_read() -> None:
+def test_device_list_survives_round_trip() -> None:
     for devices in ((0,), (0, 1, 2), (0, 2, 3, 7), (5, 6)):
         assert tuple(numbers(describe_devices(devices))) == devices
 
@@ -168,9 +166,9 @@ def test_a_list_of_devices_is_written_as_it_is_read() -> None:
         (("critic.optimizer.offload_fraction=1", "critic.optimizer.distributed=true"), None),
     ],
 )
-def test_a_rank_on_a_gpu_has_one_thread_unless_its_optimizer_is_on_the_processor(
+def test_gpu_rank_has_one_thread_without_offload(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int | None
 ) -> None:
-    assert roles.configured_threads(configured(*overrides)) == expected
+    assert roles.configured_threads(make_config(*overrides)) == expected
     monkeypatch.setenv("ALIGNER_GPUS", "0")
-    assert roles.configured_threads(configured(*overrides)) == (3 if expected == 3 else None)
+    assert roles.configured_threads(make_config(*overrides)) == (3 if expected == 3 else None)

@@ -1,4 +1,4 @@
-"""How much memory a configuration needs: published numbers, and what does not fit."""
+"""Memory estimates: comparison with published numbers, phases, and the check of the limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def gpt(layers: int, hidden: int, heads: int):
-    """A model of Korthikanti et al. 2022, table 3."""
+    """Return the shape of a model in table 3 of Korthikanti et al. 2022."""
     sizes = {
         "n_layer": layers,
         "n_embd": hidden,
@@ -45,26 +45,26 @@ def gpt(layers: int, hidden: int, heads: int):
 
 GPT_22B, GPT_175B = gpt(48, 6144, 64), gpt(96, 12288, 96)
 MASKS = 2
-"""Bytes a token and hidden number of the two dropout masks outside attention, which we do not have.
+"""Bytes per token and hidden unit of the paper's two dropout masks outside attention.
+
+Our models have no dropout.
 """
 
 
-def described(*overrides: str):
-    """A configuration, its model's shape, and the shapes of the models that are not there."""
+def load_config_and_shapes(*overrides: str):
+    """Return a configuration, its model's shape, and the shapes of absent models by path."""
     config = compose_config(list(overrides))
     expected = absent_inputs(config)
     return config, read_shape(config, expected), expected
 
 
 def needs(*overrides: str) -> dict[str, RoleMemory]:
-    return {role.role: role for role in memory_needs(*described(*overrides))}
+    return {role.role: role for role in memory_needs(*load_config_and_shapes(*overrides))}
 
 
 @pytest.mark.parametrize("data", [1, 2, 8])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_bf16_weight_takes_18_bytes_or_6_and_12_over_the_data_ranks(
-    data: int, distributed: bool
-) -> None:
+def test_bf16_weight_takes_18_or_6_plus_12_bytes(data: int, distributed: bool) -> None:
     settings = ActorConfig(
         parallel=ParallelConfig(data=data), optimizer=OptimizerConfig(distributed=distributed)
     )
@@ -74,7 +74,7 @@ def test_a_bf16_weight_takes_18_bytes_or_6_and_12_over_the_data_ranks(
     assert taken == pytest.approx(6 + 12 / data if distributed else 18)
 
 
-def test_frozen_weights_and_those_under_adapters_take_their_own_two_bytes() -> None:
+def test_only_trained_weights_have_training_states() -> None:
     whole = trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16)
     frozen = trained_states(
         GPT_22B, "vocabulary", ActorConfig(frozen=["transformer.h.[0-9].*"]), 0, BF16
@@ -92,7 +92,7 @@ def _lora(rank: int):
     return dataclasses.replace(ActorConfig().lora, rank=rank)
 
 
-def test_the_offloaded_share_of_the_optimizer_is_told_as_host_memory() -> None:
+def test_offloaded_optimizer_counts_as_host_memory() -> None:
     settings = ActorConfig(
         parallel=ParallelConfig(data=2),
         optimizer=OptimizerConfig(distributed=True, offload_fraction=0.75),
@@ -106,7 +106,7 @@ def test_the_offloaded_share_of_the_optimizer_is_told_as_host_memory() -> None:
 
 
 @pytest.mark.parametrize(("shape", "billions"), [(GPT_22B, 22.3), (GPT_175B, 175.3)])
-def test_the_published_models_have_as_many_weights_as_published(shape, billions: float) -> None:
+def test_weight_count_equals_gpt_paper(shape, billions: float) -> None:
     numbers = weight_census(dataclasses.replace(shape, tied_embeddings=True), "vocabulary").stage(
         ParallelConfig(), 0
     )
@@ -114,8 +114,8 @@ def test_the_published_models_have_as_many_weights_as_published(shape, billions:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
-def test_the_recipes_models_have_as_many_weights_as_published(name: str, billions: float) -> None:
-    _, shape, _ = described("experiment=llama3_8b_grpo", f"model=llama3_{name}")
+def test_weight_count_equals_published_llama3(name: str, billions: float) -> None:
+    _, shape, _ = load_config_and_shapes("experiment=llama3_8b_grpo", f"model=llama3_{name}")
     numbers = weight_census(shape, "vocabulary").stage(ParallelConfig(), 0)
     assert numbers.dense(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
 
@@ -129,20 +129,18 @@ def test_the_recipes_models_have_as_many_weights_as_published(name: str, billion
     ],
     ids=["no-parallelism", "tensor", "tensor-sequence"],
 )
-def test_a_layer_outside_the_attention_core_keeps_what_table_2_says(
-    layout: ParallelConfig, published: float
-) -> None:
-    """Korthikanti et al. 2022, table 2, selective recomputation, in bytes a token and hidden
-    number."""
+def test_layer_activations_equal_table_2_of_paper(layout: ParallelConfig, published: float) -> None:
+    """Korthikanti et al. 2022, table 2, selective recomputation, in bytes per token and hidden
+    unit."""
     masks = MASKS / 8 if layout.sequence else MASKS
     layer = Layer(GPT_22B, layout, BF16, row=2048, tokens=2048)
     assert layer.outside / GPT_22B.hidden_size == pytest.approx(published - masks)
     assert layer.input / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
 
 
-def test_an_interleaved_pipeline_keeps_what_the_paper_says() -> None:
-    """Section 4.2.3 for its 175B model: tensor 8, pipeline 8 of 3 chunks, micro-batches of one
-    sequence, batch 64."""
+def test_interleaved_activations_equal_paper() -> None:
+    """Section 4.2.3 of Korthikanti et al. 2022 for the 175B model: tensor=8, pipeline=8 with 3
+    chunks per stage, micro-batches of 1 sequence, 64 sequences per batch."""
     layout = ParallelConfig(tensor=8, sequence=True, pipeline=8, virtual_pipeline=3)
     settings = ActorConfig(parallel=layout, recompute="selective", micro_batch_tokens=2048)
     stage = Stage(GPT_175B, "vocabulary", settings, 0, Load(2048, 64 * 2048, 2048), BF16)
@@ -152,7 +150,7 @@ def test_an_interleaved_pipeline_keeps_what_the_paper_says() -> None:
     assert stage.training().saved == pytest.approx(published + 2048 * layer.core, rel=1e-4)
 
 
-def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
+def test_micro_batches_in_flight_are_at_most_stages() -> None:
     settings = ActorConfig(parallel=ParallelConfig(pipeline=8), micro_batch_tokens=2048)
     saved = {
         batches: (
@@ -165,7 +163,7 @@ def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
     assert saved[3] == 3 * saved[1] and saved[8] == 8 * saved[1] == saved[20]
 
 
-def test_experts_are_cut_by_their_own_layout() -> None:
+def test_experts_are_sharded_by_expert_layout() -> None:
     sizes = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -186,7 +184,7 @@ def test_experts_are_cut_by_their_own_layout() -> None:
     states = trained_states(shape, "vocabulary", settings, 0, BF16)
     experts, dense = census.experts // 4, census.cut // 2 + census.whole
     assert states.weights == 2 * (experts + dense)
-    # 8 ranks over 4 experts' shares; 4 data ranks
+    # Each expert shard is on 2 of 8 ranks; dense weights are sharded over 4 data ranks.
     assert states.optimizer == 12 * (experts // 2 + -(-dense // 4))
 
 
@@ -195,12 +193,12 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "8")
 
 
-def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() -> None:
+def test_offloaded_reference_counts_host_and_device() -> None:
     trainer = needs("experiment=llama3_70b_ppo")["trainer"]
     phases = {phase.name: phase for phase in trainer.phases}
     assert set(phases) == {"training", "reference"}, "the engine is elsewhere"
     assert phases["reference"].weights == 2 * phases["training"].weights
-    # as much is copied for a checkpoint, which replicas share as well
+    # The checkpoint snapshot has the size of the optimizer state, which is sharded as well.
     kept = trainer.host - phases["training"].optimizer
     assert kept == 3 * phases["training"].weights, (
         "beside it two snapshots of the weights for the generator"
@@ -211,9 +209,7 @@ def test_the_reference_takes_the_weights_place_twice_and_waits_in_host_memory() 
     )
 
 
-def test_a_reference_that_stays_on_the_device_is_there_while_the_policy_trains_and_not_in_host_memory() -> (
-    None
-):
+def test_resident_reference_needs_no_host_memory() -> None:
     waiting, resident = (
         needs("experiment=llama3_8b_ppo", f"actor.reference_on_device={answer}")["trainer"]
         for answer in ("false", "true")
@@ -224,7 +220,7 @@ def test_a_reference_that_stays_on_the_device_is_there_while_the_policy_trains_a
 
 
 @pytest.mark.usefixtures("gpu_machine")
-def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
+def test_sleeping_engine_frees_training_memory() -> None:
     awake = {phase.name: phase for phase in needs("experiment=tiny_ppo")["trainer"].phases}
     asleep = {
         phase.name: phase
@@ -250,7 +246,7 @@ def test_a_colocated_engine_is_counted_where_it_is_awake() -> None:
     assert 2 * in_place["generation"].engine == awake["generation"].engine
 
 
-def test_a_trainer_that_publishes_beside_its_work_has_a_bucket_all_the_time() -> None:
+def test_async_weight_sync_reserves_a_bucket() -> None:
     smaller, larger = (
         {
             phase.name: phase.engine
@@ -271,7 +267,7 @@ def test_a_trainer_that_publishes_beside_its_work_has_a_bucket_all_the_time() ->
     ), "all of the weights"
 
 
-def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory() -> None:
+def test_sleeping_tensorrt_llm_uses_host_memory() -> None:
     asleep, awake = (
         needs("experiment=llama3_8b_grpo", f"engine.sleep={sleep}")["trainer"]
         for sleep in ("true", "false")
@@ -284,14 +280,14 @@ def test_what_tensorrt_llm_keeps_of_a_model_that_sleeps_is_told_as_host_memory()
     )
 
 
-def test_a_checkpoints_copy_is_shared_by_replicas_and_has_what_is_not_trained_as_it_is() -> None:
+def test_snapshot_is_sharded_over_data_ranks() -> None:
     whole, shared = (
         trained_states(
             GPT_22B, "vocabulary", ActorConfig(parallel=ParallelConfig(data=data)), 0, BF16
         )
         for data in (1, 4)
     )
-    # 12 bytes a weight
+    # 12 bytes per weight, which is 6 times the 2 bytes in bf16
     assert (whole.snapshot, shared.snapshot) == (6 * whole.weights, 6 * whole.weights / 4)
     adapted = trained_states(
         GPT_22B, "vocabulary", dataclasses.replace(ActorConfig(), lora=_lora(16)), 0, BF16
@@ -300,8 +296,8 @@ def test_a_checkpoints_copy_is_shared_by_replicas_and_has_what_is_not_trained_as
     assert trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16, steps=False).snapshot == 0
 
 
-def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
-    _, shape, _ = described("experiment=tiny_ppo")
+def test_engine_shares_only_equal_shards() -> None:
+    _, shape, _ = load_config_and_shapes("experiment=tiny_ppo")
     whole = engine_weights(shape, 1)
     of_attention = 4 * (64 + 2 * 32) * 64  # query, key and value of four layers
     assert shared_weights(shape, ParallelConfig(), 0, 1) == whole - of_attention
@@ -313,8 +309,8 @@ def test_an_engine_that_shares_stores_what_is_cut_otherwise_alone() -> None:
     assert first + last == whole - of_attention
 
 
-def test_the_cache_is_what_is_used_within_its_limit() -> None:
-    token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, their size, fp32
+def test_kv_cache_size_follows_batch_within_limit() -> None:
+    token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes in fp32
     row = (16 + 16 - 1) * token
 
     def used(*overrides: str) -> int:
@@ -349,35 +345,38 @@ def test_the_cache_is_what_is_used_within_its_limit() -> None:
     assert fixed.cache == 4 * GIB
 
 
-def test_a_critic_and_a_reward_model_take_turns_on_shared_devices() -> None:
-    apart = needs("experiment=llama3_8b_ppo")
-    together = needs(
+def test_critic_and_reward_model_share_devices() -> None:
+    separate = needs("experiment=llama3_8b_ppo")
+    combined = needs(
         "experiment=llama3_8b_ppo",
         "critic.with_reward=true",
         "reward.parallel={tensor: 2, sequence: true, data: 4}",
     )
-    assert set(apart) == {"trainer", "critic", "reward"} and set(together) == {"trainer", "critic"}
-    training, scoring = together["critic"].phases
-    assert training == apart["critic"].phases[0]
+    assert set(separate) == {"trainer", "critic", "reward"} and set(combined) == {
+        "trainer",
+        "critic",
+    }
+    training, scoring = combined["critic"].phases
+    assert training == separate["critic"].phases[0]
     assert (scoring.weights, scoring.gradients, scoring.optimizer) == (
         training.weights,
         0,
         training.optimizer,
     )
-    assert apart["critic"].host == training.optimizer, "a checkpoint that is being written"
-    assert together["critic"].host == training.optimizer + 2 * training.weights, (
+    assert separate["critic"].host == training.optimizer, "a checkpoint that is being written"
+    assert combined["critic"].host == training.optimizer + 2 * training.weights, (
         "one goes out before the other comes in"
     )
 
 
-def test_the_fullest_stage_is_told() -> None:
+def test_stage_with_most_memory_is_reported() -> None:
     trainer = needs("experiment=llama3_405b_ppo")["trainer"]
     assert (trainer.stages, trainer.stage) == (9, 8), "the head is there"
     critic = needs("experiment=llama3_405b_ppo")["critic"]
     assert critic.stage == 0, "the embedding is there, and most micro-batches"
 
 
-def test_offline_trainers_have_what_they_need() -> None:
+def test_phases_and_weights_match_trainer_kind() -> None:
     overrides = ("experiment=tiny_ppo", "algorithm=dpo", "data.path=pairs.jsonl")
     assert [phase.name for phase in needs(*overrides)["trainer"].phases] == [
         "training",
@@ -396,15 +395,15 @@ def test_offline_trainers_have_what_they_need() -> None:
     assert sampling.phases[0].optimizer == 0, "nothing is trained"
 
 
-TOLD = re.compile(
+REFUSAL = re.compile(
     r"cluster\.device_memory_gib=\S+: too small for the (\w+), which needs ([\d.]+) GiB per"
     " device.*; to reduce memory use, try (.+)"
 )
 
 
-def refused(*overrides: str) -> list[str]:
-    """The lines that say what does not fit; none where everything does."""
-    config, _, expected = described(*overrides)
+def problems(*overrides: str) -> list[str]:
+    """Return the lines of the check's error, or an empty list if the configuration is valid."""
+    config, _, expected = load_config_and_shapes(*overrides)
     try:
         check(config, expected)
     except ConfigError as error:
@@ -428,34 +427,34 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_what_does_not_fit_is_refused_with_the_keys_that_help(name: str) -> None:
+def test_low_memory_is_refused_with_helpful_keys(name: str) -> None:
     overrides, key = TOO_LARGE[name]
     overrides = ["experiment=llama3_70b_ppo", *overrides]
-    (problem,) = refused(*overrides)
-    told = TOLD.fullmatch(problem)
-    assert told is not None, problem
-    assert f"{needs(*overrides)[told[1]].peak.total / GIB:.1f}" == told[2]
-    assert key in told[3]
+    (problem,) = problems(*overrides)
+    match = REFUSAL.fullmatch(problem)
+    assert match is not None, problem
+    assert f"{needs(*overrides)[match[1]].peak.total / GIB:.1f}" == match[2]
+    assert key in match[3]
 
 
-def test_a_colocated_engine_can_sleep_where_the_trainer_needs_too_much() -> None:
+def test_suggested_engine_sleep_frees_memory() -> None:
     smallest = [
         "actor.recompute=full",
         "actor.micro_batch_tokens=1536",
         "engine=embedded",
         "cluster.device_memory_gib=60",
     ]
-    (problem,) = refused("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)
+    (problem,) = problems("experiment=llama3_8b_grpo", "engine.batch_size=256", *smallest)
     assert "too small for the trainer, which needs" in problem and "engine.sleep=true" in problem
     assert (
-        refused(
+        problems(
             "experiment=llama3_8b_grpo", "engine.batch_size=256", "engine.sleep=true", *smallest
         )
         == []
     )
 
 
-def test_nothing_is_refused_where_no_device_memory_is_given(tmp_path: Path) -> None:
+def test_memory_is_not_checked_without_a_limit(tmp_path: Path) -> None:
     config = compose_config(
         [
             "experiment=tiny_ppo",

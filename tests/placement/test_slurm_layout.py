@@ -1,3 +1,5 @@
+"""Slurm layouts: nodes and devices of roles, checks, the submit script."""
+
 from __future__ import annotations
 
 import functools
@@ -35,7 +37,7 @@ def problems(*overrides: str) -> str:
     )
 
 
-def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first() -> None:
+def test_roles_get_enough_nodes_trainer_first() -> None:
     found = layout("actor.parallel.data=16", "critic.parallel.data=4", "reward.replicas=2")
     assert [(part.role, part.nodes, part.ranks_per_node) for part in found.components] == [
         ("trainer", 2, 8),
@@ -46,7 +48,7 @@ def test_a_role_has_as_many_nodes_as_its_ranks_need_and_the_trainers_come_first(
     assert found.places["reward.1"] == Place(2, 0, 1, 1, (1,))
 
 
-def test_a_function_needs_no_device_and_a_role_without_devices_asks_for_none() -> None:
+def test_role_without_gpus_requests_no_devices() -> None:
     assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [
         1,
         4,
@@ -75,7 +77,7 @@ def test_roles_share_nodes_by_ranges_of_devices() -> None:
     assert found.places["critic"] == Place(0, 0, 1, 2, (6, 7))
 
 
-def test_a_function_beside_the_only_role_with_devices_divides_none() -> None:
+def test_function_on_trainer_nodes_uses_no_device() -> None:
     found = layout(
         "algorithm=grpo",
         "actor.parallel.data=16",
@@ -89,9 +91,7 @@ def test_a_function_beside_the_only_role_with_devices_divides_none() -> None:
     assert found.places["reward"] == Place(0, 0, 1, 1, None)
 
 
-def test_clusters_without_heterogeneous_jobs_get_one_component_with_the_roles_side_by_side() -> (
-    None
-):
+def test_homogeneous_job_has_one_component() -> None:
     found = layout("cluster.slurm.heterogeneous=false", "actor.parallel.data=16")
     assert [(part.nodes, part.ranks_per_node) for part in found.components] == [(4, 8)]
     assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [
@@ -114,7 +114,7 @@ def plain() -> Config:
     slots=st.sampled_from([1, 2, 4, 8]),
     heterogeneous=st.booleans(),
 )
-def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
+def test_ranks_per_node_do_not_exceed_devices(
     trainer: int, critic: int, replicas: int, slots: int, heterogeneous: bool
 ) -> None:
     config = with_values(
@@ -138,7 +138,9 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
                 loads.get((place.component, node), 0) + place.ranks_per_node
             )
     assert max(loads.values()) <= slots
-    assert len(loads) == sum(part.nodes for part in found.components)  # none is asked for in vain
+    assert len(loads) == sum(
+        part.nodes for part in found.components
+    )  # every requested node is used
 
 
 @pytest.mark.parametrize(
@@ -248,12 +250,12 @@ def test_every_rank_has_a_node_and_no_node_more_ranks_than_devices(
         ),
     ],
 )
-def test_what_cannot_be_placed_is_refused_by_its_key(overrides: list[str], problem: str) -> None:
+def test_invalid_slurm_setting_is_refused(overrides: list[str], problem: str) -> None:
     run = ["run.dir=/tmp/never-made"]
     assert problem in problems(*run, *overrides)
 
 
-def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> None:
+def test_unmounted_data_path_is_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
     given = (
@@ -265,11 +267,11 @@ def test_a_container_must_see_what_the_configuration_names(tmp_path: Path) -> No
     assert problems(*given, f"cluster.slurm.mounts=[{tmp_path}:{tmp_path}:ro]") == ""
 
 
-def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
+def test_every_path_of_the_run_must_be_mounted(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
     (tmp_path / "judge").mkdir()
-    told = problems(
+    message = problems(
         *(f"run.dir={tmp_path}/run", "cluster.slurm.image='REGISTRY#NAME:1'", "reward=combined"),
         *(f"+data.sources.mine.path={prompts}", f"evaluation.path={prompts}", "evaluation.every=1"),
         f"+reward.sources.judge={{kind: model, path: {tmp_path}/judge}}",
@@ -279,17 +281,17 @@ def test_whatever_the_run_reads_must_be_seen(tmp_path: Path) -> None:
         ("evaluation.path", prompts),
         ("reward.sources.judge.path", tmp_path / "judge"),
     ):
-        assert f"{key}={path}: is not visible in the container" in told
+        assert f"{key}={path}: is not visible in the container" in message
 
 
-def test_a_replica_within_a_node_or_of_the_embedded_engine_is_not_refused() -> None:
+def test_replica_within_node_or_embedded_is_accepted() -> None:
     given = ("run.dir=/tmp/never-made", *REPLICAS_OF_4, "actor.parallel.data=8")
     assert problems(*given, "cluster.devices_per_node=4") == ""
     assert problems(*given, "cluster.devices_per_node=2", "engine=embedded") == ""
 
 
-def passed_on(tmp_path: Path, cluster: Path) -> list[str]:
-    """What the submit script calls `aligner` with, for a file that describes a cluster."""
+def submit_script_arguments(tmp_path: Path, cluster: Path) -> list[str]:
+    """Run the submit script with a cluster file; return its arguments of `aligner`."""
     command = tmp_path / "aligner"
     command.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     command.chmod(0o755)
@@ -300,8 +302,8 @@ def passed_on(tmp_path: Path, cluster: Path) -> list[str]:
     ).stdout.splitlines()
 
 
-def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
-    given = passed_on(tmp_path, SCRIPTS / "clusters/example_h100.sh")
+def test_submit_script_forwards_cluster_settings(tmp_path: Path) -> None:
+    given = submit_script_arguments(tmp_path, SCRIPTS / "clusters/example_h100.sh")
     assert given[0] == "launch"
     config = compose_config(given[1:])
     assert config.cluster.slurm.sbatch == ["--exclusive", "--mem=0"]
@@ -312,7 +314,7 @@ def test_the_submit_script_passes_a_clusters_flags_on(tmp_path: Path) -> None:
     )
 
 
-def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> None:
+def test_submit_script_keeps_special_characters(tmp_path: Path) -> None:
     flags = [
         "--comment=it's a test",
         "--comment=two 'words'",
@@ -324,10 +326,10 @@ def test_the_submit_script_passes_on_whatever_a_flag_says(tmp_path: Path) -> Non
     cluster.write_text(
         f"SLURM_SBATCH=({' '.join(map(shlex.quote, flags))})\nSLURM_CONSTRAINT={shlex.quote(flags[0])}\n"
     )
-    slurm = compose_config(passed_on(tmp_path, cluster)[1:]).cluster.slurm
+    slurm = compose_config(submit_script_arguments(tmp_path, cluster)[1:]).cluster.slurm
     assert (slurm.sbatch, slurm.constraint) == (flags, flags[0])
 
 
-def test_a_layout_that_cannot_be_is_an_error_of_the_configuration() -> None:
+def test_invalid_layout_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="9 ranks cannot be distributed evenly"):
         layout("actor.parallel.data=9")

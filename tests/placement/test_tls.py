@@ -1,3 +1,5 @@
+"""TLS certificates that a run creates: hosts, private key, renewal, concurrent creation."""
+
 from __future__ import annotations
 
 import socket
@@ -21,7 +23,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def test_a_runs_own_certificate_is_accepted_on_its_hosts_and_this_machine_and_nowhere_else(
+def test_certificate_is_valid_only_for_its_hosts(
     config: Config,
 ) -> None:
     create_certificate(config, ["198.51.100.1", "node-7"])
@@ -33,9 +35,7 @@ def test_a_runs_own_certificate_is_accepted_on_its_hosts_and_this_machine_and_no
             check_certificate(config, [elsewhere])
 
 
-def test_its_key_is_its_owners_alone_and_other_runs_do_not_trust_it(
-    config: Config, tmp_path: Path
-) -> None:
+def test_key_is_private_and_renewal_ends_old_trust(config: Config, tmp_path: Path) -> None:
     create_certificate(config)
     files = tls_files(config)
     assert files is not None and files.key.stat().st_mode & 0o777 == 0o600
@@ -61,7 +61,7 @@ def test_its_key_is_its_owners_alone_and_other_runs_do_not_trust_it(
                     continue
 
 
-def test_servers_that_start_together_agree_on_one(config: Config) -> None:
+def test_concurrent_servers_create_one_certificate(config: Config) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: create_certificate(config), range(8)))
     check_certificate(config, ["127.0.0.1"])

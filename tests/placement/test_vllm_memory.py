@@ -1,4 +1,4 @@
-"""What vLLM takes of a device is counted."""
+"""Estimate of the device memory that vLLM reserves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "model=llama3_8b"
 @pytest.mark.parametrize(
     ("gpus", "overrides"), [("0", []), ("8", []), ("8", ["engine.kv_cache_mib=1024"])]
 )
-def test_keys_and_values_are_what_vllm_takes_in_advance(
+def test_vllm_memory_reserves_kv_cache_in_advance(
     monkeypatch: pytest.MonkeyPatch, gpus: str, overrides: list[str]
 ) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", gpus)

@@ -1,4 +1,4 @@
-"""Reading a measured run: which steps count, and what each role did in them."""
+"""Reading of a measured run: the counted steps, the phases, and the usage of each role."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_evaluations_are_not_part_of_a_step(tmp_path: Path) -> None:
         assert usage(evaluated, role).busy == pytest.approx(usage(plain, role).busy, abs=0.02)
 
 
-def test_steps_that_the_timeline_lost_do_not_count(tmp_path: Path) -> None:
+def test_steps_missing_in_timeline_do_not_count(tmp_path: Path) -> None:
     directory = write_colocated_run(tmp_path)
     file = RunPaths(directory).timeline / "trainer-0.jsonl"
     lines = file.read_text().splitlines()

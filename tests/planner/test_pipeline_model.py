@@ -1,4 +1,4 @@
-"""The simulated pipeline: which phase waits for which, and the splits that are predicted."""
+"""The simulated pipeline: dependencies between phases, step times, and candidate splits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_asynchronous_step_is_the_slowest_of_roles_and_bound(
     assert step_seconds(asynchronous) == pytest.approx(expected)
 
 
-def test_parts_are_scored_while_the_next_is_generated() -> None:
+def test_micro_batches_are_scored_during_generation() -> None:
     whole = pipeline(0, micro_batches=1, generate=8, score=8, train=1)
     parts = pipeline(0, micro_batches=4, generate=8, score=8, train=1)
     assert step_seconds(whole) == pytest.approx(8 + 8 + 1)
@@ -110,7 +110,8 @@ def test_durations_that_differ_between_steps_delay_the_pipeline() -> None:
         Phase("train", "trainer", (1.0, 9.0), 1),
     )
     uneven = PipelineModel(phases, micro_batches=1, max_staleness=1)
-    # The next batch is generated meanwhile: for 9 s beside a training of 1 s, and the reverse.
+    # Generation of the next batch overlaps training: 9 s of generation with 1 s of training, and
+    # the reverse.
     assert step_seconds(uneven) == pytest.approx(9)
     assert step_seconds(pipeline(1, generate=5, train=5)) == pytest.approx(5)
 

@@ -1,4 +1,4 @@
-"""`aligner plan` as a user runs it."""
+"""Output of the command `aligner plan`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.planner.recorded_runs import (
 )
 
 
-def printed(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
+def plan_output(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
     with pytest.raises(SystemExit) as exited:
         main(["plan", str(run), *options])
     assert exited.value.code == 0
     return capsys.readouterr().out
 
 
-def planned(capsys: pytest.CaptureFixture[str], run: Path) -> dict[str, Any]:
-    return dict(json.loads(printed(capsys, run, "--json")))
+def json_plan(capsys: pytest.CaptureFixture[str], run: Path) -> dict[str, Any]:
+    return dict(json.loads(plan_output(capsys, run, "--json")))
 
 
 def test_tables_show_usage_limit_and_predictions(tmp_path: Path) -> None:
-    """The real command, which does not import torch."""
+    """Run the command in a process of its own, which must not import torch."""
     command = (
         "import sys; from aligner.cli import main\ntry: main()\nfinally: assert 'torch' not in"
         " sys.modules"
@@ -70,7 +70,7 @@ def test_tables_show_usage_limit_and_predictions(tmp_path: Path) -> None:
 def test_json_has_shares_that_add_up_to_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = planned(capsys, write_server_engine_run(tmp_path, SYNCHRONOUS))
+    plan = json_plan(capsys, write_server_engine_run(tmp_path, SYNCHRONOUS))
     assert plan["measured_steps"] == 6
     assert plan["limiting_role"] == "trainer"
     assert plan["model_error"] == pytest.approx(0, abs=1e-6)
@@ -90,7 +90,7 @@ def test_split_gives_devices_to_the_limiting_role(
         "actor.parallel.data=4",
         "engine.parallel.data=4",
     )
-    plan = planned(capsys, run)
+    plan = json_plan(capsys, run)
     assert plan["limiting_role"] == "generator"
     assert 1 <= len(plan["splits"]) <= 5
     assert plan["splits"][0]["devices"]["generator"] > 4
@@ -104,24 +104,24 @@ def test_asynchronous_run_predicts_no_synchronous_step(
 ) -> None:
     """From an asynchronous run such predictions were wrong by up to 29%."""
     run = write_server_engine_run(tmp_path, ASYNCHRONOUS, "rollout.max_staleness=1")
-    assert "max_staleness_1" not in planned(capsys, run)
-    text = printed(capsys, run)
+    assert "max_staleness_1" not in json_plan(capsys, run)
+    text = plan_output(capsys, run)
     assert "predicted step time for rollout.max_staleness" not in text
     assert "at most 10%" not in text
 
 
-def test_colocated_run_names_what_is_not_predictable(
+def test_colocated_run_reports_how_to_get_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_colocated_run(tmp_path)
-    plan = planned(capsys, run)
+    plan = json_plan(capsys, run)
     assert plan["is_colocated"] and "max_staleness_1" not in plan
     assert all(set(split["devices"]) == {"trainer", "critic"} for split in plan["splits"])
-    text = printed(capsys, run)
+    text = plan_output(capsys, run)
     assert "To get predictions for engine.placement=server and rollout.max_staleness=1" in text
 
 
-def test_missing_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["plan", "nowhere"])
     assert exited.value.code == 2

@@ -1,4 +1,4 @@
-"""Jobs of one rank in the tests of weight sync with changed elements only."""
+"""Functions that a rank runs in the tests of weight sync of only the changed elements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Changing(Rank):
-    """Publishes weights of which a part has changed since it was last asked."""
+    """A rank that publishes weights of which a part has changed since the last weight sync."""
 
     def next_weights(self, generator: torch.Generator) -> None:
-        """Change a random share of every tensor's numbers, or one alone, or nothing."""
+        """Change a random share of each tensor's elements; set the first to 0, -0 or NaN."""
         for name, whole in self.whole.items():
             share = (0.0, 1e-3, 0.05, 0.9)[int(torch.randint(4, (), generator=generator))]
             at = torch.rand(whole.shape, generator=generator) < share
@@ -32,14 +32,16 @@ class Changing(Rank):
             self.whole[name] = new.to(self.sink.dtype).float()
 
     def failed_publish_of_these(self, version: int) -> str:
-        """What it says."""
+        """Publish the current weights, which must fail, and return the error."""
         with pytest.raises(AlignerError) as failed:
             self.publisher.publish(version)
         return str(failed.value)
 
     def publish_these(self, version: int) -> tuple[int, float | None]:
-        """Bytes that moved, and the share of numbers that had changed; the engine's are compared
-        bit by bit."""
+        """Publish the current weights, and compare the engine's weights bit by bit.
+
+        Returns the transferred bytes and the share of changed elements; None if all were sent.
+        """
         stats = self.publisher.publish(version)
         self.served = dict(self.whole)
         for name, piece in self.plan.target.get(self.link.rank, {}).items():
@@ -59,11 +61,10 @@ def publish_changes(
     group_bytes: int | None,
     seed: int,
 ) -> list[tuple[int, float | None]]:
-    """Publishes of random changes, of which some versions are not published; half-way both ends
-    start anew."""
+    """Publish random changes, of which some versions are skipped; both ends start anew half-way."""
     plan = make_plan(trainer, engine, separate=True, itemsize=dtype.itemsize)
     generator = torch.Generator().manual_seed(seed)
-    told: list[tuple[int, float | None]] = []
+    sync_results: list[tuple[int, float | None]] = []
     rank: Changing | None = None
     for version in range(PUBLISHES):
         if version in (0, PUBLISHES // 2):
@@ -83,14 +84,14 @@ def publish_changes(
         assert rank is not None
         for _ in range(int(torch.randint(1, 4, (), generator=generator))):
             rank.next_weights(generator)
-        told.append(rank.publish_these(version))
+        sync_results.append(rank.publish_these(version))
     dist.barrier()
-    return told
+    return sync_results
 
 
 def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
-    """From one rank to one: everything, nothing, three numbers of a tensor and one of another,
-    everything."""
+    """Publish from one rank to one rank: everything; nothing; three elements of a tensor and one of
+    another; everything."""
     plan = make_plan(
         ParallelConfig(), EngineParallelConfig(), separate=True, itemsize=dtype.itemsize
     )
@@ -98,20 +99,22 @@ def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
         plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes"
     )
     rank.whole = whole_weights(plan.table, 0)
-    told = [rank.publish_these(0), rank.publish_these(1)]
+    sync_results = [rank.publish_these(0), rank.publish_these(1)]
     rank.whole = {name: tensor.clone() for name, tensor in rank.whole.items()}
     rank.whole["model.layers.1.mlp.up_proj.weight"][3, 4:7] += 1
     rank.whole["model.norm.weight"][5] += 1
-    told.append(rank.publish_these(2))
+    sync_results.append(rank.publish_these(2))
     rank.whole = whole_weights(plan.table, 1)
-    told.append(rank.publish_these(3))
+    sync_results.append(rank.publish_these(3))
     dist.barrier()
-    return told
+    return sync_results
 
 
-def fail_and_go_on() -> list[float | None]:
-    """A publish that fails in its last step, on the engine's side, and the next one over a new link
-    to the same engine."""
+def fail_and_continue() -> list[float | None]:
+    """Let a publish fail in the engine's commit, and publish to the same engine over a new link.
+
+    Returns the shares of changed elements of the successful publishes.
+    """
     plan = make_plan(
         ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), separate=True, itemsize=2
     )

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of publishing."""
+"""Functions that a rank runs in the tests of weight sync."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ TIMEOUT = timedelta(seconds=20)
 def make_plan(
     trainer: ParallelConfig, engine: EngineParallelConfig, separate: bool = False, itemsize: int = 4
 ) -> TransferPlan:
-    """A tied model, so that the embedding lives on two stages; with experts where the layout cuts
-    them."""
+    """Return the plan of a model with tied embeddings, which two pipeline stages hold.
+
+    The model has experts if the trainer uses expert parallelism.
+    """
     shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
     first = trainer.ranks if separate else 0
     return plan_resharding(shape, trainer, engine, first_engine_rank=first, itemsize=itemsize)
 
 
 class Rank:
-    """One process's publisher and engine, and the weights that it publishes: those of a seed, the
-    version."""
+    """A process's publisher and engine, and the published weights; the version is their seed."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Rank:
         self.before_read: Callable[[str], None] = lambda name: None
         self.whole: dict[str, Tensor] = {}
         self.served: dict[str, Tensor] = {}
-        """What the publish before took."""
+        """Weights of the last successful weight sync."""
         self.publisher = Publisher(
             plan,
             link,
@@ -93,7 +94,7 @@ class Rank:
         return stats
 
     def check(self, version: int) -> None:
-        """The engine serves this version, bit for bit."""
+        """Assert that the engine serves this version, bit for bit."""
         slices = self.plan.target.get(self.link.rank, {})
         assert self.sink.version == (version if slices else None)
         whole = whole_weights(self.plan.table, version)
@@ -103,7 +104,7 @@ class Rank:
             ), name
 
     def failed_publish(self, version: int) -> dict[str, Any]:
-        """What a publish that fails says, how long it took, and how often the engine aborted."""
+        """Return the error of a failing publish, its seconds, and the number of engine aborts."""
         begin, aborted = time.monotonic(), self.sink.aborted
         try:
             self.publish(version)
@@ -127,10 +128,12 @@ def colocated(
 def separate(
     trainer: ParallelConfig, engine: EngineParallelConfig, port: int, **settings: Any
 ) -> Rank:
-    """The rank of one of two worlds, each with a default group of its own; `port` is that of the
-    store that they share."""
+    """Return a rank of one of two worlds, each with its own default group.
+
+    `port` is the port of the store that the worlds share.
+    """
     rank = dist.get_rank()
-    dist.barrier()  # rank 0 takes the default group's store with it: all have to be connected
+    dist.barrier()  # the default group's store ends with rank 0: all must be connected
     dist.destroy_process_group()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     role, at, size = (
@@ -144,14 +147,13 @@ def separate(
 
 
 def publish_twice(*args: Any, **settings: Any) -> dict[str, int]:
-    """Publish, with other weights each time, and compare the engine's with the whole tensors'
-    slices."""
+    """Publish two versions, and compare the engine's weights with slices of the whole tensors."""
     rank = (separate if len(args) == 3 else colocated)(*args, **settings)
     for version in (1, 2):
         stats = rank.publish(version)
         rank.check(version)
     world = dist.get_world_size()
-    # nobody leaves, with the store, before the others are done
+    # no rank exits and closes its store before the other ranks are done
     rank.link.all_reduce(torch.zeros(1))
     assert rank.sink.aborted == 0
     held = sum(tensor.nbytes for tensor in rank.sink.front.values())
@@ -164,8 +166,10 @@ def publish_twice(*args: Any, **settings: Any) -> dict[str, int]:
 
 
 class CopyingRank(Rank):
-    """Whose every read makes a copy, as a fused parameter's parts need; counts the bytes of copies
-    that live at once."""
+    """A rank that copies each tensor it reads, as for parts of a fused parameter.
+
+    Counts the bytes of the copies that exist at the same time.
+    """
 
     alive = most_alive = 0
 
@@ -181,8 +185,10 @@ class CopyingRank(Rank):
 
 
 def send_halves_of_copies() -> tuple[int, int]:
-    """One rank sends half of each of twelve tensors of 1 MiB, of which it reads copies; bytes of
-    copies and staging."""
+    """Send half of each of twelve copied tensors of 1 MiB from one rank to another.
+
+    Returns the largest number of bytes of copies at the same time, and the staging bytes.
+    """
     table = tuple(TensorSpec(f"w{index}", (512, 512), 0) for index in range(12))
     held = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
     wanted = {spec.name: Slice(spec.name, 0, 0, 256) for spec in table}
@@ -197,7 +203,7 @@ def send_halves_of_copies() -> tuple[int, int]:
 
 
 class FaultyMemory(dict[str, Tensor]):
-    """Views of which one never keeps its last element."""
+    """Views of which one always has a wrong last element."""
 
     bad = ""
 
@@ -213,7 +219,7 @@ def fail_commit() -> None:
 
 
 def break_one_rank(kind: str, rank: Rank) -> None:
-    """Let this rank's next publish go wrong."""
+    """Let this rank's next publish fail."""
     sink = rank.sink
     if kind == "read":
 
@@ -236,8 +242,8 @@ def break_one_rank(kind: str, rank: Rank) -> None:
 
 
 def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
-    """Version 1 is published; version 2 goes wrong on one rank over a link of its own; then a third
-    over the same link, and one over another."""
+    """Publish version 1; fail version 2 on one rank over a new link; try version 3 over the failed
+    link; publish version 4 over another link."""
     rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     rank.check(1)
@@ -262,8 +268,10 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
 
 
 def connect_slowly() -> tuple[float, float]:
-    """When this rank was connected, and when its link was usable; rank 0 takes longer to
-    connect."""
+    """Return the times at which this rank was connected and its link was usable.
+
+    Rank 0 takes longer to connect.
+    """
     connect = Link._connect
     connected_at = 0.0
 
@@ -283,7 +291,7 @@ def connect_slowly() -> tuple[float, float]:
 
 
 def fail_to_commit(at: int) -> dict[str, Any]:
-    """The last step of version 2 fails on one rank; then the same engines take version 3 over
+    """Let the commit of version 2 fail on one rank; publish version 3 to the same engines over
     another link."""
     rank = colocated(ParallelConfig(tensor=2), EngineParallelConfig(data=2))
     rank.publish(1)
@@ -302,9 +310,9 @@ def fail_to_commit(at: int) -> dict[str, Any]:
     return result
 
 
-def compare_with_one_bit_turned(at: int, name: str) -> str:
-    """What verification says of an engine that was right until one bit of one tensor on one rank
-    was turned."""
+def verify_with_flipped_bit(at: int, name: str) -> str:
+    """Flip one bit of one tensor on one rank of a verified engine; return the error of the next
+    verification."""
     rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
     rank.publish(1)
     verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
@@ -329,7 +337,7 @@ def count_verifications(verify_every: int, publishes: int) -> list[bool]:
 
 
 def refuse_construction() -> list[str]:
-    """What a publisher says that does not fit its plan or link."""
+    """Return the errors of publishers that do not match their plan or link."""
     plan = make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2))
     link = Link.of_world(plan.labels, timeout=TIMEOUT)
     larger = make_plan(ParallelConfig(data=2, tensor=2), EngineParallelConfig(data=2))
@@ -338,7 +346,7 @@ def refuse_construction() -> list[str]:
         {"plan": larger, "dtype": torch.bfloat16, "bucket_bytes": 1 << 14},
         {"plan": plan, "bucket_bytes": 100},
     ]
-    told = []
+    errors = []
     for case in cases:
         keywords = {
             "read": lambda name: torch.zeros(1),
@@ -348,13 +356,13 @@ def refuse_construction() -> list[str]:
         try:
             Publisher(**{"link": link, **keywords, **case})
         except AlignerError as error:
-            told.append(str(error))
+            errors.append(str(error))
     dist.barrier()
-    return told
+    return errors
 
 
-def arrive_alone(timeout_s: float) -> str:
-    """What the first of three ranks hears when the others do not come."""
+def connect_alone(timeout_s: float) -> str:
+    """Return the error of the first of three ranks when the others do not connect."""
     if dist.get_rank() == 0:
         try:
             Link.of_world(
@@ -373,28 +381,30 @@ def _listening() -> set[tuple[str, int]]:
     }
 
 
-def _leave_the_pool_for(port: int) -> None:
-    """No world yet: the next is to meet at this port."""
+def _leave_pool_world(port: int) -> None:
+    """Leave the worker pool's world; the next world's store is to listen on `port`."""
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
     os.environ["MASTER_PORT"] = str(port)
 
 
-def where_a_world_listens(port: int) -> list[tuple[str, int]]:
-    """Addresses and ports on which this rank listens for a world that it has joined as a role's
-    rank does."""
-    _leave_the_pool_for(port)
+def world_listeners(port: int) -> list[tuple[str, int]]:
+    """Join a world as a role's rank does; return the addresses and ports on which this rank
+    listens for it."""
+    _leave_pool_world(port)
     before = _listening()
     join(int(os.environ["WORLD_SIZE"]), 20)
     dist.all_reduce(torch.ones(1))
     return sorted(_listening() - before)
 
 
-def who_reaches_a_world(port: int, addresses: list[str]) -> dict[str, list[str]]:
-    """At which of the machine's addresses a user can connect to the store of a world that goes on
-    working."""
-    _leave_the_pool_for(port)
+def reachable_addresses(port: int, addresses: list[str]) -> dict[str, list[str]]:
+    """Return the addresses at which each user can connect to the store of a complete world.
+
+    The world must keep working after the attempts.
+    """
+    _leave_pool_world(port)
     join(2, 20)
     reached: dict[str, list[str]] = {"another user": [], "this user": []}
     for address in addresses if dist.get_rank() == 0 else []:
@@ -402,15 +412,15 @@ def who_reaches_a_world(port: int, addresses: list[str]) -> dict[str, list[str]]
             reached["another user"].append(address)
         with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
             reached["this user"].append(address)
-    group = dist.new_group(backend="gloo")  # groups are made over the store that is shut
+    group = dist.new_group(backend="gloo")  # new groups use the closed store
     dist.all_reduce(torch.ones(1), group=group)
     return reached
 
 
-def join_with_a_stranger(port: int) -> str:
-    """What a rank hears of a world whose store someone has connected to before all ranks were
-    there."""
-    _leave_the_pool_for(port)
+def join_with_foreign_client(port: int) -> str:
+    """Return the error of joining a world to whose store a foreign client connects before all
+    ranks; "joined" without error."""
+    _leave_pool_world(port)
     try:
         if os.environ["RANK"] == "1":
             with _connected(port):
@@ -423,7 +433,7 @@ def join_with_a_stranger(port: int) -> str:
 
 
 def _connected(port: int) -> socket.socket:
-    """A connection, once there is something to connect to."""
+    """Return a connection to the port as soon as a process listens on it."""
     for _ in range(200):
         with contextlib.suppress(OSError):
             return socket.create_connection(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Small models of every family, and a whole set of weights to cut slices from."""
+"""Small models of every family, their whole weights, and slices of these weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYERS = 4
 
 
 def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False) -> ModelShape:
-    """Four layers, and sizes that divide by 4; four experts where the family has any."""
+    """Return a shape with four layers and sizes divisible by 4; four experts for mixtures."""
     return ModelShape(
         num_layers=LAYERS,
         hidden_size=16,
@@ -39,7 +39,7 @@ def whole_weights(table: tuple[TensorSpec, ...], seed: int = 0) -> dict[str, Ten
 
 
 def cut(whole: Tensor, piece: Slice) -> Tensor:
-    """A slice in memory of its own, as a rank holds it."""
+    """Return a contiguous slice, as a rank holds it."""
     return (
         whole
         if piece.axis is None

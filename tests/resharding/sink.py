@@ -1,5 +1,4 @@
-"""An engine's receiving side and nothing else: two sets of weights, of which the back one is
-written."""
+"""The receiving side of an engine for tests: the served weights, and the weights of an update."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from aligner.resharding.transport import slice_shape
 
 
 class Sink:
-    """The weights that serve, by name, and their version."""
+    """The served weights by name (`front`), and their version."""
 
     def __init__(
         self,
@@ -25,7 +24,7 @@ class Sink:
         *,
         keeps: bool = False,
     ) -> None:
-        """`keeps`: an update's views hold what serves."""
+        """If `keeps`, the views of an update start as copies of the served weights."""
         slices = plan.target.get(rank, {})
         self.shapes = {name: slice_shape(plan.specs[name], piece) for name, piece in slices.items()}
         self.dtype, self.group_bytes, self.keeps = dtype, group_bytes, keeps
@@ -44,7 +43,7 @@ class Sink:
         return self.open
 
     def empty(self, names: Sequence[str] | Mapping[str, object]) -> dict[str, Tensor]:
-        """Tensors full of NaN: what is not written shows; or of what serves."""
+        """Return NaN tensors, so that unwritten elements show; with `keeps`, copies of `front`."""
         if getattr(self, "front", None) and self.keeps:
             return self.memory((name, self.front[name].clone()) for name in names)
         return self.memory(
@@ -53,7 +52,7 @@ class Sink:
 
 
 class SinkUpdate:
-    """With a limit on its groups, views are made for each group and taken away by its load."""
+    """One update; with `group_bytes`, views exist for one group, from `views` to `load`."""
 
     def __init__(self, sink: Sink, version: int) -> None:
         self._sink, self._version = sink, version

@@ -1,4 +1,4 @@
-"""Weight sync of changed elements only, over gloo from the trainer's ranks to the engine's."""
+"""Weight sync of only the changed elements, over gloo from trainer ranks to engine ranks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ IDS = ["tensor2 to data2", "pipeline2 to tensor2", "expert2 to tensor2"]
     ],
     ids=IDS,
 )
-def test_changes_leave_the_engine_with_the_sources_bits(pool, layouts, dtype, group_bytes):
+def test_delta_sync_gives_engine_identical_bits(pool, layouts, dtype, group_bytes):
     ranks = sum(layout.ranks for layout in layouts)
-    told = pool.run(encoding_jobs.publish_changes, ranks, *layouts, dtype, group_bytes, 0)
-    assert all(each == told[0] for each in told)
-    shares = [share for _, share in told[0]]
+    results = pool.run(encoding_jobs.publish_changes, ranks, *layouts, dtype, group_bytes, 0)
+    assert all(each == results[0] for each in results)
+    shares = [share for _, share in results[0]]
     assert [share is None for share in shares] == [
         number % 4 == 0 for number in range(encoding_jobs.PUBLISHES)
     ]
-    assert max(moved for moved, _ in told[0]) == told[0][0][0], "never more than all"
+    assert max(moved for moved, _ in results[0]) == results[0][0][0], "never more than all"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_has_not_changed_does_not_travel(pool, dtype):
+def test_delta_sync_sends_only_changed_elements(pool, dtype):
     (whole, nothing, few, all_again), _ = pool.run(encoding_jobs.publish_few_changes, 2, dtype)
     numbers = whole[0] // dtype.itemsize
     assert whole[1] is None
@@ -49,6 +49,6 @@ def test_what_has_not_changed_does_not_travel(pool, dtype):
 
 
 @pytest.mark.promise("delta-publish-is-lossless")
-def test_after_a_publish_that_failed_everything_travels_once(pool):
-    for shares in pool.run(encoding_jobs.fail_and_go_on, 4):
+def test_full_weights_are_sent_once_after_failed_sync(pool):
+    for shares in pool.run(encoding_jobs.fail_and_continue, 4):
         assert [share is None for share in shares] == [True, False, True, False]

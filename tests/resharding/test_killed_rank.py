@@ -1,4 +1,4 @@
-"""A process of one of two worlds is killed in the middle of an update."""
+"""Weight sync when a process of the trainer or of the engine is killed during the update."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from tests.resharding.jobs import Rank, make_plan
 
 TRAINER, ENGINE = ParallelConfig(tensor=2), EngineParallelConfig(data=2)
 TIMEOUT = timedelta(seconds=60)
-"""Of the store, which answers at once."""
+"""Timeout of the store, which normally answers at once."""
 
 
 def run_rank(pipe: Connection, port: int, at: int) -> None:
-    """Do as told: ("connect", (generation, timeout in s)), ("publish", version), ("fail", version),
-    or ("die", version)."""
+    """Execute the commands that arrive on `pipe`, until None arrives.
+
+    Commands: ("connect", (generation, timeout in s)), ("publish", version), ("fail", version),
+    ("die", version).
+    """
     torch.set_num_threads(1)
     plan = make_plan(TRAINER, ENGINE, separate=True)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
@@ -60,14 +63,13 @@ def die() -> None:
 
 
 def die_at_norm(name: str) -> None:
-    """In the middle of what a rank sends: after the large pieces, before the small ones."""
+    """Kill this process while it sends: after the large pieces, before the small ones."""
     if name == "model.norm.weight":
         die()
 
 
 class Worlds:
-    """Processes of a trainer and an engine that share nothing but a store, which is in this
-    process."""
+    """Processes of a trainer and an engine that share only a store, which this process hosts."""
 
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -75,7 +77,7 @@ class Worlds:
         self.start(*range(TRAINER.ranks + ENGINE.ranks))
 
     def start(self, *ranks: int) -> None:
-        """Start processes, and wait until they listen."""
+        """Start processes, and wait until they are ready for commands."""
         context = multiprocessing.get_context("spawn")
         for at in ranks:
             ours, theirs = context.Pipe()
@@ -91,8 +93,10 @@ class Worlds:
     def order(
         self, what: str, value: Any, *, instead: Mapping[int, str] | None = None
     ) -> dict[int, Any]:
-        """Every rank does the same, but for some; returns what each answers, None for one that is
-        dead."""
+        """Send a command to every rank, and return each rank's answer, None for a killed rank.
+
+        `instead` has other commands for some of the ranks.
+        """
         for at, (_, pipe) in self._processes.items():
             pipe.send(((instead or {}).get(at, what), value))
         return {at: self._answer(at) for at in self._processes}
@@ -124,7 +128,8 @@ def worlds() -> Iterator[Worlds]:
 @pytest.mark.promise("killed-rank-in-weight-sync-is-named")
 @pytest.mark.parametrize(
     ("generation", "killed", "name", "timeout_s", "limit_s"),
-    # The others notice a rank that dies while it sends; one that has sent all is waited for.
+    # The other ranks notice at once that a rank dies while it sends. They wait for the timeout if
+    # the rank has sent everything.
     [(0, 1, "trainer rank 1", 40, 30), (2, 3, "engine rank 1", 6, 30)],
     ids=["while-it-sends", "when-it-has-received"],
 )

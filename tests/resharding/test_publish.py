@@ -1,4 +1,4 @@
-"""Real publishes over gloo between simulated trainer shards and an engine's two sets of weights."""
+"""Weight sync over gloo from simulated trainer shards to an engine with two sets of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.resharding import jobs
 from tests.resharding.jobs import publish_twice
 
 SMALLEST = 4 * 32 * 4
-"""A bucket whose messages hold one row of the widest tensor."""
+"""Bucket size in bytes, whose messages contain one row of the widest tensor."""
 
 
 def layout_name(layout: ParallelConfig | EngineParallelConfig) -> str:
@@ -50,7 +50,7 @@ def layout_name(layout: ParallelConfig | EngineParallelConfig) -> str:
     ],
     ids=layout_name,
 )
-def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine):
+def test_colocated_engine_receives_expected_slices(pool, trainer, engine):
     for bucket_bytes in (SMALLEST, 1 << 16):
         for result in pool.run(
             publish_twice, trainer.ranks, trainer, engine, bucket_bytes=bucket_bytes
@@ -68,7 +68,7 @@ def test_a_colocated_engine_gets_the_whole_tensors_slices(pool, trainer, engine)
     ],
     ids=layout_name,
 )
-def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
+def test_separate_engine_receives_expected_slices(pool, trainer, engine):
     ranks = trainer.ranks + engine.ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = pool.run(
@@ -82,7 +82,7 @@ def test_an_engine_in_a_world_of_its_own_gets_them_too(pool, trainer, engine):
 @pytest.mark.parametrize(
     "settings", [{"dtype": torch.bfloat16}, {"group_bytes": 2000}, {"group_bytes": 1}], ids=str
 )
-def test_weights_arrive_in_another_dtype_and_group_by_group(pool, settings):
+def test_weight_sync_supports_other_dtype_and_groups(pool, settings):
     pool.run(
         publish_twice,
         4,
@@ -116,26 +116,26 @@ def test_failure_on_one_rank_keeps_old_version_on_all(pool, kind, at, told):
         assert all(text in result["error"] for text in told), result["error"]
         assert result["error"].startswith("weight version 2 was not synced to the engine")
         assert result["seconds"] < 5
-        # Another update's owner ends it, not this one's.
+        # An update is aborted by its owner; the failing rank's open update belongs to another one.
         assert result["aborted"] == (0 if (kind, rank) == ("open", at) else 1)
         assert "is closed and must be reconnected" in result["again"]
 
 
-def test_a_rank_that_can_not_commit_aborts_and_can_take_the_next_version(pool):
+def test_failed_commit_aborts_and_next_version_succeeds(pool):
     for rank, result in enumerate(pool.run(jobs.fail_to_commit, 2, 1)):
         assert "version 2 may be loaded on only some of the engine ranks" in result["error"]
         assert "trainer rank 1: the old weights can not be freed" in result["error"]
         assert result["aborted"] == rank
 
 
-def test_one_copy_lives_at_a_time_where_the_source_makes_copies(pool):
+def test_copying_source_keeps_one_copy_at_a_time(pool):
     (most_alive, staging), _ = pool.run(jobs.send_halves_of_copies, 2)
     assert most_alive == 1 << 20
     assert 1 << 20 < staging <= 4 << 20
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_too_slow_is_named(pool):
+def test_rank_that_exceeds_timeout_is_named(pool):
     for result in pool.run(jobs.fail_once, 4, "late", 3, timeout_s=2):
         assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]
 
@@ -145,20 +145,20 @@ def test_a_rank_that_is_too_slow_is_named(pool):
     "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"]
 )
 def test_wrong_bit_is_reported_with_the_tensor_name(pool, name):
-    for error in pool.run(jobs.compare_with_one_bit_turned, 4, 3, name):
+    for error in pool.run(jobs.verify_with_flipped_bit, 4, 3, name):
         assert error == f"the engine's weights differ from the trainer's:\n{name} on trainer rank 3"
 
 
 @pytest.mark.parametrize(
     ("every", "wanted"), [(0, [True, False, False, False]), (2, [True, False, True, False])]
 )
-def test_the_first_publish_and_every_nth_after_it_are_verified(pool, every, wanted):
+def test_first_and_every_nth_weight_sync_are_verified(pool, every, wanted):
     assert pool.run(jobs.count_verifications, 2, every, 4) == [wanted] * 2
 
 
-def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
-    for rank, told in enumerate(pool.run(jobs.refuse_construction, 2)):
-        nothing, other_size, small = told
+def test_publisher_that_does_not_match_plan_is_refused(pool):
+    for rank, errors in enumerate(pool.run(jobs.refuse_construction, 2)):
+        nothing, other_size, small = errors
         label = f"trainer rank {rank}"
         assert (
             nothing
@@ -173,20 +173,20 @@ def test_a_publisher_that_does_not_fit_its_plan_is_refused(pool):
         assert "a bucket of 100 bytes is too small" in small
 
 
-def test_ranks_that_do_not_come_are_named(pool):
+def test_ranks_that_do_not_connect_are_named(pool):
     assert (
         "trainer rank 1, engine rank 0 did not connect within 0.5 s"
-        in pool.run(jobs.arrive_alone, 2, 0.5)[0]
+        in pool.run(jobs.connect_alone, 2, 0.5)[0]
     )
 
 
 def test_link_is_usable_once_every_rank_is_connected(pool):
-    # A rank that fails at once would otherwise close its connections while another still connects.
+    # Otherwise a rank that fails at once closes its connections while another rank still connects.
     times = pool.run(jobs.connect_slowly, 2)
     assert min(usable for _, usable in times) >= max(connected for connected, _ in times)
 
 
-def test_a_view_that_is_the_source_is_not_copied():
+def test_local_copy_skips_views_of_the_source():
     plan = jobs.make_plan(ParallelConfig(), EngineParallelConfig())
     whole = jobs.whole_weights(plan.table)
     shared = dict(whole)
@@ -213,7 +213,7 @@ def test_checksums_of_disjoint_slices_add_up(dtype, axis):
     assert total == (bits * (2 * torch.arange(whole.numel()) + 1)).sum()
 
 
-def test_a_checksum_sees_exchanged_elements_and_signs_of_zero():
+def test_checksum_detects_swapped_elements_and_zero_sign():
     whole = torch.zeros(4, 4)
     whole[0, 0], whole[1, 1] = 1.0, 2.0
     swapped = whole.clone()
@@ -227,7 +227,7 @@ def test_a_checksum_sees_exchanged_elements_and_signs_of_zero():
 @pytest.mark.parametrize(
     "after_s", [0.0, 0.3], ids=["before_it_is_waited_for", "while_it_is_waited_for"]
 )
-def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
+def test_agreement_ends_without_timeout_after_give_up(after_s):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def client():
@@ -243,17 +243,17 @@ def test_a_rank_that_is_known_not_to_come_is_not_waited_for(after_s):
     giving_up.start()
     if not after_s:
         giving_up.join()
-    told = pytest.raises(
+    expects_error = pytest.raises(
         AlignerError, match=r"it was not taken:\n(.*aborted|engine does not answer)"
     )
-    with told, ours.agreement("it was not taken"):
+    with expects_error, ours.agreement("it was not taken"):
         pass
     giving_up.join()
     theirs.close()
     assert time.monotonic() - begin < 20
 
 
-def test_an_engine_that_is_gone_ends_its_rank_and_fails_the_publish_on_the_others():
+def test_lost_engine_fails_agreement_on_all_ranks():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def agree(rank):

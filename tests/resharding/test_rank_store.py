@@ -1,4 +1,4 @@
-"""Where ranks that look for each other listen."""
+"""Addresses on which the rendezvous store and the ranks listen, and who can connect to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def listeners() -> set[tuple[str, int]]:
-    """Addresses and ports on which this process listens."""
+    """Return the addresses and ports on which this process listens."""
     found = psutil.Process().net_connections("tcp")
     return {
         (entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN
@@ -28,7 +28,7 @@ def listeners() -> set[tuple[str, int]]:
 
 
 def elsewhere() -> list[str]:
-    """The machine's addresses but for loopback."""
+    """Return the machine's IPv4 addresses except loopback."""
     found = [
         one.address
         for all_ in psutil.net_if_addrs().values()
@@ -38,19 +38,19 @@ def elsewhere() -> list[str]:
     return [address for address in found if not address.startswith("127.")]
 
 
-def test_the_ranks_of_a_local_world_listen_on_loopback_alone(pool: WorkerPool) -> None:
+def test_local_world_listens_only_on_loopback(pool: WorkerPool) -> None:
     found = [
         address
-        for rank in pool.run(jobs.where_a_world_listens, 2, free_port(), fresh=True)
+        for rank in pool.run(jobs.world_listeners, 2, free_port(), fresh=True)
         for address in rank
     ]
-    # the store, and gloo on each rank
+    # the store, and gloo on each of the two ranks
     assert {address for address, _ in found} == {"127.0.0.1"} and len(found) >= 3, found
 
 
-def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
+def test_single_rank_world_opens_no_store(pool: WorkerPool) -> None:
     port = free_port()
-    (found,) = pool.run(jobs.where_a_world_listens, 1, port, fresh=True)
+    (found,) = pool.run(jobs.world_listeners, 1, port, fresh=True)
     assert port not in {taken for _, taken in found} and {address for address, _ in found} <= {
         "127.0.0.1"
     }
@@ -60,29 +60,29 @@ def test_a_rank_that_is_alone_has_no_store_to_listen(pool: WorkerPool) -> None:
 @other_user.needs_root
 def test_complete_group_accepts_no_process(pool: WorkerPool) -> None:
     reached = pool.run(
-        jobs.who_reaches_a_world, 2, free_port(), ["127.0.0.1", *elsewhere()], fresh=True
+        jobs.reachable_addresses, 2, free_port(), ["127.0.0.1", *elsewhere()], fresh=True
     )[0]
     assert reached == {"another user": [], "this user": []}
 
 
-def test_a_world_with_someone_else_inside_does_not_begin(pool: WorkerPool) -> None:
+def test_world_with_foreign_connection_does_not_start(pool: WorkerPool) -> None:
     port = free_port()
-    told = pool.run(jobs.join_with_a_stranger, 2, port, fresh=True)
+    outcomes = pool.run(jobs.join_with_foreign_client, 2, port, fresh=True)
     assert re.search(
         rf"store at 127.0.0.1:{port} has 3 connections for 2 ranks: another client has connected",
-        told[0],
+        outcomes[0],
     )
-    assert told[1] != "joined"
+    assert outcomes[1] != "joined"
 
 
 @other_user.needs_root
-def test_another_user_reaches_an_open_store_over_loopback_alone() -> None:
+def test_open_store_accepts_other_users_only_on_loopback() -> None:
     store = open_store("127.0.0.1", TIMEOUT)
     assert other_user.connects("127.0.0.1", store.port), "docs/running.md says so"
     assert not [address for address in elsewhere() if other_user.connects(address, store.port)]
 
 
-def test_an_open_store_listens_where_it_is_told_to_and_its_end_ends_that() -> None:
+def test_open_store_listens_until_it_is_deleted() -> None:
     before = listeners()
     store = open_store("127.0.0.1", TIMEOUT)
     assert listeners() - before == {("127.0.0.1", store.port)}
@@ -91,11 +91,9 @@ def test_an_open_store_listens_where_it_is_told_to_and_its_end_ends_that() -> No
     assert listeners() <= before
 
 
-def test_an_address_that_is_taken_or_another_machines_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_unusable_store_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(

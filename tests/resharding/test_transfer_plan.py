@@ -1,3 +1,5 @@
+"""Transfer plans: each element is written once, senders are balanced, invalid plans are refused."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -49,8 +51,8 @@ def bytes_local(plan: TransferPlan, rank: int) -> int:
 
 @st.composite
 def plans(draw) -> TransferPlan:
-    """Any model at any layouts that its sizes allow, in one world or in two."""
-    # a vocabulary that the tensor-parallel ranks divide, or that is padded
+    """Draw plans of any model at any valid layouts, in one world or in two worlds."""
+    # a vocabulary size that the tensor-parallel ranks divide, or one that needs padding
     shape = dataclasses.replace(draw(SHAPES), vocab_size=draw(st.sampled_from([32, 31])))
     tensor, pipeline, data, context = (
         draw(SIZES),
@@ -71,7 +73,7 @@ def plans(draw) -> TransferPlan:
     assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
     engine = EngineParallelConfig(tensor=draw(SIZES), data=draw(SIZES))
     first = draw(st.sampled_from([0, trainer.ranks]))
-    # of 32 entries, so that ranks' rows are uneven, or one has padding alone
+    # with 24, ranks have different numbers of the 32 rows, or one rank has only padding
     padding = draw(st.sampled_from([1, 24]))
     return plan_resharding(
         shape, trainer, engine, first_engine_rank=first, vocabulary_multiple=padding
@@ -81,7 +83,7 @@ def plans(draw) -> TransferPlan:
 @pytest.mark.promise("weight-sync-writes-each-element-once")
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), limit=st.integers(32, 400), small=st.integers(0, 32))
-def test_every_target_byte_is_written_once(plan, limit, small):
+def test_each_target_element_is_written_once(plan, limit, small):
     whole = whole_weights(plan.table)
     for target, slices in plan.target.items():
         views = {name: torch.zeros_like(cut(whole[name], piece)) for name, piece in slices.items()}
@@ -108,7 +110,7 @@ def test_every_target_byte_is_written_once(plan, limit, small):
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans())
-def test_only_what_a_target_lacks_travels(plan):
+def test_only_missing_elements_are_transferred(plan):
     for transfer in plan.transfers:
         held = plan.source.get(transfer.target, {}).get(transfer.name)
         if transfer.source != transfer.target and held is not None:
@@ -118,7 +120,7 @@ def test_only_what_a_target_lacks_travels(plan):
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans())
-def test_replicas_share_the_sending_to_within_one_tensor(plan):
+def test_replicas_send_equal_bytes_within_one_tensor(plan):
     largest = max(spec.numel for spec in plan.table) * plan.itemsize
     for one, other in combinations(plan.source, 2):
         if plan.source[one] == plan.source[other]:
@@ -127,9 +129,8 @@ def test_replicas_share_the_sending_to_within_one_tensor(plan):
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), bucket=st.integers(4 * 32 * 4, 4000))
-def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
-    """The i-th batch from one rank to another is the same on both sides, and in the same step of
-    their round."""
+def test_sender_and_receiver_agree_on_batch_order(plan, bucket):
+    """Sender and receiver have the same i-th batch in the same step of their round."""
     world = len(plan.labels)
     steps = {rank: transport.steps(plan, rank, bucket) for rank in range(world)}
     for rank, mine in steps.items():
@@ -148,7 +149,7 @@ def test_all_ranks_take_the_same_batches_in_the_same_places(plan, bucket):
 
 @settings(max_examples=20, deadline=None)
 @given(plan=plans(), limit=st.integers(1, 5000))
-def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit):
+def test_groups_partition_plan_into_consecutive_tensors(plan, limit):
     groups = plan.groups(limit)
     assert [spec for group in groups for spec in group.table] == list(plan.table)
     assert sorted(map(str, plan.transfers)) == sorted(
@@ -163,7 +164,7 @@ def test_groups_hold_consecutive_tensors_and_together_the_whole_plan(plan, limit
             assert slices == {spec.name: plan.target[rank][spec.name] for spec in group.table}
 
 
-def test_ranks_are_called_by_their_role():
+def test_rank_labels_contain_their_role():
     assert make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2)).labels == (
         "trainer rank 0",
         "trainer rank 1",
@@ -179,7 +180,7 @@ def test_ranks_are_called_by_their_role():
     )
 
 
-def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
+def test_indivisible_layout_is_refused_with_every_problem():
     shape = tiny_shape("mixtral")
     with pytest.raises(AlignerError) as caught:
         plan_resharding(
@@ -187,7 +188,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
             ParallelConfig(tensor=3, pipeline=3, expert=3, expert_tensor=5),
             EngineParallelConfig(tensor=7, data=1),
         )
-    told = str(caught.value)
+    message = str(caught.value)
     for wanted in (
         ("actor.parallel.tensor=3: must divide the model's 4 attention heads, 4 key-value heads"),
         ("actor.parallel.expert_tensor=5: must divide the 24 feed-forward rows of each expert"),
@@ -197,7 +198,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
         "engine.parallel.tensor=7: must divide the model's 4 attention heads",
         ("engine.parallel.tensor=7: must divide the 24 feed-forward rows of each expert"),
     ):
-        assert wanted in told
+        assert wanted in message
     with pytest.raises(
         AlignerError,
         match=(
@@ -211,7 +212,7 @@ def test_layouts_that_do_not_divide_are_refused_with_everything_that_does_not():
 
 
 @pytest.mark.parametrize(("family", "key_heads"), [("llama", 3), ("gpt_neox", 9)])
-def test_heads_are_not_cut_in_half(family, key_heads):
+def test_tensor_size_that_splits_heads_is_refused(family, key_heads):
     shape = replace(
         tiny_shape(family), num_heads=9, num_kv_heads=key_heads, hidden_size=36, vocab_size=36
     )
@@ -229,7 +230,7 @@ def table_of(rows: int) -> tuple[TensorSpec, ...]:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 30))
-def test_uneven_and_overlapping_slices_are_covered_exactly_once(data, rows):
+def test_uneven_and_overlapping_slices_are_sent_once(data, rows):
     def pieces() -> list[Slice]:
         edges = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=5))})
         return [Slice("w", 0, low, high) for low, high in pairwise(edges)]
@@ -254,7 +255,7 @@ def test_uneven_and_overlapping_slices_are_covered_exactly_once(data, rows):
         )
 
 
-def test_a_rank_copies_what_it_holds_itself():
+def test_equal_layouts_need_only_local_copies():
     plan = make_plan(ParallelConfig(tensor=2, data=2), EngineParallelConfig(tensor=2, data=2))
     assert all(transfer.source == transfer.target for transfer in plan.transfers)
     assert all(bytes_sent(plan, rank) == bytes_received(plan, rank) == 0 for rank in range(4))
@@ -262,7 +263,7 @@ def test_a_rank_copies_what_it_holds_itself():
     assert [bytes_local(plan, rank) for rank in range(4)] == [whole] * 4
 
 
-def test_replicas_share_the_sending_evenly():
+def test_replicas_send_equal_shares():
     table = tuple(TensorSpec(f"w{index}", (8, 4), 0) for index in range(12))
     full = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
     plan = plan_transfers(table, dict.fromkeys(range(3), full), {3: full})
@@ -270,7 +271,7 @@ def test_replicas_share_the_sending_evenly():
     assert bytes_received(plan, 3) == 12 * 8 * 4 * 4
 
 
-def test_an_error_names_every_tensor_that_no_source_holds():
+def test_tensors_without_source_are_named_in_error():
     table = (*table_of(4), TensorSpec("v", (4,), None), TensorSpec("held", (4,), None))
     whole = {spec.name: Slice(spec.name, None, 0, 0) for spec in table}
     source = {0: {"w": Slice("w", 0, 0, 2), "held": whole["held"]}}
@@ -289,7 +290,7 @@ def test_slices_along_different_dimensions_are_refused():
         )
 
 
-def test_a_slice_outside_the_tensor_or_of_an_unlisted_one_is_refused():
+def test_slice_outside_tensor_or_table_is_refused():
     with pytest.raises(
         AlignerError, match=r"slice \[2, 5\) along dimension 0 is outside the tensor"
     ):

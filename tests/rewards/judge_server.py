@@ -1,4 +1,4 @@
-"""An endpoint with a judge behind it, which says what a test tells it to."""
+"""A judge endpoint whose responses a test defines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer to a request; status 0 hangs up without a word."""
+    """An HTTP response; status 0 closes the connection without a response."""
 
     status: int
     body: object
@@ -24,14 +24,14 @@ class Reply:
 
 
 def says(content: object, tokens_in: int = 10, tokens_out: int = 5, **more: object) -> Reply:
-    """An answer of the protocol's."""
+    """Return a chat completion with this content."""
     message = {"role": "assistant", "content": content}
     usage = {"prompt_tokens": tokens_in, "completion_tokens": tokens_out}
     return Reply(200, {"choices": [{"message": message, **more}], "usage": usage})
 
 
 def likely(**probabilities: float) -> dict[str, object]:
-    """Log-probs of the first token, of which these are the most probable ones."""
+    """Return log-probs of the first token, with these tokens as its top log-probs."""
     top = [
         {"token": token, "logprob": math.log(probability)}
         for token, probability in probabilities.items()
@@ -46,8 +46,10 @@ def likely(**probabilities: float) -> dict[str, object]:
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """`reply` makes the answer to a question, with the number of requests before it; what was asked
-    is kept."""
+    """An HTTP server that records its requests.
+
+    `reply` makes the response from the question and the number of earlier requests.
+    """
 
     daemon_threads = True
 
@@ -59,9 +61,9 @@ class JudgeServer(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.paths: list[str] = []
         self.answered: list[str] = []
-        """The questions that were answered with status 200."""
+        """Questions that got a response with status 200."""
         self.most_at_a_time = 0
-        self._under_way = 0
+        self._in_flight = 0
         self._lock = threading.Lock()
 
     @property
@@ -69,20 +71,20 @@ class JudgeServer(ThreadingHTTPServer):
         return [body["messages"][0]["content"] for body in self.asked]
 
     @contextlib.contextmanager
-    def noted(self, body: Body, path: str, key: str | None) -> Iterator[int]:
-        """A request while it is answered: how many came before it."""
+    def record_request(self, body: Body, path: str, key: str | None) -> Iterator[int]:
+        """Record a request in flight, and yield the number of earlier requests."""
         with self._lock:
             number = len(self.asked)
             self.asked.append(body)
             self.paths.append(path)
             self.keys.append(key)
-            self._under_way += 1
-            self.most_at_a_time = max(self.most_at_a_time, self._under_way)
+            self._in_flight += 1
+            self.most_at_a_time = max(self.most_at_a_time, self._in_flight)
         try:
             yield number
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._in_flight -= 1
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -90,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.noted(body, self.path, self.headers["Authorization"]) as number:
+        with self.server.record_request(body, self.path, self.headers["Authorization"]) as number:
             question = body["messages"][0]["content"]
             reply = self.server.reply(question, number)
             if reply.status == 0:
@@ -111,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def judging(reply: Callable[[str, int], Reply]) -> Iterator[JudgeServer]:
-    """A judge that answers meanwhile."""
+    """Run a judge server within the context."""
     with JudgeServer(reply) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

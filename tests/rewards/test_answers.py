@@ -1,4 +1,4 @@
-"""`gsm8k` and `math` on a table of answers in the formats of GSM8K, MATH, AIME and NuminaMath."""
+"""Scores of `gsm8k` and `math` for answers in the formats of GSM8K, MATH, AIME and NuminaMath."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERIFIERS = {"gsm8k": gsm8k, "math": math}
 
 @pytest.mark.promise("answer-table")
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_of_each_kind_have_their_scores(kind):
+def test_gsm8k_and_math_scores_equal_answer_table(kind):
     wrong = [
         row
         for row in KINDS[kind]
@@ -40,13 +40,13 @@ def test_answers_of_each_kind_have_their_scores(kind):
 
 
 @pytest.mark.promise("answer-table")
-def test_table_has_enough_answers_of_both_scores():
+def test_answer_table_has_enough_wrong_answers():
     assert len(TABLE) >= 200
     assert sum(row["score"] == 0 for row in TABLE) >= 60
     assert sum(map(len, KINDS.values())) == len(TABLE)
 
 
-def test_answers_equal_themselves_and_can_be_parsed():
+def test_gold_answers_equal_themselves_and_parse():
     checker = MathChecker()
     answers = {row["answer"] for row in TABLE if row["reward"] == "math"}
     try:
@@ -80,7 +80,7 @@ PIECES = st.lists(st.sampled_from([*CHARACTERS, *COMMANDS])).map("".join)
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.one_of(PIECES, st.text()))
-def test_no_text_makes_the_parsers_raise(text):
+def test_answer_parsers_accept_any_text(text):
     answer = normalized(text)
     assert normalized(answer) is not None
     assert final_number(text) == final_number(f" {text}\n")
@@ -91,7 +91,7 @@ def test_no_text_makes_the_parsers_raise(text):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(PIECES)
-def test_no_text_makes_math_raise(text):
+def test_math_scores_any_text_without_error(text):
     assert math(text, {"answer": "7"}) in (True, False)
     assert math(f" {text}\n", {"answer": "x^2+1"}) == math(text, {"answer": "x^2+1"})
 
@@ -108,7 +108,7 @@ def test_long_texts_take_linear_time(text):
     assert time.process_time() - start < 5
 
 
-def test_units_have_one_name_and_are_not_converted():
+def test_unit_synonyms_agree_without_conversion():
     for names in ("m^2|square meters|sq m|m squared", "km/h|km per hour|kilometers per hour"):
         units = [split_unit(rf"5\text{{ {name} }}")[1] for name in names.split("|")]
         assert len(set(units)) == 1
@@ -118,7 +118,7 @@ def test_units_have_one_name_and_are_not_converted():
     assert not units_agree("m", "m^2")
 
 
-def test_gold_answers_without_content_are_refused_with_their_records():
+def test_unusable_gold_answers_are_refused():
     records = [(f"data.jsonl:{line}", {"answer": "4"}) for line in range(1, 4)]
     bad = [("data.jsonl:4", {"answer": "four"}), ("data.jsonl:5", {"label": "4"})]
     with pytest.raises(ConfigError) as raised:
@@ -135,7 +135,7 @@ def test_gold_answers_without_content_are_refused_with_their_records():
 
 
 @pytest.mark.promise("answer-table")
-def test_gold_answers_that_math_verify_cannot_parse_are_reported():
+def test_unparsable_gold_answers_are_reported():
     records = [
         ("data.jsonl:1", {"answer": "\\frac{1}{2}"}),
         ("data.jsonl:2", {"answer": "x = = 2 +"}),

@@ -1,3 +1,5 @@
+"""Judge scores: requests, retries, cache, metrics, and the parsers of the judge's answers."""
+
 from __future__ import annotations
 
 import json
@@ -31,7 +33,7 @@ PATTERN = JudgeSource.judge_pattern
 
 
 def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
-    """One that asks it, and keeps what it says in a run's directory."""
+    """Return a judge that uses the server and stores answers in a run directory."""
     given = {"judge_timeout_s": 5.0, "judge_template": "{prompt}{response}", **settings}
     source = JudgeSource(
         name="judge", key="reward", judge_url=server.url, judge_model="tester", **given
@@ -39,8 +41,8 @@ def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
     return build_judge(source, RunPaths(directory))
 
 
-def counted(directory: Path) -> dict[str, float]:
-    """What a run's judges have counted, without what is 0."""
+def nonzero_counts(directory: Path) -> dict[str, float]:
+    """Return the nonzero counts of a run's judges."""
     meter = JudgeMeter([], judge_run(RunPaths(directory)))
     meter._directories = [RunPaths(directory).judge]
     return {
@@ -48,7 +50,7 @@ def counted(directory: Path) -> dict[str, float]:
     }
 
 
-def test_a_score_is_read_from_the_answer_and_what_it_cost_is_counted(tmp_path: Path) -> None:
+def test_score_is_read_and_cost_is_counted(tmp_path: Path) -> None:
     worth = {"4": 9, "5": 1, "four": 7.5}
     with judging(
         lambda question, _: says(f"Well. SCORE: {worth[question[4:]]}", 100, 20)
@@ -65,18 +67,18 @@ def test_a_score_is_read_from_the_answer_and_what_it_cost_is_counted(tmp_path: P
         "max_tokens": 512,
     }
     assert sorted(server.questions) == ["2+2=4", "2+2=5", "2+2=four"]
-    found = counted(tmp_path)
+    found = nonzero_counts(tmp_path)
     assert found.pop("cost") == found.pop("cost_total") == pytest.approx((300 * 2 + 60 * 10) / 1e6)
     assert found == {"questions": 3, "tokens_in": 300, "tokens_out": 60}
 
 
-def test_equal_samples_are_asked_about_once(tmp_path: Path) -> None:
+def test_equal_samples_share_one_judge_request(tmp_path: Path) -> None:
     with judging(lambda *_: says("SCORE: 3")) as server:
         assert judge_of(server, tmp_path)([*REQUESTS, *REQUESTS]) == [3.0] * 6
     assert len(server.asked) == 3
 
 
-def test_the_template_has_the_record_s_fields_and_a_missing_one_is_told_by_name(
+def test_template_with_missing_record_field_is_refused(
     tmp_path: Path,
 ) -> None:
     request = ScoringRequest(
@@ -97,15 +99,15 @@ def test_the_template_has_the_record_s_fields_and_a_missing_one_is_told_by_name(
             judge_of(server, tmp_path, judge_template=template)(REQUESTS)
 
 
-def test_yes_and_no_are_read_by_their_log_probs(tmp_path: Path) -> None:
-    told = {
+def test_yes_no_scores_come_from_logprobs(tmp_path: Path) -> None:
+    answers = {
         "4": likely(**{"Yes": 0.6, " yes": 0.2, "No": 0.2}),
         "5": likely(No=0.9, maybe=0.1),
         "four": likely(Yes=0.5, no=0.5),
     }
-    with judging(lambda question, _: says("Yes", **told[question[4:]])) as server:
+    with judging(lambda question, _: says("Yes", **answers[question[4:]])) as server:
         scores = judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS)
-        assert judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS) == scores  # from the disk
+        assert judge_of(server, tmp_path, judge_asks="yes_no")(REQUESTS) == scores  # from the cache
     assert scores == pytest.approx([0.8, 0.0, 0.5])
     assert len(server.asked) == 3
     assert all(
@@ -114,8 +116,8 @@ def test_yes_and_no_are_read_by_their_log_probs(tmp_path: Path) -> None:
     )
 
 
-def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path: Path) -> None:
-    """Who always says A finds no difference; who says the longer one finds it."""
+def test_pairs_are_judged_in_both_orders(tmp_path: Path) -> None:
+    """A judge that always answers A yields ties; a judge that prefers length yields a ranking."""
     template = "{prompt}:{response_a}|{response_b}"
     others = [ScoringRequest("3+3=", response) for response in ("6", "six")]
     with judging(lambda *_: says("VERDICT: A")) as server:
@@ -142,7 +144,7 @@ def test_pairs_are_asked_about_in_both_orders_and_never_across_prompts(tmp_path:
     )
 
 
-def test_the_samples_of_a_prompt_are_ranked_by_one_question(tmp_path: Path) -> None:
+def test_prompt_is_ranked_by_one_request(tmp_path: Path) -> None:
     def rank(question: str, _: int) -> Reply:
         return says(
             "The third is right. RANKING: 3 > 1 > 2"
@@ -161,10 +163,13 @@ def test_the_samples_of_a_prompt_are_ranked_by_one_question(tmp_path: Path) -> N
     assert "<response_2>\n5\n</response_2>" in max(server.questions)
 
 
-def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_read_is_left_out(
+def test_compare_returns_none_for_unreadable_verdicts(
     tmp_path: Path,
 ) -> None:
-    """Who prefers the first of two, but for one pair; about equal texts nothing is asked."""
+    """The judge prefers 6 to 5, always prefers the first of `four` and 6, and has no verdict on 4.
+
+    Equal texts send no request.
+    """
     answers = {
         "5|6": "VERDICT: B",
         "6|5": "VERDICT: A",
@@ -180,9 +185,9 @@ def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_re
         wins = judge.compare(requests, others)
         assert wins == [(0.0, 0.0), (1.0, 0.0), None, (0.5, 0.5)]
         assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
-        assert judge.compare(requests, others) == wins  # what could not be read is not asked again
+        assert judge.compare(requests, others) == wins  # unreadable answers are cached
         assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
-    assert counted(tmp_path)["unreadable"] == 2
+    assert nonzero_counts(tmp_path)["unreadable"] == 2
     with (
         judging(lambda *_: Reply(401, b"no")) as server,
         pytest.raises(ScoringError, match="got status 401"),
@@ -196,7 +201,7 @@ def test_responses_are_compared_with_others_in_both_orders_and_what_cannot_be_re
 @pytest.mark.parametrize(
     "requests", [REQUESTS[:1], [ScoringRequest("", "a"), ScoringRequest("", "b")]]
 )
-def test_what_has_nothing_to_be_compared_with_is_refused(
+def test_comparison_without_second_sample_is_refused(
     tmp_path: Path, asks: str, requests: list[ScoringRequest]
 ) -> None:
     with judging(lambda *_: says("A")) as server:
@@ -212,13 +217,13 @@ def test_what_has_nothing_to_be_compared_with_is_refused(
     assert server.asked == []
 
 
-def test_a_judge_that_fails_half_of_the_time_is_asked_until_it_answers(tmp_path: Path) -> None:
+def test_failed_judge_requests_are_retried(tmp_path: Path) -> None:
     failures = [Reply(500, b"out of memory"), Reply(0, b""), Reply(503, b"starting")]
     with judging(
         lambda _, number: failures[number % 3] if number % 2 else says("SCORE: 4")
     ) as server:
         assert judge_of(server, tmp_path, judge_concurrency=1)(REQUESTS) == [4.0] * 3
-    assert len(server.answered) == 3 and counted(tmp_path)["questions"] == 3
+    assert len(server.answered) == 3 and nonzero_counts(tmp_path)["questions"] == 3
 
 
 @pytest.mark.parametrize(
@@ -235,9 +240,7 @@ def test_a_judge_that_fails_half_of_the_time_is_asked_until_it_answers(tmp_path:
         Reply(200, [1]),
     ],
 )
-def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0(
-    tmp_path: Path, nonsense: Reply
-) -> None:
+def test_unreadable_answer_is_retried_then_refused(tmp_path: Path, nonsense: Reply) -> None:
     with judging(
         lambda question, _: nonsense if question == "2+2=5" else says("SCORE: 6")
     ) as server:
@@ -245,16 +248,16 @@ def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0
         with pytest.raises(
             ScoringError,
             match=r"in 3 attempts \(judge_tries\) for prompt '2\+2=' and response '5'",
-        ) as told:
+        ) as raised:
             checked_scores("judge", judge, REQUESTS)
-        assert not isinstance(told.value, ScorerUnavailable)
+        assert not isinstance(raised.value, ScorerUnavailable)
         assert server.questions.count("2+2=5") == 3 and len(server.asked) == 5
-        # The prompt is asked about again alone, by the client: what is known is known.
+        # The client scores the prompt again alone: cached answers send no request.
         with pytest.raises(ScoringError, match="in 3 attempts"):
             judge(REQUESTS)
         assert judge([REQUESTS[0], REQUESTS[2]]) == [6.0, 6.0]
         assert len(server.asked) == 5
-        found = counted(tmp_path)
+        found = nonzero_counts(tmp_path)
         assert (
             found["questions"],
             found["asked_again"],
@@ -267,10 +270,10 @@ def test_what_cannot_be_read_is_asked_again_then_refused_and_counted_and_never_0
         assert len(server.asked) == 6
 
 
-def test_what_is_read_the_second_time_is_a_score(tmp_path: Path) -> None:
+def test_second_attempt_gives_the_score(tmp_path: Path) -> None:
     with judging(lambda _, number: says("SCORE: 2") if number else says("Hm.")) as server:
         assert judge_of(server, tmp_path)(REQUESTS[:1]) == [2.0]
-    found = counted(tmp_path)
+    found = nonzero_counts(tmp_path)
     assert (found["questions"], found["asked_again"], found["tokens_in"]) == (
         1,
         1,
@@ -278,7 +281,7 @@ def test_what_is_read_the_second_time_is_a_score(tmp_path: Path) -> None:
     ) and "unreadable" not in found
 
 
-def test_an_answer_of_too_many_requests_is_waited_out(tmp_path: Path) -> None:
+def test_status_429_is_retried_after_given_delay(tmp_path: Path) -> None:
     with judging(
         lambda _, number: says("SCORE: 2") if number else Reply(429, b"", {"Retry-After": "1"})
     ) as server:
@@ -287,7 +290,7 @@ def test_an_answer_of_too_many_requests_is_waited_out(tmp_path: Path) -> None:
     assert time.monotonic() - start >= 1 and len(server.asked) == 2
 
 
-def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_before_is_kept(
+def test_judge_timeout_keeps_earlier_answers(
     tmp_path: Path,
 ) -> None:
     done = threading.Event()
@@ -307,24 +310,24 @@ def test_a_judge_that_does_not_answer_in_time_is_unavailable_and_what_it_said_be
             ):
                 checked_scores("judge", judge, REQUESTS)
             assert time.monotonic() - start < 3
-            # the third is not asked of who does not answer
+            # The third request is not sent to a judge that timed out.
             assert server.questions == ["2+2=4", "2+2=5"]
         finally:
             done.set()
-    assert counted(tmp_path)["questions"] == 1
+    assert nonzero_counts(tmp_path)["questions"] == 1
 
 
-def test_a_refusal_is_told_at_once_without_the_key(
+def test_judge_refusal_is_reported_without_api_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", " sk-secret\n")
     with judging(lambda *_: Reply(401, b"no such key: sk-secret")) as server:
         with pytest.raises(
             ScoringError, match=r"got status 401, 'no such key: \*\*\*'; expected status 200"
-        ) as told:
+        ) as raised:
             judge_of(server, tmp_path, judge_key_variable="TEST_JUDGE_KEY")(REQUESTS[:1])
         assert server.keys == ["Bearer sk-secret"] and len(server.asked) == 1
-        assert "secret" not in repr(told.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
+        assert "secret" not in repr(raised.value) + repr(HttpEndpoint("http://a", 1, "sk-secret"))
         monkeypatch.setenv("TEST_JUDGE_KEY", "sk\nsecret")
         for name, problem in (
             ("TEST_JUDGE_KEY", "the API key in the environment variable is not valid"),
@@ -339,23 +342,23 @@ def test_a_refusal_is_told_at_once_without_the_key(
     ]
 
 
-def test_another_scorer_over_the_same_directory_asks_nothing(tmp_path: Path) -> None:
+def test_judges_share_cached_answers_of_a_directory(tmp_path: Path) -> None:
     with judging(lambda *_: says("SCORE: 5")) as server:
         judge_of(server, tmp_path)(REQUESTS)
         assert judge_of(server, tmp_path)(REQUESTS) == [5.0] * 3
         assert len(server.asked) == 3
-        shared = str(tmp_path / "run" / "shared")  # which two runs have
+        shared = str(tmp_path / "run" / "shared")  # a cache of two runs
         assert judge_of(server, tmp_path / "a", judge_cache=shared)(REQUESTS) == [5.0] * 3
         assert judge_of(server, tmp_path / "b", judge_cache=shared)(REQUESTS) == [5.0] * 3
         assert len(server.asked) == 6
-        # which is another question
+        # Another temperature makes another cache key.
         assert judge_of(server, tmp_path, judge_temperature=0.5)(REQUESTS) == [5.0] * 3
         assert len(server.asked) == 9
-    found = counted(tmp_path)
+    found = nonzero_counts(tmp_path)
     assert (found["questions"], found["from_cache"]) == (6, 3)
 
 
-def test_no_more_questions_are_under_way_than_may_be(tmp_path: Path) -> None:
+def test_judge_concurrency_limits_requests_in_flight(tmp_path: Path) -> None:
     def slowly(*_: object) -> Reply:
         time.sleep(0.05)
         return says("SCORE: 5")
@@ -366,14 +369,14 @@ def test_no_more_questions_are_under_way_than_may_be(tmp_path: Path) -> None:
     assert 1 < server.most_at_a_time <= 3 and len(server.asked) == 12
 
 
-def test_requests_are_paced(tmp_path: Path) -> None:
+def test_judge_requests_per_minute_are_limited(tmp_path: Path) -> None:
     start = time.monotonic()
     with judging(lambda *_: says("SCORE: 5")) as server:
         judge_of(server, tmp_path, judge_requests_per_minute=300)(REQUESTS)
     assert time.monotonic() - start >= 0.4
 
 
-def test_waiting_for_a_turn_takes_nothing_from_the_time_for_an_answer(tmp_path: Path) -> None:
+def test_rate_limit_delay_is_not_part_of_timeout(tmp_path: Path) -> None:
     pace = Pace(100)  # 0.6 s apart
     assert pace.wait() == 0
     with judging(lambda *_: says("SCORE: 5")) as server:
@@ -382,7 +385,7 @@ def test_waiting_for_a_turn_takes_nothing_from_the_time_for_an_answer(tmp_path: 
         assert json.loads(endpoint.post(question))["choices"]
 
 
-def test_a_meter_tells_what_came_since_and_what_all_of_the_run_cost(tmp_path: Path) -> None:
+def test_meter_reports_new_counts_and_total_run_cost(tmp_path: Path) -> None:
     meter = JudgeMeter([tmp_path], "mine")
     assert meter.metrics() == {f"judge/{name}": 0.0 for name in (*COUNTS, "cost_total")}
     ledger, another = JudgeLedger(tmp_path, "mine"), JudgeLedger(tmp_path, "theirs")
@@ -396,18 +399,22 @@ def test_a_meter_tells_what_came_since_and_what_all_of_the_run_cost(tmp_path: Pa
     ledger.count({"questions": 1, "cost": 0.25})
     resumed = JudgeMeter([tmp_path], "mine")
     assert resumed.metrics()["judge/questions"] == 0
-    told = meter.metrics()
-    assert (told["judge/questions"], told["judge/cost"], told["judge/cost_total"]) == (
+    metrics_after_resume = meter.metrics()
+    assert (
+        metrics_after_resume["judge/questions"],
+        metrics_after_resume["judge/cost"],
+        metrics_after_resume["judge/cost_total"],
+    ) == (
         1,
         0.25,
         0.75,
     )
 
 
-def test_what_was_being_written_by_a_killed_process_is_not_there_and_others_go_on(
+def test_uncommitted_answer_is_discarded(
     tmp_path: Path,
 ) -> None:
-    """A second connection that has begun to write, and never ends it in order."""
+    """A second connection closes without a commit, like a killed process."""
     ledger = JudgeLedger(tmp_path, "mine")
     with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as killed:
         killed.execute("INSERT INTO answers VALUES ('a', 1, '{}')")
@@ -416,7 +423,7 @@ def test_what_was_being_written_by_a_killed_process_is_not_there_and_others_go_o
     assert ledger.answer("a") == (1, parsed_answer(says("b").body))
 
 
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_judge_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "judge").write_text("")
     source = JudgeSource(name="judge", key="reward", judge_url="http://a", judge_model="b")
     with pytest.raises(ConfigError, match=r"cannot read or write the judge's answers"):
@@ -435,18 +442,18 @@ def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_scores(text: str, score: float | None) -> None:
+def test_score_is_read_from_last_match_within_bounds(text: str, score: float | None) -> None:
     assert read_score(text, PATTERN, 0, 10) == score
 
 
-def test_scores_by_a_pattern_of_one_s_own() -> None:
+def test_custom_pattern_reads_only_finite_scores() -> None:
     assert read_score("<grade>B</grade>", r"<grade>(\w)</grade>", 0, 10) is None
     assert read_score("4 of 5", r"(\d)? of", 0, 5) == 4
     assert read_score(" of 5", r"(\d)? of", 0, 5) is None
     assert read_score("nan", r"(\w+)", 0, 5) is None
 
 
-def test_yes() -> None:
+def test_yes_probability_is_read_from_logprobs() -> None:
     assert read_yes([("Yes", math.log(0.3)), ("no", math.log(0.1))]) == pytest.approx(0.75)
     assert read_yes([("Sure", 0.0)]) is None and read_yes([]) is None
     assert read_yes([("yes", -math.inf), ("no", math.nan)]) is None
@@ -465,7 +472,7 @@ def test_yes() -> None:
         ("", None),
     ],
 )
-def test_verdicts(text: str, won: float | None) -> None:
+def test_verdict_is_read_from_judge_answer(text: str, won: float | None) -> None:
     assert read_verdict(text) == won
 
 
@@ -482,11 +489,11 @@ def test_verdicts(text: str, won: float | None) -> None:
         ("first, second, third", None),
     ],
 )
-def test_rankings(text: str, worth: list[float] | None) -> None:
+def test_ranking_is_read_from_judge_answer(text: str, worth: list[float] | None) -> None:
     assert read_ranking(text, 3) == worth
 
 
-def test_what_is_no_answer_of_the_protocol_is_none() -> None:
+def test_malformed_judge_response_fields_are_ignored() -> None:
     for body in (None, 1, [], {}, {"choices": None}, {"choices": [{"message": None}]}):
         assert parsed_answer(body).content is None
     odd = {

@@ -1,3 +1,5 @@
+"""The normalization file of a reward model, which holds its gain and bias."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from aligner.models.model_source import NORMALIZATION, read_normalization
 from aligner.schema import Config, RewardConfig
 
 
-def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
+def test_missing_normalization_is_gain_1_and_bias_0(tmp_path: Path) -> None:
     assert read_normalization(tmp_path) == (1.0, 0.0)
 
 
@@ -27,9 +29,7 @@ def test_a_model_without_one_is_served_as_it_is(tmp_path: Path) -> None:
         ('{"gain": -1, "bias": 0}', "gain=-1: must be above 0"),
     ],
 )
-def test_a_broken_file_is_refused_by_name_before_anything_starts(
-    tmp_path: Path, text: str, problem: str
-) -> None:
+def test_invalid_normalization_file_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / NORMALIZATION).write_text(text)
     with pytest.raises(ConfigError, match=f"{NORMALIZATION}.* {problem}"):
         read_normalization(tmp_path)

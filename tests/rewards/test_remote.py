@@ -1,3 +1,5 @@
+"""The remote scorer: requests, retries, deadlines and invalid responses."""
+
 from __future__ import annotations
 
 import json
@@ -27,16 +29,15 @@ REQUESTS = [
 
 
 class ScoringServer(ThreadingHTTPServer):
-    """Answers with what it is told to, the last of it again and again, and keeps what it was
-    asked."""
+    """Sends the given responses in order, repeats the last one, and records its requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers: list[tuple[int, bytes, str]] = []
-        self.asked: list[tuple[str, str, dict[str, object]]] = []
-        self.kept_back = 0
+        self.requests: list[tuple[str, str, dict[str, object]]] = []
+        self.missing_bytes = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}/get_reward?model=a"
 
     def answer(self, status: int, body: object, retry_after: str = "") -> None:
@@ -50,13 +51,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, self.headers["Content-Type"], body))
+        self.server.requests.append((self.path, self.headers["Content-Type"], body))
         answers = self.server.answers
         status, answer, retry_after = answers.pop(0) if len(answers) > 1 else answers[0]
         if status == 0:
-            return  # hangs up without a word
+            return  # closes the connection without a response
         self.send_response(status)
-        self.send_header("Content-Length", str(len(answer) + self.server.kept_back))
+        self.send_header("Content-Length", str(len(answer) + self.server.missing_bytes))
         if retry_after:
             self.send_header("Retry-After", retry_after)
         self.end_headers()
@@ -75,7 +76,7 @@ def server() -> Iterator[ScoringServer]:
         thread.join()
 
 
-def test_a_batch_is_one_request_in_openrlhf_s_shape(server):
+def test_batch_is_one_request_in_openrlhf_format(server):
     server.answer(
         200, {"rewards": [1, -0.5, 2.0], "scores": [0, 0, 0], "extra_logs": {"length": [1, 2, 3]}}
     )
@@ -85,27 +86,27 @@ def test_a_batch_is_one_request_in_openrlhf_s_shape(server):
         "prompts": ["2+2=", "3+3=", "ünd "],
         "labels": ["four", ["6", "six"], ""],
     }
-    assert server.asked == [("/get_reward?model=a", "application/json", body)]
+    assert server.requests == [("/get_reward?model=a", "application/json", body)]
 
 
-def test_a_lost_connection_and_a_failing_server_are_tried_again(server):
+def test_lost_connection_and_status_503_are_retried(server):
     server.answer(0, b"")
     server.answer(503, b"starting")
     server.answer(200, {"rewards": [1, 2, 3]})
     assert RemoteScorer(server.url, 10)(REQUESTS) == [1.0, 2.0, 3.0]
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [408, 425, 429])
-def test_a_server_that_is_asked_too_often_is_asked_again_when_it_says(server, status):
+def test_retry_waits_for_retry_after_header(server, status):
     server.answer(status, b"slow down", retry_after="1")
     server.answer(200, {"rewards": [1, 2, 3]})
     start = time.monotonic()
     assert RemoteScorer(server.url, 10)(REQUESTS) == [1.0, 2.0, 3.0]
-    assert time.monotonic() - start >= 1 and len(server.asked) == 2
+    assert time.monotonic() - start >= 1 and len(server.requests) == 2
 
 
-def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
+def test_retry_after_beyond_deadline_fails_immediately(server):
     server.answer(429, b"slow down", retry_after="3600")
     start = time.monotonic()
     with pytest.raises(
@@ -116,11 +117,11 @@ def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
         ),
     ):
         RemoteScorer(server.url, 10)(REQUESTS)
-    assert time.monotonic() - start < 5 and len(server.asked) == 1
+    assert time.monotonic() - start < 5 and len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "message"),
     [
         (404, b"no such page", "got status 404, 'no such page'; expected status 200"),
         (302, b"", "status 302, ''"),
@@ -141,26 +142,24 @@ def test_a_pause_beyond_the_deadline_is_not_waited_for(server):
         (200, {"rewards": [1, 10**400, 3]}, "`rewards` must be a list of 3 finite numbers"),
     ],
 )
-def test_an_answer_that_is_not_three_numbers_is_told_with_its_address_and_not_asked_for_again(
-    server, status, body, told
-):
+def test_invalid_response_is_not_retried(server, status, body, message):
     server.answer(status, body)
     with pytest.raises(ScoringError) as caught:
         checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS)
     assert f"the scorer judge: {server.url}: " in str(caught.value)
-    assert told in str(caught.value)
-    assert len(server.asked) == 1
+    assert message in str(caught.value)
+    assert len(server.requests) == 1
 
 
-def test_an_answer_that_breaks_off_is_a_lost_connection(server):
+def test_incomplete_response_is_retried(server):
     server.answer(200, {"rewards": [1, 2, 3]})
-    server.kept_back = 1
+    server.missing_bytes = 1
     with pytest.raises(ScorerUnavailable, match="last attempt: IncompleteRead"):
         RemoteScorer(server.url, 0.3)(REQUESTS)
-    assert len(server.asked) > 1
+    assert len(server.requests) > 1
 
 
-def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
+def test_failing_server_is_retried_until_deadline(server):
     server.answer(500, b"out of memory")
     start = time.monotonic()
     with pytest.raises(
@@ -171,11 +170,11 @@ def test_a_server_that_keeps_failing_is_given_up_at_the_deadline(server):
         ),
     ):
         RemoteScorer(server.url, 0.5)(REQUESTS)
-    assert len(server.asked) > 1
+    assert len(server.requests) > 1
     assert time.monotonic() - start < 2
 
 
-def test_nobody_listening_is_told_at_the_deadline():
+def test_refused_connection_is_reported_at_deadline():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(
@@ -187,7 +186,7 @@ def test_nobody_listening_is_told_at_the_deadline():
 
 
 @pytest.mark.parametrize("length", ["", "Content-Length: 1000\r\n"])
-def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
+def test_slow_response_does_not_exceed_the_deadline(length):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def trickle() -> None:
@@ -221,13 +220,11 @@ def test_an_answer_that_trickles_in_does_not_outlast_the_deadline(length):
         ({"skip_special_tokens": True}, ("ab", "cd")),
     ],
 )
-def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(
-    server, settings, asked
-):
+def test_special_tokens_are_sent_unless_skipped(server, settings, asked):
     tokenizer = character_tokenizer()
     server.answer(200, {"rewards": [1]})
     source = RemoteSource(name="judge", key="reward", url=server.url, timeout_s=5, **settings)
-    # which are told the text alone
+    # A function gets the text without special tokens.
     functions = FunctionSource(name="exact", key="reward", function="exact_match")
     scoring = Scoring(
         CombinedReward([(each, text_source(each)) for each in (source, functions)]),
@@ -244,5 +241,5 @@ def test_turns_and_ends_are_told_by_special_tokens_unless_they_are_left_out(
         "0": [1.0],
         "1": [1.0],
     }
-    ((_, _, body),) = server.asked
+    ((_, _, body),) = server.requests
     assert body == {"query": ["".join(asked)], "prompts": [asked[0]], "labels": ["cd"]}

@@ -1,3 +1,5 @@
+"""Scoring functions: lookup by name, and errors that name the scorer, prompt and response."""
+
 from __future__ import annotations
 
 import os
@@ -37,7 +39,7 @@ def one_too_few(batch):
     return [0.0] * (len(batch) - 1)
 
 
-def test_digit_fraction_counts_ascii_digits_of_the_response_only():
+def test_digit_fraction_counts_ascii_digits_of_response():
     assert digit_fraction(
         [
             ScoringRequest("123", "a1b2"),
@@ -53,7 +55,7 @@ def test_digit_fraction_counts_ascii_digits_of_the_response_only():
     ]
 
 
-def test_sentiment_reads_prompt_and_response_together():
+def test_sentiment_score_has_the_sign_of_the_text():
     scorer = resolve_scorer("sentiment")
     kind, unkind = scorer(
         [
@@ -64,7 +66,7 @@ def test_sentiment_reads_prompt_and_response_together():
     assert kind > 0.5 > 0 > unkind
 
 
-def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
+def test_missing_sentiment_package_names_the_extra(monkeypatch):
     scorers._sentiment_analyzer.cache_clear()
     for module in ("vaderSentiment", "vaderSentiment.vaderSentiment"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -78,27 +80,27 @@ def test_sentiment_without_its_package_names_the_key_and_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     "name", [name for name in (*FUNCTIONS, *RULES) if name not in ("math", "reasoning_gym")]
 )
-def test_every_built_in_scorer_is_there(name):
+def test_built_in_scorers_score_a_response(name):
     (score,) = resolve_scorer(name)(
         [ScoringRequest("2+2=", "4", {"answer": "4", "format": "[0-9]", "max_length": 1})]
     )
     assert score == {"environment": 0.0, "sentiment": 0.0}.get(name, 1.0)
 
 
-def test_a_scorer_is_found_by_import_path():
+def test_scorer_is_imported_by_path():
     assert resolve_scorer(f"{__name__}:fails_on_seven")(requests("1")) == [1.0]
 
 
 @pytest.mark.parametrize(
     "name", ["no_such", "no.such.module:f", f"{__name__}:no_such", "math:pi", "math:", ":f"]
 )
-def test_an_unknown_scorer_is_refused_by_key(name):
+def test_unknown_scorer_is_refused_with_key(name):
     with pytest.raises(ConfigError, match=r"reward\.function="):
         resolve_scorer(name)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("def f(:", r"broken_scorer\.py:2: SyntaxError: invalid syntax;"),
         ("raise SystemExit(3)", r"importing broken_scorer failed with SystemExit: 3;"),
@@ -106,47 +108,43 @@ def test_an_unknown_scorer_is_refused_by_key(name):
         ("import no_such_package", r"No module named 'no_such_package';"),
     ],
 )
-def test_a_scorers_module_that_cannot_be_imported_is_refused_with_its_fault(
-    tmp_path, monkeypatch, content, told
-):
+def test_failed_scorer_import_names_its_cause(tmp_path, monkeypatch, content, message):
     (tmp_path / "broken_scorer.py").write_text(f"# mine\n{content}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^reward\.function=broken_scorer:f: .*{told}"):
+    with pytest.raises(ConfigError, match=rf"^reward\.function=broken_scorer:f: .*{message}"):
         resolve_scorer("broken_scorer:f")
     assert "broken_scorer" not in sys.modules
 
 
-def test_a_function_that_does_not_take_requests_is_refused_before_it_is_asked(
-    tmp_path, monkeypatch
-):
+def test_scorer_with_wrong_signature_is_refused(tmp_path, monkeypatch):
     (tmp_path / "others.py").write_text(
         "def score(prompts, completions, **more): return [0.0]\ndef one(requests): return [1.0]"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    told = (
+    message = (
         r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function takes a"
         r" list of requests, each with prompt"
     )
-    with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {told}"):
+    with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {message}"):
         resolve_scorer("others:score")
     assert resolve_scorer("others:one")(requests("1")) == [1.0]
 
 
-def test_a_raising_scorer_is_told_with_the_prompt_and_response_at_fault():
+def test_scorer_exception_names_prompt_and_response():
     with pytest.raises(
         ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"
     ):
         checked_scores("lengths", fails_on_seven, requests("1", "2", "7", "3"))
 
 
-def test_a_score_that_is_not_finite_is_told_with_its_prompt_and_response():
+def test_non_finite_score_names_prompt_and_response():
     with pytest.raises(
         ScoringError, match="returned nan for prompt 'Count: ' and response 'b'; must be finite"
     ):
         checked_scores("lengths", not_a_number, requests("a", "b"))
 
 
-def test_a_wrong_number_of_scores_is_refused():
+def test_wrong_number_of_scores_is_refused():
     with pytest.raises(ScoringError, match="returned 1 scores for 2 responses"):
         checked_scores("lengths", one_too_few, requests("a", "b"))
 
@@ -162,7 +160,7 @@ def is_killed(batch):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_scorer_that_hangs_or_is_killed_is_told_by_name_and_another_process_takes_its_place():
+def test_timeout_or_kill_of_scorer_is_reported():
     name = f"{__name__}:hangs_on_seven"
     scorer = resolve_scorer(name, timeout_s=1)
     about = {"answer": 2}

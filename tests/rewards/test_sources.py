@@ -1,3 +1,5 @@
+"""Rewards of several sources: weights, ensembles, task weights and errors."""
+
 from __future__ import annotations
 
 import math
@@ -29,7 +31,7 @@ def settings(name: str, **numbers: Any) -> FunctionSource:
     )
 
 
-def test_the_reward_is_the_weighted_sum_of_normalized_scores():
+def test_reward_is_weighted_sum_of_normalized_scores():
     parts = [
         (settings("digits", weight=2.0, gain=4.0, bias=-1.0), text_source(settings("digits"))),
         (
@@ -46,7 +48,7 @@ def test_the_reward_is_the_weighted_sum_of_normalized_scores():
     ]
 
 
-def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
+def test_ensemble_combinations_equal_loop_reference():
     generator = torch.Generator().manual_seed(11)
     for _ in range(200):
         members, rows = (int(torch.randint(1, 6, (), generator=generator)) for _ in range(2))
@@ -72,7 +74,7 @@ def test_an_ensemble_is_combined_as_a_loop_over_its_members_does():
     assert tuple(COMBINATIONS) == schema_keys()["reward.combine"].choices
 
 
-def test_the_reward_is_what_an_ensemble_agrees_on():
+def test_ensemble_reward_uses_configured_combination():
     given = {"one": [1.0, 2.0, 3.0], "two": [3.0, 2.0, -5.0]}
     parts = [
         (settings(name, weight=0.5), TextSource(name, lambda _, own=own: own))
@@ -88,7 +90,7 @@ def test_the_reward_is_what_an_ensemble_agrees_on():
         assert [member.tolist() for member in members] == [[0.5, 1.0, 1.5], [1.5, 1.0, -2.5]]
 
 
-def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_is_0():
+def test_task_weight_0_skips_the_source():
     tasks, asked = ["sums", "chat", "sums", None], {"text": [], "model": []}
     requests = [
         ScoringRequest(f"{row}", f"{row}", {"task": task} if task else {})
@@ -119,7 +121,7 @@ def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_i
         [0, 11, 0, 13],
         [0, 10, 60, 0],
     ] and scores.tolist() == [0, 21, 60, 13]
-    # Of an ensemble what is not asked is no member.
+    # A source with task weight 0 is not a member of the ensemble.
     assert CombinedReward(parts, "min")(batch).tolist() == [0, 10, 60, 13]
     assert CombinedReward(parts, "mean_minus_std", 2.0)(batch).tolist() == [0, 9.5, 60, 13]
     with pytest.raises(
@@ -129,7 +131,7 @@ def test_a_source_has_the_weight_of_a_records_task_and_is_not_asked_where_that_i
         CombinedReward(parts[1:])(batch)
 
 
-def test_a_refusal_names_the_source_at_fault():
+def test_scoring_error_names_the_failing_source():
     broken = TextSource("broken", lambda requests: [0.0, float("inf"), 0.0])
     with pytest.raises(
         ScoringError,
@@ -140,38 +142,38 @@ def test_a_refusal_names_the_source_at_fault():
         )(BATCH)
 
 
-def ask_nobody() -> list[str]:
-    """What one source and what the sum of it say, on this rank."""
+def unavailable_scorer_errors() -> list[str]:
+    """Return the errors of one source and of the combined reward on this rank."""
     source = TextSource("judge", RemoteScorer("http://127.0.0.1:1/", 0.1))
-    told = []
+    messages = []
     for ask in (source.raw, CombinedReward([(settings("judge"), source)])):
         try:
             ask(BATCH)
         except ScorerUnavailable as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
-def test_every_rank_knows_that_a_scorer_is_unavailable(pool):
-    one, other = pool.run(ask_nobody, 2)
+def test_unavailable_scorer_is_reported_on_all_ranks(pool):
+    one, other = pool.run(unavailable_scorer_errors, 2)
     assert one[0].startswith(
         "the scorer judge: http://127.0.0.1:1/: no successful response within 0.1 s"
     )
     assert len(one) == len(other) == 2
 
 
-def test_a_sum_that_overflows_is_refused():
+def test_overflowing_reward_is_refused():
     parts = [(settings("digits", weight=1e300), text_source(settings("digits")))]
     with pytest.raises(ScoringError, match=r"the scorer digits returned inf.*response 'a1'"):
         CombinedReward(parts)(BATCH)
     large = TextSource("large", lambda requests: [1e39] * 3)
     parts = [(settings("digits"), text_source(settings("digits"))), (settings("large"), large)]
-    # though the least is finite
+    # The minimum is finite, but one of its members is not.
     with pytest.raises(ScoringError, match="the scorer large returned inf"):
         CombinedReward(parts, "min")(BATCH)
 
 
-def test_sources_are_made_from_their_settings():
+def test_text_source_follows_its_settings():
     remote = text_source(
         RemoteSource(name="judge", key="reward", url="http://judge:5000/get_reward", timeout_s=7)
     )

@@ -1,5 +1,4 @@
-"""Rewards inside a response: where they lie, what they add up to, and how they come to the
-trainer."""
+"""Step rewards: their token positions, their sums, and their path to the trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ PROMPT, RESPONSES = "ab", ["1a.2b. c", ".", "abc", "a."]
 
 
 def character_tokenizer() -> Tokenizer:
-    """Token 0 is padding, 1 the end; each character is one of its own."""
+    """Return a tokenizer with one token per character; token 0 is padding, token 1 is `<eos>`."""
     tokenizer = Tokenizer(
         models.WordLevel(
             {"<pad>": 0, "<eos>": 1} | {each: 2 + n for n, each in enumerate("abc12. ")}, "<pad>"
@@ -49,7 +48,7 @@ def source(**numbers: Any) -> FunctionSource:
 
 
 def dots(requests):
-    """A step ends behind each dot, worth 1 with a digit in it and 0.25 without."""
+    """End a step after each dot; its reward is 1 if it contains a digit, otherwise 0.25."""
     found = []
     for request in requests:
         ends = [place + 1 for place, character in enumerate(request.response) if character == "."]
@@ -64,7 +63,7 @@ def dots(requests):
 
 
 def tokens_of(tokenizer, ended: bool = True):
-    """Rows of the prompt and a response, an end behind each but the last, right-padded."""
+    """Return right-padded rows of prompt, response and `<eos>`, their lengths and prompt lengths."""
     prompt = tokenizer.encode(PROMPT).ids
     rows = [prompt + tokenizer.encode(text).ids + [1] * ended for text in RESPONSES]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
@@ -73,13 +72,13 @@ def tokens_of(tokenizer, ended: bool = True):
     return tokens, torch.tensor([len(row) for row in rows]), torch.full((len(rows),), len(prompt))
 
 
-def scored(reward, **given):
+def score_batch(reward, **given):
     return Scoring(reward, character_tokenizer(), LIMITS).score(
         *tokens_of(character_tokenizer()), **given
     )
 
 
-def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_score():
+def test_step_rewards_are_at_end_tokens_of_steps():
     parts = [
         (source(weight=2.0, gain=3.0, bias=-1.0), StepSource("steps", dots)),
         (
@@ -87,7 +86,7 @@ def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_scor
             TextSource("whole", lambda requests: [10.0] * len(requests)),
         ),
     ]
-    found = scored(CombinedReward(parts))
+    found = score_batch(CombinedReward(parts))
     steps = found["steps"]
     expected = torch.full((4, steps.shape[1]), torch.nan)
     for row, text in enumerate(RESPONSES):
@@ -100,7 +99,7 @@ def test_rewards_of_steps_lie_on_the_tokens_that_end_them_and_add_up_to_the_scor
     assert torch.allclose(found["0"], expected.nansum(1)) and found["1"].tolist() == [10.0] * 4
 
 
-def test_a_source_that_is_not_asked_about_a_record_rewards_none_of_its_steps():
+def test_task_weight_0_gives_no_step_rewards():
     parts = [
         (source(task_weights={"chat": 0.0}), StepSource("steps", dots)),
         (
@@ -108,22 +107,22 @@ def test_a_source_that_is_not_asked_about_a_record_rewards_none_of_its_steps():
             TextSource("whole", lambda requests: [10.0] * len(requests)),
         ),
     ]
-    found = scored(
+    found = score_batch(
         CombinedReward(parts), metadata=['{"task": "chat"}', "{}", '{"task": "chat"}', "{}"]
     )
     assert found["steps"].nansum(1).tolist() == [0.0, 0.25, 0.0, 0.25]
     assert found["rewards"].tolist() == [10.0, 10.25, 10.0, 10.25]
 
 
-def test_texts_without_tokens_get_the_sum_alone():
+def test_texts_without_tokens_get_only_total_reward():
     found = Scoring(
         CombinedReward([(source(), StepSource("steps", dots))]), character_tokenizer(), LIMITS
     ).score(texts=["1.a.", "."])
     assert found["rewards"].tolist() == [1.25, 0.25] and "steps" not in found
 
 
-def test_a_step_ends_at_the_first_token_with_which_its_characters_are_complete():
-    """With tokens of several characters, and characters of several tokens."""
+def test_step_ends_at_token_of_its_last_character():
+    """Tokens may contain several characters, and characters may need several tokens."""
     text = "First: 12+30 is 42.\nSecond, naïve 漢字 🙂 done."
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -148,17 +147,17 @@ def test_a_step_ends_at_the_first_token_with_which_its_characters_are_complete()
 
 @dataclass
 class Places:
-    """A model whose number at a token is its place, less 4."""
+    """A model whose value at a token is the token's position minus 4."""
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         return (torch.arange(tokens.shape[1]).float() - 4).expand(tokens.shape)
 
 
 @pytest.mark.parametrize("probability", [True, False])
-def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probability):
+def test_process_reward_model_is_read_at_step_ends(probability):
     model = ModelSource("judge", Places(), step_separator=".", step_probability=probability)
-    found = scored(CombinedReward([(source(), model)]))
-    ends = [[4, 7, 10], [2], [5], [3]]  # what follows the last dot is a step unless it is nothing
+    found = score_batch(CombinedReward([(source(), model)]))
+    ends = [[4, 7, 10], [2], [5], [3]]  # text after the last dot is a step too
     for row, places in enumerate(ends):
         numbers = {
             place: 1 / (1 + math.exp(4 - place)) if probability else place - 4.0 for place in places
@@ -183,19 +182,19 @@ def test_a_process_reward_model_is_read_where_steps_and_the_response_end(probabi
         ([(1.5, 1.0)], "returned .* for prompt 'p' and response 'abc'; must be a number"),
     ],
 )
-def test_steps_that_are_none_are_told_with_prompt_and_response(answer, message):
+def test_invalid_steps_are_refused_with_their_prompt(answer, message):
     with pytest.raises(ScoringError, match=f"the scorer mine {message}"):
         checked_steps("mine", lambda requests: [answer], [ScoringRequest("p", "abc")])
 
 
-def test_a_function_of_the_users_own_rewards_steps_from_its_own_process():
+def test_custom_function_returns_step_rewards():
     scorer = resolve_step_scorer("tests.rewards.test_step_rewards:dots", "reward.function", 60)
     assert checked_steps(
         "dots", scorer, [ScoringRequest("p", "1.a."), ScoringRequest("p", "")]
     ) == [[(2, 1.0), (4, 0.25)], []]
 
 
-def answered(**columns) -> Future[Tensor]:
+def completed_scores(**columns) -> Future[Tensor]:
     done: Future[Tensor] = Future()
     done.set_result(
         scores_in({name: np.array(values, dtype=np.float32) for name, values in columns.items()})
@@ -203,13 +202,15 @@ def answered(**columns) -> Future[Tensor]:
     return done
 
 
-def test_the_trainer_tells_scores_parts_and_rewards_of_steps_apart_however_the_requests_were_cut():
+def test_scores_and_steps_are_joined_across_requests():
     refused: Future[Tensor] = Future()
     refused.set_result(torch.full((1,), torch.nan))
     futures = (
-        answered(rewards=[[3.0]], reward_parts=[[1.0, 2.0]], step_rewards=[[NAN, 1.0]]),
+        completed_scores(rewards=[[3.0]], reward_parts=[[1.0, 2.0]], step_rewards=[[NAN, 1.0]]),
         refused,
-        answered(rewards=[[7.0]], reward_parts=[[3.0, 4.0]], step_rewards=[[NAN, 0.0, NAN, 2.0]]),
+        completed_scores(
+            rewards=[[7.0]], reward_parts=[[3.0, 4.0]], step_rewards=[[NAN, 0.0, NAN, 2.0]]
+        ),
     )
     pending = PendingRows(futures, torch.tensor([0, 2]), sources=2)
     assert pending.result().tolist() == [3.0, 7.0]
@@ -221,15 +222,15 @@ def test_the_trainer_tells_scores_parts_and_rewards_of_steps_apart_however_the_r
     assert pending.select(torch.tensor([1])).steps(3).tolist()[0] == pytest.approx(
         [NAN, 0, NAN], nan_ok=True
     )
-    one = PendingRows((answered(rewards=[[3.0]], step_rewards=[[0.0, 1.0]]),), sources=0)
+    one = PendingRows((completed_scores(rewards=[[3.0]], step_rewards=[[0.0, 1.0]]),), sources=0)
     assert (
         one.parts() is None and one.steps(2).tolist() == [[0, 1]] and one.result().tolist() == [3.0]
     )
-    assert PendingRows((answered(rewards=[[3.0]]),), sources=0).steps(2).isnan().all()
+    assert PendingRows((completed_scores(rewards=[[3.0]]),), sources=0).steps(2).isnan().all()
     assert joined_scores([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
 
-def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone():
+def test_step_rewards_add_to_environment_rewards():
     def sample(prompt_id, response, rewards=None, **more):
         tokens = torch.tensor([5, *response])
         versions = torch.zeros(len(response), dtype=torch.int64)
@@ -299,7 +300,7 @@ def test_rewards_of_steps_join_those_of_an_environment_and_leave_branches_alone(
         ),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused_by_name(given, message):
+def test_invalid_step_reward_keys_are_refused(given, message):
     with pytest.raises(ConfigError) as caught:
         check(compose_config(["experiment=tiny_ppo", *given]))
     assert message in str(caught.value)

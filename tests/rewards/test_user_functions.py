@@ -1,4 +1,4 @@
-"""Scoring functions of the user, in real child processes."""
+"""Custom scoring functions in child processes: forks, async forms, abstentions and deadlocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_forked_process_does_not_shift_scores():
     assert found == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
 
 
-def test_exception_of_forked_process_is_no_answer():
+def test_exception_of_forked_process_is_ignored():
     scorer = resolve_scorer(f"{NAME}:forks_and_raises", timeout_s=20)
     assert [checked_scores("mine", scorer, requests("a" * n)) for n in (1, 2, 3)] == [
         [1.0],
@@ -54,7 +54,7 @@ def test_exception_of_forked_process_is_no_answer():
     ]
 
 
-def test_exit_is_noticed_although_forked_process_lives_on():
+def test_exit_is_detected_while_forked_process_lives():
     began = time.monotonic()
     with pytest.raises(ScoringError, match="exited during a call: exit code 3"):
         scores("leaves_a_forked_process", "a")
@@ -80,7 +80,7 @@ def test_none_is_an_abstention():
         "async_callable",
     ],
 )
-def test_scores_of_any_numeric_type_and_async_form(function):
+def test_numeric_types_and_async_forms_are_accepted(function):
     assert scores(function, "a", "", "abc") == [1.0, 0.0, 3.0]
 
 
@@ -89,7 +89,7 @@ def test_async_calls_share_one_event_loop():
     assert [checked_scores("mine", scorer, requests("a")) for _ in range(2)] == [[1.0], [1.0]]
 
 
-def test_exception_of_async_function_names_the_response():
+def test_error_of_async_function_names_the_prompt():
     with pytest.raises(ScoringError, match="raised KeyError: 'gold' for prompt 'prompt 0'"):
         scores("async_raises", "a")
 
@@ -105,7 +105,7 @@ def test_exception_of_async_function_names_the_response():
         ("mapping", "returned dict for 4 responses; must return a list"),
     ],
 )
-def test_wrong_scores_are_errors_that_name_the_function(function, message):
+def test_error_of_invalid_scores_names_the_function(function, message):
     name = f"{NAME}:{function}"
     place = re.escape(f"(reward.sources.mine.function={name})")
     scorer = resolve_scorer(name, "reward.sources.mine.function", 20)
@@ -124,7 +124,7 @@ def source(name: str, **more: object) -> FunctionSource:
     return FunctionSource(name=name, key=f"reward.sources.{name}", function="mine", **more)  # type: ignore[arg-type]
 
 
-def fixed(name: str, *given: float | None) -> TextSource:
+def fixed_source(name: str, *given: float | None) -> TextSource:
     return TextSource(name, lambda asked: list(given[: len(asked)]))
 
 
@@ -138,10 +138,10 @@ def fixed(name: str, *given: float | None) -> TextSource:
         ("mean_minus_variance", [5.5 - 20.25, 20.0, 3.0]),
     ],
 )
-def test_abstaining_source_counts_as_not_asked(combine, expected):
+def test_abstaining_source_is_excluded_from_ensemble(combine, expected):
     parts = [
-        (source("one"), fixed("one", 1.0, None, 3.0, None)),
-        (source("two", bias=0.0, weight=2.0), fixed("two", 5.0, 10.0, None, None)),
+        (source("one"), fixed_source("one", 1.0, None, 3.0, None)),
+        (source("two", bias=0.0, weight=2.0), fixed_source("two", 5.0, 10.0, None, None)),
     ]
     batch = ScoringBatch(lambda: requests("a", "b", "c", "d"))
     found, given = CombinedReward(parts, combine, 1.0).in_parts(batch)
@@ -150,16 +150,16 @@ def test_abstaining_source_counts_as_not_asked(combine, expected):
 
 
 def test_bias_is_not_added_where_a_source_abstains():
-    parts = [(source("one", bias=1.0, gain=2.0), fixed("one", None, 3.0))]
+    parts = [(source("one", bias=1.0, gain=2.0), fixed_source("one", None, 3.0))]
     found = CombinedReward(parts)(ScoringBatch(lambda: requests("a", "b")))
     assert math.isnan(found[0]) and found[1] == 7.0
 
 
-def test_abstention_of_a_task_without_other_source_has_no_score():
+def test_abstention_of_the_only_source_has_no_score():
     only_math = source("one", weight=0.0, task_weights={"math": 1.0})
     other = source("two", task_weights={"math": 0.0})
     batch = [ScoringRequest("p", "r", {"task": task}) for task in ("math", "else")]
-    parts = [(only_math, fixed("one", None)), (other, fixed("two", 2.0))]
+    parts = [(only_math, fixed_source("one", None)), (other, fixed_source("two", 2.0))]
     found = CombinedReward(parts)(ScoringBatch(lambda: batch))
     assert math.isnan(found[0]) and found[1] == 2.0
 
@@ -195,7 +195,7 @@ def test_timeout_contains_the_stack_of_the_function(function, frames):
 
 
 @pytest.mark.promise("deadlocked-reward-is-named")
-def test_second_timeout_of_another_prompt_is_a_deadlock_with_name_and_stack():
+def test_second_prompt_timeout_is_a_deadlock_with_stack():
     name = f"{NAME}:deadlocks"
     scorer = resolve_scorer(name, timeout_s=0.3)
     first, second = requests("a", "b")
@@ -210,7 +210,7 @@ def test_second_timeout_of_another_prompt_is_a_deadlock_with_name_and_stack():
     assert time.monotonic() - began < 0.2, "later calls fail at once"
 
 
-def test_one_prompt_that_hangs_is_no_deadlock():
+def test_timeouts_of_one_prompt_are_no_deadlock():
     scorer = resolve_scorer(f"{NAME}:deadlocks_on_seven", timeout_s=0.3)
     good, bad, other = requests("a", "7", "b")
     for batch in ([good, bad], [bad]):
@@ -221,7 +221,7 @@ def test_one_prompt_that_hangs_is_no_deadlock():
         checked_scores("mine", scorer, [bad])
 
 
-def test_deadlock_of_all_prompts_of_a_batch_is_found_by_its_parts():
+def test_batch_deadlock_is_detected_by_its_parts():
     scorer = resolve_scorer(f"{NAME}:deadlocks", timeout_s=0.3)
     first, second = batch = requests("a", "b")
     for part in (batch, [first]):
@@ -231,7 +231,7 @@ def test_deadlock_of_all_prompts_of_a_batch_is_found_by_its_parts():
         checked_scores("mine", scorer, [second])
 
 
-def test_deadlock_after_every_few_calls_is_found():
+def test_deadlock_of_every_third_call_is_detected():
     scorer = resolve_scorer(f"{NAME}:deadlocks_at_every_third_call", timeout_s=0.2)
     outcomes = []
     for number in range(12):
@@ -242,7 +242,7 @@ def test_deadlock_after_every_few_calls_is_found():
     assert outcomes == [ScorerTimeout] * 3 + [ScorerDeadlocked]
 
 
-def test_module_that_hangs_when_imported_is_reported_with_its_stack(tmp_path, monkeypatch):
+def test_hanging_import_is_reported_with_its_stack(tmp_path, monkeypatch):
     (tmp_path / "slow_module.py").write_text(
         "import threading\ndef wait():\n    threading.Event().wait()\nwait()\n"
     )

@@ -1,3 +1,5 @@
+"""Built-in verifiers: exact_match, gsm8k, math, format and length."""
+
 from __future__ import annotations
 
 import threading
@@ -30,7 +32,7 @@ def score(name: str, response: str, **metadata) -> float:
         ("Yes", "yes", 0),
     ],
 )
-def test_exact_match_is_letter_by_letter_but_for_space_around(response, answer, expected):
+def test_exact_match_ignores_outer_whitespace(response, answer, expected):
     assert score("exact_match", response, answer=answer) == expected
 
 
@@ -64,11 +66,11 @@ def test_exact_match_is_letter_by_letter_but_for_space_around(response, answer, 
         ("", None),
     ],
 )
-def test_the_final_number_is_after_the_marker_in_the_box_or_the_last(text, number):
+def test_final_number_follows_marker_or_box_or_is_last(text, number):
     assert final_number(text) == (None if number is None else Decimal(number))
 
 
-def test_gsm8k_compares_numbers_whatever_their_form():
+def test_gsm8k_compares_numbers_in_any_notation():
     assert score("gsm8k", "So it is 1,050,000.00 dollars", answer="long ago ...\n#### 1050000") == 1
     assert score("gsm8k", "#### 18", answer=18) == score("gsm8k", "18", answer=18.0) == 1
     assert score("gsm8k", "18 or 19", answer="18") == score("gsm8k", "no idea", answer="18") == 0
@@ -91,7 +93,7 @@ def test_format_matches_the_whole_response(response, pattern, expected):
     assert score("format", response, format=pattern) == expected
 
 
-def test_length_is_in_characters_and_includes_its_bounds():
+def test_length_bounds_are_inclusive():
     assert [score("length", text, max_length=3) for text in ("", "abc", "abcd", "ééé")] == [
         1,
         1,
@@ -117,12 +119,12 @@ def test_math_compares_expressions_by_value(response, answer, expected):
     assert score("math", response, answer=answer) == expected
 
 
-def test_math_is_compared_in_any_thread_and_what_takes_too_long_is_not_right():
+def test_math_timeout_in_thread_returns_false():
     checker, answers = MathChecker(seconds=0.3), []
 
     def work() -> None:
-        # The second has a number with 10^8 digits to multiply out; the third needs the process that
-        # takes its place.
+        # The second answer is a number with 10^8 digits; the third one needs the process that
+        # replaces the killed one.
         for response in (r"\boxed{4}", r"\boxed{(10^9)!}", r"\boxed{4}"):
             answers.append(checker.equal("4", response))
 
@@ -133,7 +135,7 @@ def test_math_is_compared_in_any_thread_and_what_takes_too_long_is_not_right():
     assert answers == [True, False, True]
 
 
-def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
+def test_killed_math_process_raises_and_is_replaced():
     checker = MathChecker()
     assert checker.equal("1", "1") is True
     assert checker.child._process is not None
@@ -144,7 +146,7 @@ def test_a_child_process_that_fails_is_an_error_and_another_takes_its_place():
     checker.child.close()
 
 
-def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
+def test_math_without_package_names_key_and_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
@@ -186,14 +188,14 @@ def test_math_without_its_package_names_the_key_and_the_extra(monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_verified_is_told_with_the_scorer_and_the_prompt(name, metadata, message):
+def test_invalid_record_field_is_reported(name, metadata, message):
     with pytest.raises(
         ScoringError, match=f"the scorer {name}: {message}.*for prompt 'What\\?' and response '4'"
     ):
         score(name, "4", **metadata)
 
 
-def test_a_pattern_that_takes_for_ever_is_told_by_name_and_the_next_is_matched():
+def test_slow_format_pattern_is_reported():
     pattern = "(a+)+b"
     with pytest.raises(
         ScoringError,

@@ -1,5 +1,5 @@
-"""A simulated clock: threads take turns, so that schedules of hours are run in milliseconds and
-always alike."""
+"""A simulated clock: one thread runs at a time, so that schedules of hours take milliseconds and
+are deterministic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from concurrent.futures import Executor, Future
 
 
 class Deadlock(Exception):
-    """Every thread waits for another one."""
+    """All threads wait for each other."""
 
 
 class Clock:
-    """One thread runs until it sleeps or waits; then the one whose time is next does."""
+    """Runs one thread until it sleeps or waits, then the thread with the next due time."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,17 +26,19 @@ class Clock:
         self._deadlocked = False
 
     def sleep(self, seconds):
-        """Let so much time pass."""
+        """Advance this thread's time by `seconds`."""
         self.wake(self._turn, seconds)
         self.wait()
 
     def wake(self, turn, seconds=0.0):
-        """Have a thread go on in so many seconds."""
+        """Schedule a thread to continue after `seconds`."""
         heapq.heappush(self._due, (self.now + seconds, next(self._order), turn))
 
     def wait(self):
-        """Let others run until this thread is woken. Raises Deadlock on the first thread when no
-        one could."""
+        """Let other threads run until this thread is woken.
+
+        Raises Deadlock on the first thread if no thread can run.
+        """
         mine = self._turn
         self.pass_on()
         mine.acquire()
@@ -45,7 +47,7 @@ class Clock:
             raise Deadlock
 
     def pass_on(self):
-        """The next thread runs."""
+        """Let the next due thread run."""
         if self._due:
             self.now, _, self._turn = heapq.heappop(self._due)
         else:
@@ -54,11 +56,11 @@ class Clock:
 
     @property
     def turn(self):
-        """Whose turn it is."""
+        """Turn of the running thread."""
         return self._turn
 
     def worker(self, name):
-        """What does one thing after another in a thread of its own."""
+        """Return an executor that runs its tasks in order, in a separate thread."""
         return _Worker(self)
 
 
@@ -68,7 +70,7 @@ class _Turn(threading.Semaphore):
 
 
 class _Pending(Future):
-    """Waits by the clock."""
+    """A future whose `result` waits on the simulated clock."""
 
     def __init__(self, clock):
         super().__init__()
@@ -95,18 +97,18 @@ class _Worker(Executor):
     def submit(self, function, /, *arguments):
         pending = _Pending(self._clock)
         self._tasks.append((pending, function, arguments))
-        self._go_on()
+        self._wake_if_idle()
         return pending
 
     def shutdown(self, wait=True, *, cancel_futures=False):
         self._open = False
         if cancel_futures:
             self._tasks.clear()
-        self._go_on()
+        self._wake_if_idle()
         self._ended.result()
         self._thread.join()
 
-    def _go_on(self):
+    def _wake_if_idle(self):
         if self._idle:
             self._idle = False
             self._clock.wake(self._turn)

@@ -1,5 +1,4 @@
-"""What stands for the prompts, the engine and the servers where only the order of things is looked
-at."""
+"""Fake prompts, engines and servers for tests of the order of events."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from aligner.data.types import Prompt, Sample
 
 
 class Stream:
-    """A prompt's id is its position."""
+    """A prompt stream in which a prompt's id is its position."""
 
     def take(self, start, count):
         ids = range(start, start + count)
         return [Prompt(id, f"prompt {id}", torch.tensor([5]), {"task": f"task {id}"}) for id in ids]
 
     def draw(self, start, count, rates):
-        """Its metadata say by which pass rates a prompt was drawn."""
+        """Take prompts whose metadata contain the pass rates that selected them."""
         drawn = [
             replace(prompt, metadata={**prompt.metadata, "rates": rates})
             for prompt in self.take(start, count)
@@ -29,11 +28,11 @@ class Stream:
 
 
 class Digits:
-    """Whose responses say which prompt and sample they are, 10 + prompt and 10 + index, drawn by
-    the weights that serve."""
+    """An engine whose responses are the tokens 10 + prompt id and 10 + sample index, with the
+    served weight version."""
 
     def __init__(self, spend=lambda: None):
-        """The second token is drawn when `spend` has returned."""
+        """Generate the second token after `spend` returns."""
         self.version, self.spend = 0, spend
         self.first = 0
 
@@ -70,7 +69,7 @@ class Digits:
 
 
 class Writer:
-    """An engine whose responses have lengths of their own; the token at place t is 10 + t."""
+    """An engine whose responses have random lengths; the token at position t is 10 + t."""
 
     def __init__(self, seed):
         self.seed, self.version = seed, 0
@@ -131,17 +130,17 @@ def _now(answer):
     return done
 
 
-def taught(batch):
-    """The teacher's log-probs [B, S-1]: minus the token, 0 past the end."""
+def teacher_logprobs(batch):
+    """Return the teacher's log-probs [B, S-1]: minus the token id, 0 in the padding."""
     inside = torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
     return torch.where(inside, -batch.tokens[:, 1:].float(), 0.0)
 
 
 class Scorers:
-    """The servers: a prompt whose id `is_mixed` gets different scores for its samples."""
+    """The servers; samples of a prompt get different scores if `is_mixed(prompt id)` is true."""
 
     def __init__(self, is_mixed, answer=None):
-        """`answer` gives the future of an answer; without it they are there at once."""
+        """Set `answer`, which returns an answer's future; by default, answers are immediate."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
     def ask_scores(self, batch, metadata, rows_apart=None):
@@ -156,7 +155,7 @@ class Scorers:
         return ()
 
     def ask_teacher(self, batch, metadata):
-        return (self.answer(taught(batch)),)
+        return (self.answer(teacher_logprobs(batch)),)
 
     def ask(self, batch, metadata, rows_apart=None):
         return self.ask_scores(batch, metadata), ()

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the servers as the trainer sees them."""
+"""Function that worker ranks run for the tests of the trainer's requests to servers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from aligner.errors import AlignerError
 from aligner.rollout.services import together
 
 
-def wait_together(seconds: float, timeout_s: float, error: str | None = None) -> Any:
-    """What the ranks get of a rank 0 that waits longer for a server than they wait for each
-    other."""
+def wait_on_all_ranks(seconds: float, timeout_s: float, error: str | None = None) -> Any:
+    """Return each rank's answer if rank 0 waits for a server longer than the collective timeout."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
 
     def wait() -> str | None:

@@ -1,3 +1,5 @@
+"""Rollout batches of a step: dynamic sampling, skipped prompts, teacher log-probs, selection."""
+
 from __future__ import annotations
 
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.servers.connection import RefusedError, RemoteError, TransportError
 from aligner.servers.remote_client import UnscoredError
-from tests.rollout.fakes import Digits, Scorers, Stream, taught
+from tests.rollout.fakes import Digits, Scorers, Stream, teacher_logprobs
 
 EACH = 2
 
@@ -47,7 +49,7 @@ def rollouts(
     )
 
 
-def test_every_prompt_is_taken_once_and_the_position_says_where_the_next_step_begins():
+def test_each_prompt_is_used_once_and_position_resumes_stream():
     source = rollouts(mixed=(), rounds=0)
     seen = [[prompt.id for prompt in source.take().prompts[::EACH]] for _ in range(3)]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -56,7 +58,7 @@ def test_every_prompt_is_taken_once_and_the_position_says_where_the_next_step_be
     assert [prompt.id for prompt in resumed.take().prompts[::EACH]] == seen[2]
 
 
-def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_stream():
+def test_dynamic_sampling_replaces_prompts_with_equal_scores():
     source = rollouts(mixed={1, 4, 5, 9, 10}, rounds=3)
     rollout = source.take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
@@ -65,7 +67,7 @@ def test_dynamic_sampling_replaces_prompts_of_equal_scores_by_the_next_of_the_st
     assert len(rollout.all_scores.result()) == EACH * source.position == EACH * 10
 
 
-def test_dynamic_sampling_compares_what_is_made_of_the_scores():
+def test_dynamic_sampling_compares_shaped_scores():
     def of_ends(scores, samples):
         return torch.where(
             torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores
@@ -77,7 +79,7 @@ def test_dynamic_sampling_compares_what_is_made_of_the_scores():
     assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
 
 
-def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
+def test_exhausted_dynamic_sampling_is_reported_with_keys():
     source = rollouts(mixed={0, 2}, rounds=2)
     with pytest.raises(AlignerError) as caught:
         source.take()
@@ -90,8 +92,8 @@ def test_dynamic_sampling_that_finds_too_little_ends_with_what_to_change():
 
 
 class Longer(Digits):
-    """Prompt k's samples have k further tokens; the second of each prompt has a branch of three
-    more."""
+    """Adds k tokens to the samples of prompt k; the second sample of each prompt gets a branch with
+    three more tokens."""
 
     def sample(self, samples, samples_per_prompt, options, enough=None):
         return [
@@ -114,13 +116,13 @@ class Longer(Digits):
         )
 
 
-def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_left_and_their_branches():
+def test_teacher_logprobs_follow_selection_and_branches():
     services = Scorers({1, 4, 5, 9}.__contains__)
-    asked, told, plain = [], [], services.ask_teacher
+    asked, tasks, plain = [], [], services.ask_teacher
 
     def ask_teacher(batch, metadata):
         asked.append(batch.lengths.tolist())
-        told.append([fields["task"] for fields in metadata])
+        tasks.append([fields["task"] for fields in metadata])
         return plain(batch, metadata)
 
     services.ask_teacher = ask_teacher
@@ -132,24 +134,24 @@ def test_a_teacher_is_asked_about_each_part_and_answers_for_the_rows_that_are_le
         6,
         6,
     ], "parts as drawn, branches at the end"
-    assert told[0] == ["task 0", "task 0", "task 1", "task 1"] and told[-1] == [
+    assert tasks[0] == ["task 0", "task 0", "task 1", "task 1"] and tasks[-1] == [
         "task 1",
         "task 4",
         "task 5",
         "task 9",
     ]
     width = rollout.batch.tokens.shape[1] - 1
-    assert torch.equal(rollout.teacher_logprobs.result(width), taught(rollout.batch))
+    assert torch.equal(rollout.teacher_logprobs.result(width), teacher_logprobs(rollout.batch))
     rows = torch.tensor([3, 0])
     chosen = rollout.select(rows)
     assert len(chosen.batch.tokens) == 3, "two samples, and the branch of one"
-    assert torch.equal(chosen.teacher_logprobs.result(width), taught(chosen.batch))
+    assert torch.equal(chosen.teacher_logprobs.result(width), teacher_logprobs(chosen.batch))
     alone = rollout.without_branches()
-    assert torch.equal(alone.teacher_logprobs.result(width), taught(alone.batch))
+    assert torch.equal(alone.teacher_logprobs.result(width), teacher_logprobs(alone.batch))
 
 
 class Picky(Digits):
-    """Refuses some prompts always, and as many requests as it is told at first."""
+    """An engine that always refuses some prompts, and refuses the first `at_first` requests."""
 
     def __init__(self, refused, at_first=0, error=RefusedError):
         super().__init__()
@@ -163,9 +165,7 @@ class Picky(Digits):
         return super().sample(samples, samples_per_prompt, options, enough)
 
 
-def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_the_next_ones_taken(
-    caplog,
-):
+def test_prompts_refused_by_generator_are_skipped_and_counted(caplog):
     source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_alone=True)
     taken = [source.take() for _ in range(2)]
     assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [
@@ -181,7 +181,7 @@ def test_prompts_that_the_generator_refuses_alone_are_left_out_and_counted_and_t
     )
 
 
-def test_more_than_a_share_of_a_steps_prompts_is_not_left_out():
+def test_max_skipped_fraction_limits_skipped_prompts():
     def source(refused):
         return rollouts(mixed=(), rounds=0, engine=Picky(refused), is_alone=True, skippable=0.25)
 
@@ -190,7 +190,7 @@ def test_more_than_a_share_of_a_steps_prompts_is_not_left_out():
         source({1, 2}).take()
 
 
-def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out():
+def test_skipping_does_not_depend_on_micro_batches():
     source = rollouts(mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_alone=True)
     rollout = source.take()
     assert [prompt.id for prompt in rollout.prompts[::EACH]] == [
@@ -202,7 +202,7 @@ def test_how_a_step_is_cut_does_not_decide_whether_its_prompts_may_be_left_out()
 
 
 class Unable(Scorers):
-    """A server that scores the samples of some prompts, asked about each alone."""
+    """A server that scores only some prompts; each request contains one prompt."""
 
     def __init__(self, able):
         super().__init__(able.__contains__)
@@ -218,7 +218,7 @@ class Unable(Scorers):
         return (future,), ()
 
 
-def test_what_could_not_be_scored_is_left_out_however_a_step_is_cut_unless_it_is_all_of_it():
+def test_unscored_prompts_are_skipped_unless_all_fail():
     rollout = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({1, 2})).take()
     assert rollout.scores.result().isnan().tolist() == [
         True,
@@ -236,7 +236,7 @@ def test_what_could_not_be_scored_is_left_out_however_a_step_is_cut_unless_it_is
         none.scored()
 
 
-def test_what_is_refused_once_is_asked_for_again():
+def test_request_refused_once_is_retried():
     source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_alone=True)
     assert source.take().skipped == 0
 
@@ -246,17 +246,17 @@ def test_what_is_refused_once_is_asked_for_again():
     [Picky(set(range(99))), Picky({1}, error=TransportError), Picky(set(), at_first=99)],
     ids=["all", "lost", "at large"],
 )
-def test_what_is_not_about_single_prompts_is_raised(engine):
+def test_error_not_about_single_prompts_is_raised(engine):
     with pytest.raises(RemoteError):
         rollouts(mixed=(), rounds=0, engine=engine, is_alone=True).take()
 
 
-def test_prompts_whose_scores_are_all_equal_are_not_informative():
+def test_prompts_with_equal_scores_are_not_informative():
     scores = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.25])
     assert informative(scores, 2).tolist() == [2, 3, 6, 7]
 
 
-def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
+def test_selection_keeps_samples_tensors_and_scores_aligned():
     rollout = rollouts(mixed={0, 3}, rounds=0).take()
     chosen = rollout.select(torch.tensor([7, 1]))
     assert [(sample.prompt_id, sample.sample_index) for sample in chosen.samples] == [
@@ -269,7 +269,7 @@ def test_a_selection_keeps_prompts_samples_tensors_and_scores_together():
     assert chosen.select(torch.tensor([1])).scores.result().tolist() == [1.0]
 
 
-def test_an_answer_is_waited_for_once_however_many_ask(monkeypatch):
+def test_pending_result_is_fetched_only_once(monkeypatch):
     scores: Future = Future()
     scores.set_result(torch.tensor([0.5, 0.25, 2.0]))
     pending = PendingRows((scores,))
@@ -291,7 +291,7 @@ def response(*tokens):
     )
 
 
-def test_a_response_is_cut_behind_the_first_truncation_token_from_the_given_place_on():
+def test_response_is_cut_after_first_truncation_token():
     cut = truncated(response(3, 4, 3, 4, 3), token_id=3, after=1)
     assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
     assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [
@@ -302,6 +302,6 @@ def test_a_response_is_cut_behind_the_first_truncation_token_from_the_given_plac
     assert cut.finish_reason == "stop"
 
 
-def test_a_response_without_the_truncation_token_stays_whole_and_has_no_end():
+def test_response_without_truncation_token_is_unchanged():
     whole = truncated(response(3, 4, 1), token_id=3, after=1)
     assert whole.tokens.tolist() == [8, 9, 3, 4, 1] and whole.finish_reason == "length"

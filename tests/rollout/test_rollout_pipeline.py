@@ -1,5 +1,4 @@
-"""What is drawn when, by which weights, and what a resumed run trains on; schedules on a simulated
-clock."""
+"""Batches, weight versions and resumed runs of the asynchronous pipeline, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from tests.rollout.fakes import Digits, Scorers, Stream
 EACH, PROMPTS = 2, 2
 HELD_OUT = Prompt(2**40, "held out", torch.tensor([5]))
 MEMORY = Path("/dev/shm")
-"""Where a file is on disk at once."""
+"""A directory in memory, where writing a file takes no time."""
 
 
 @dataclass
 class World:
-    """A generator and a trainer whose every action takes a random time, 0 included."""
+    """A generator and a trainer whose actions take random times, which may be 0."""
 
     seed: int
     max_staleness: int
@@ -41,7 +40,7 @@ class World:
     rounds: int = 0
     interrupts: bool = False
     evaluates: bool = False
-    """Whether versions draw something beside the batches."""
+    """Whether weight versions also generate evaluation samples."""
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self):
@@ -61,7 +60,7 @@ class World:
     def spend(self, longest=3.0):
         self.clock.sleep(self.random.choice((0.0, self.random.uniform(0, longest))))
 
-    # What the pipeline takes for the trainer's weights.
+    # The pipeline's interface to the trainer's weights.
 
     def publish(self, version):
         self.offer(version)
@@ -80,7 +79,7 @@ class World:
 
     @contextmanager
     def flow(self):
-        """A pipeline, which ends with the block."""
+        """Yield a pipeline, which is closed at the end of the block."""
         flow = self.pipeline()
         try:
             yield flow
@@ -117,24 +116,24 @@ class World:
         )
 
     def train(self, flow, first, last, save_at=None, place=None):
-        """What a trainer does; the samples of every step, with versions, scores and the pass rates
-        that they were drawn by.
+        """Train steps `first` to `last - 1`; return the samples, weight versions, scores and texts
+        of each step, and the pass rates that selected its prompts.
 
-        The pass rates after so many steps are their number.
+        The pass rates after n steps are the number n.
         """
         flow.pass_rates = first
         flow.publish_weights(first)
-        trained, beside = [], None
+        trained, evaluation = [], None
         for step in range(first, last):
             rollout = flow.take()
             assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [
                 int(p.id) for p in rollout.prompts[::EACH]
             ]
-            batch, taught = (
+            batch, teacher_logprobs = (
                 rollout.batch,
                 rollout.teacher_logprobs.result(rollout.batch.tokens.shape[1] - 1),
             )
-            assert torch.equal(taught, -batch.tokens[:, 1:].float()), (
+            assert torch.equal(teacher_logprobs, -batch.tokens[:, 1:].float()), (
                 "the teacher's log-probs are the samples' own"
             )
             samples = [
@@ -153,18 +152,18 @@ class World:
                 self.position = flow.finish_save(place)
             self.spend()
             flow.publish_weights(step + 1, last=step + 1 == self.steps)
-            if beside is not None:
-                assert set(beside.result()[0].weight_versions.tolist()) == {step}, (
+            if evaluation is not None:
+                assert set(evaluation.result()[0].weight_versions.tolist()) == {step}, (
                     "no other version draws it"
                 )
-                beside = None
+                evaluation = None
             if (
                 self.evaluates
                 and self.max_staleness
                 and step + 1 < self.steps
                 and self.random.random() < 0.5
             ):
-                beside = flow.draw_beside(
+                evaluation = flow.draw_beside(
                     lambda builder: builder.generate(
                         [HELD_OUT], 1, SamplingOptions(max_new_tokens=2)
                     )
@@ -175,12 +174,12 @@ class World:
 
 
 def is_mixed(number):
-    """Whether a prompt's samples have different scores."""
+    """Return whether a prompt's samples have different scores."""
     return number % 3 > 0
 
 
 def versions(trained):
-    """By step, all versions of its tokens."""
+    """Return (step, weight versions of its tokens) per step."""
     return [
         (step, {version for sample in samples for version in sample[2:]})
         for step, samples, *_ in trained
@@ -200,7 +199,7 @@ schedules = {
 @given(**schedules)
 @pytest.mark.slow
 def test_batches_do_not_depend_on_timing(seed, max_staleness, steps, rounds):
-    """None lost, none trained on twice, all in order; and no two threads wait for each other."""
+    """No prompt is lost or trained on twice, prompts stay in order, and no threads deadlock."""
     world = World(seed, max_staleness, steps, rounds, evaluates=True)
     with world.flow() as flow:
         trained = world.train(flow, 0, steps)
@@ -267,9 +266,9 @@ def test_killed_run_resumes_with_the_same_samples(seed, max_staleness, steps, ro
 
 
 @pytest.mark.promise("generation-overlaps-training")
-def test_the_longer_phase_alone_sets_the_pace():
-    """Steps of 3 s training and 2 + 2 s generation and the other way round; a step in turn takes
-    their sum."""
+def test_longer_phase_sets_pace_of_asynchronous_run():
+    """Training takes 3 s and generation 2 × 1 s per step, then 1 s and 2 × 3 s. A synchronous step
+    takes the sum of both phases."""
     for train_s, generate_s, pace in ((3.0, 1.0, 3.0), (1.0, 3.0, 6.0)):
         spent = {}
         for max_staleness in (0, 1):
@@ -285,13 +284,13 @@ def test_the_longer_phase_alone_sets_the_pace():
         assert spent[1] == 20 * pace + min(train_s, 2 * generate_s)
 
 
-def test_more_staleness_evens_out_steps_that_take_longer_than_others():
-    """Of phases whose times vary, the longer of the two is waited for in every step only where
-    samples are one step old."""
+def test_more_staleness_smooths_uneven_step_times():
+    """With varying phase times, each step waits for the longer phase if samples are one step old;
+    with more staleness, the times average out."""
     spent = []
     for max_staleness in (0, 1, 4):
         world = World(1, max_staleness, 60)
-        # twice a step: as long as training, on average
+        # Called twice per step; on average, generation takes as long as training.
         world.engine.spend = functools.partial(world.spend, 1.5)
         with world.flow() as flow:
             world.train(flow, 0, 60)
@@ -300,22 +299,22 @@ def test_more_staleness_evens_out_steps_that_take_longer_than_others():
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_what_fails_beside_the_batches_holds_up_neither_them_nor_the_next_version(interrupts):
+def test_failed_evaluation_does_not_block_batches(interrupts):
     def fail(builder):
         raise AlignerError("generator: out of memory")
 
     world = World(0, 1, 4, interrupts=interrupts)
     with world.flow() as flow:
         flow.publish_weights(0)
-        beside = flow.draw_beside(fail)
+        evaluation = flow.draw_beside(fail)
         flow.take()
         flow.publish_weights(1)
         flow.take()
         with pytest.raises(AlignerError, match="out of memory"):
-            beside.result()
+            evaluation.result()
 
 
-def test_who_waits_for_weights_that_never_come_is_found_out():
+def test_simulated_clock_detects_deadlock():
     world = World(0, 1, 4)
     with world.flow() as flow:
         world.train(flow, 0, 1)
@@ -325,7 +324,7 @@ def test_who_waits_for_weights_that_never_come_is_found_out():
             never.result()
 
 
-def test_an_engine_that_fails_ahead_is_told_when_its_samples_are_wanted():
+def test_engine_error_is_raised_when_failed_batch_is_taken():
     world = World(0, 1, 4)
     drawn = world.engine.sample
 
@@ -342,7 +341,7 @@ def test_an_engine_that_fails_ahead_is_told_when_its_samples_are_wanted():
             flow.take()
 
 
-def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
+def test_too_stale_or_damaged_checkpoint_is_refused(tmp_path):
     world = World(0, 2, 9)
     with world.flow() as flow:
         world.train(flow, 0, 4, save_at=3, place=tmp_path)
@@ -367,7 +366,7 @@ def test_a_checkpoint_that_is_further_ahead_than_allowed_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_the_last_version_is_served_only_where_it_is_awaited(awaited):
+def test_last_version_is_served_only_if_awaited(awaited):
     world = World(0, 1, 4)
     with world.flow() as flow:
         world.train(flow, 0, 4)
@@ -377,7 +376,7 @@ def test_the_last_version_is_served_only_where_it_is_awaited(awaited):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_what_no_checkpoint_needs_is_forgotten_once_the_next_one_is_taken(max_staleness, tmp_path):
+def test_next_checkpoint_frees_state_of_earlier_prompts(max_staleness, tmp_path):
     world = World(0, max_staleness, 9)
     with world.flow() as flow:
         world.train(flow, 0, 4, save_at=3, place=tmp_path)

@@ -1,4 +1,4 @@
-"""The servers as all of the trainer's ranks see them."""
+"""All ranks of the trainer wait for the servers' answers to rank 0."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.rollout import service_jobs
 @pytest.mark.parametrize(
     ("error", "answer"), [(None, "rank 0"), ("the server is gone", "refused: the server is gone")]
 )
-def test_ranks_wait_for_rank_0s_server_beyond_a_collectives_timeout(pool, error, answer):
-    assert pool.run(service_jobs.wait_together, 3, 2.5, 1.0, error) == [answer] * 3
+def test_ranks_wait_for_server_beyond_collective_timeout(pool, error, answer):
+    assert pool.run(service_jobs.wait_on_all_ranks, 3, 2.5, 1.0, error) == [answer] * 3

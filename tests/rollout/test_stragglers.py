@@ -1,5 +1,4 @@
-"""Prompts that take longer than others: what is trained on when, and what goes on from one batch to
-the next."""
+"""Partial rollouts: when long prompts are trained on, carried over, saved and resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tests.rollout.fakes import Stream, Writer, _now
 
 
 class Recorded(Stream):
-    """Knows the step that took each prompt."""
+    """A stream that records the step in which each prompt was taken."""
 
     def __init__(self):
         self.step, self.taken_at = 0, {}
@@ -38,7 +37,7 @@ class Recorded(Stream):
 
 
 class Scores:
-    """All equal for every third prompt."""
+    """A reward server whose scores are equal within every third prompt."""
 
     def __init__(self):
         self.asked = set()
@@ -58,7 +57,7 @@ class Case:
     seed: int
     parts: int
     part: int
-    """Prompts of a micro-batch."""
+    """Prompts per micro-batch."""
     each: int
     spare: int
     max_deferrals: int
@@ -103,7 +102,7 @@ class Run:
         return self.rollouts.take()
 
 
-def described(rollout):
+def describe_samples(rollout):
     return [
         (
             s.prompt_id,
@@ -130,7 +129,7 @@ cases = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(cases, st.integers(1, 6))
-def test_every_prompt_is_trained_on_once_whole_and_within_its_deferrals(case, steps):
+def test_each_prompt_is_trained_once_within_max_deferrals(case, steps):
     run, trained = case.start(), {}
     for step in range(steps):
         rollout = run.take(step)
@@ -151,12 +150,12 @@ def test_every_prompt_is_trained_on_once_whole_and_within_its_deferrals(case, st
     under_way = {straggler.prompt.id for straggler in run.rollouts.under_way}
     assert not under_way & trained.keys()
     left_out = set(range(run.rollouts.position)) - under_way - trained.keys()
-    # dynamic sampling did, once they had scores
+    # Only dynamic sampling drops prompts, after they have scores.
     assert left_out <= run.scorers.asked if case.rounds else not left_out
 
 
 class Trainer:
-    """Trains on what a pipeline draws, by weights that serve at once."""
+    """Trains on the batches of a pipeline; its weights serve immediately."""
 
     def __init__(self, case, steps):
         self.run = case.start()
@@ -179,7 +178,7 @@ class Trainer:
         trained = []
         for step in range(first, last):
             rollout = self.pipeline.take()
-            trained.append([*described(rollout), rollout.deferred])
+            trained.append([*describe_samples(rollout), rollout.deferred])
             assert (
                 min(int(sample.weight_versions[0]) for sample in rollout.samples)
                 >= step - self.run.shape.max_staleness
@@ -193,7 +192,7 @@ class Trainer:
 
 @settings(max_examples=15, deadline=None)
 @given(cases, st.integers(1, 4))
-def test_a_checkpoint_holds_what_is_under_way_and_no_token_is_older_than_allowed(case, stopped):
+def test_resumed_run_with_partial_rollouts_equals_whole_run(case, stopped):
     with closing((whole := Trainer(case, 7)).pipeline):
         expected = whole.train(0, 7)
     with tempfile.TemporaryDirectory() as directory:
@@ -207,7 +206,7 @@ def test_a_checkpoint_holds_what_is_under_way_and_no_token_is_older_than_allowed
 
 @settings(max_examples=15, deadline=None)
 @given(cases, st.integers(1, 4))
-def test_a_finished_run_that_is_made_longer_trains_on_what_it_left_under_way(case, finished):
+def test_extended_run_trains_on_its_partial_rollouts(case, finished):
     with tempfile.TemporaryDirectory() as directory:
         with closing((first := Trainer(case, finished)).pipeline):
             trained = first.train(0, finished, finished, Path(directory))
@@ -221,21 +220,21 @@ def test_a_finished_run_that_is_made_longer_trains_on_what_it_left_under_way(cas
     assert lost <= first.run.scorers.asked | second.run.scorers.asked if case.rounds else not lost
 
 
-def test_what_is_under_way_and_has_become_too_old_for_a_resumed_run_is_refused(tmp_path):
+def test_too_old_partial_rollouts_are_refused_at_resume(tmp_path):
     case = Case(seed=2, parts=1, part=4, each=2, spare=2, max_deferrals=2, rounds=0)
     with closing((first := Trainer(case, 9)).pipeline):
         first.train(0, 4, 4, tmp_path)
     other = Trainer(replace(case, max_deferrals=1), 9)
-    told = pytest.raises(
+    refusal = pytest.raises(
         AlignerError,
         match=r"rollout\.max_staleness=2: .* partial rollouts of weight version 2, .*=3 or more",
     )
-    with closing(other.pipeline), told:
+    with closing(other.pipeline), refusal:
         other.pipeline.resume(tmp_path, 4, first.position)
 
 
-def test_a_long_response_is_left_behind_and_goes_on_from_its_tokens():
-    """Where nothing is spare every step waits for it."""
+def test_carried_over_response_has_several_weight_versions():
+    """Without spare prompts, every step would wait for its longest response."""
     case = Case(seed=0, parts=1, part=4, each=2, spare=2, max_deferrals=2, rounds=0)
     run, lags = case.start(), []
     for step in range(6):
@@ -243,7 +242,7 @@ def test_a_long_response_is_left_behind_and_goes_on_from_its_tokens():
     assert any(len(versions) > 1 for versions in lags)
 
 
-def test_prompts_under_way_of_another_run_are_refused():
+def test_partial_rollouts_with_other_group_size_are_refused():
     case = Case(seed=0, parts=1, part=2, each=2, spare=2, max_deferrals=1, rounds=0)
     run = case.start()
     run.take(0)

@@ -1,4 +1,4 @@
-"""The evaluations of a run, as the configuration names them."""
+"""Evaluation suites: inherited keys, names, errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def suites(**evaluation: Any) -> dict[str | None, EvaluationConfig]:
     }
 
 
-def test_without_suites_the_section_is_what_is_evaluated() -> None:
+def test_evaluation_section_is_the_default_suite() -> None:
     assert suites(prompts=["a"]) == {None: EvaluationConfig(prompts=["a"])}
     assert list(suites()) == [None]
 
 
-def test_a_suite_has_what_the_section_says_but_prompts_groups_and_judge() -> None:
+def test_suite_inherits_keys_of_the_section() -> None:
     given: dict[str, Any] = {
         "every": 3,
         "prompts": ["a"],
@@ -45,9 +45,7 @@ def test_a_suite_has_what_the_section_says_but_prompts_groups_and_judge() -> Non
     assert replace(both[None], suites={}) == EvaluationConfig(**given, count=4)
 
 
-def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_not_need_it() -> (
-    None
-):
+def test_section_keys_may_serve_only_suites() -> None:
     suites_of = "+evaluation.suites.math={prompts: [a], samples: 8, function: math}"
     given = (
         "evaluation.every=5",
@@ -62,19 +60,19 @@ def test_what_suites_take_from_the_section_counts_where_the_section_itself_does_
         compose_config(["experiment=tiny_ppo", *given[:3], "evaluation.prompts=[a]"])
 
 
-def test_where_only_suites_have_prompts_they_are_all_that_is_evaluated() -> None:
+def test_section_without_prompts_is_not_evaluated() -> None:
     assert list(suites(samples=2, suites={"b": {"prompts": ["a"]}, "a": {"prompts": ["b"]}})) == [
         "b",
         "a",
     ]
     questions = {"evaluation": EvaluationConfig(questions=3, suites={"math": MATH})}
-    # which are of data.tasks
+    # evaluation.questions has no effect without data.tasks
     assert [suite.name for suite in evaluation_suites(Config(**questions))] == ["math"]
     with_tasks = Config(data=DataConfig(tasks=["gcd"]), **questions)
     assert [suite.name for suite in evaluation_suites(with_tasks)] == [None, "math"]
 
 
-def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
+def test_suite_has_own_prefix_and_sample_ids() -> None:
     config = Config(evaluation=EvaluationConfig(prompts=["a"], suites={"math": MATH}))
     unnamed, math = evaluation_suites(config)
     assert (unnamed.key, unnamed.prefix) == ("evaluation", "eval/")
@@ -130,9 +128,7 @@ def test_metrics_keys_and_random_streams_are_of_the_suites_name() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_suite_is_told_before_anything_else(
-    name: str, entries: Any, problem: str
-) -> None:
+def test_invalid_suite_is_refused_with_its_key(name: str, entries: Any, problem: str) -> None:
     config = Config(evaluation=EvaluationConfig(every=1, suites={name: entries}))
     with pytest.raises(ConfigError, match=problem):
         check(config)

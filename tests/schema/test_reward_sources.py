@@ -1,3 +1,5 @@
+"""Reward sources: reading, checks, placement, tokenizers of reward models."""
+
 from __future__ import annotations
 
 import json
@@ -33,14 +35,14 @@ def compose(directory: Path, *overrides: str) -> Config:
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory) -> Path:
-    """A directory with the shape of the tiny model, and vocabulary enough for two tensor ranks."""
+    """Model directory with the config.json of the tiny model."""
     directory = tmp_path_factory.mktemp("reward_model")
     config = compose_config(["experiment=tiny_ppo", f"run.dir={directory / 'run'}"])
     (directory / "config.json").write_text(json.dumps(dict(config.model.config)))
     return directory
 
 
-def test_a_single_source_is_what_the_section_says(tmp_path):
+def test_reward_section_defines_a_single_source(tmp_path):
     reward = compose(tmp_path, "reward.gain=2", "reward.bias=-1").reward
     assert reward_sources(reward) == (
         FunctionSource(name="function", key="reward", function="digit_fraction", gain=2, bias=-1),
@@ -50,8 +52,8 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
         name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60
     )
     assert reward_sources(remote) == (judge,)
-    asked = compose(tmp_path, *JUDGE, "reward.judge_lowest=1", "reward.gain=0.1").reward
-    assert reward_sources(asked) == (
+    judge_reward = compose(tmp_path, *JUDGE, "reward.judge_lowest=1", "reward.gain=0.1").reward
+    assert reward_sources(judge_reward) == (
         JudgeSource(
             name="judge",
             key="reward",
@@ -63,7 +65,7 @@ def test_a_single_source_is_what_the_section_says(tmp_path):
     )
 
 
-def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path):
+def test_sources_survive_saving_and_loading(tmp_path):
     sources = (
         (
             "+reward.sources.b={kind: model, path: somewhere, weight: 0.5, gain: 2, bias: 1,"
@@ -380,13 +382,13 @@ def test_sources_are_read_with_their_weights_and_outlive_the_run_s_file(tmp_path
         ),
     ],
 )
-def test_what_is_wrong_with_a_source_is_told_by_key(tmp_path, overrides, message):
+def test_invalid_reward_source_is_refused(tmp_path, overrides, message):
     with pytest.raises(ConfigError) as caught:
         check(compose(tmp_path, *overrides))
     assert message in str(caught.value)
 
 
-def test_a_judge_is_not_asked_to_be_checked_and_a_job_has_a_key_of_its_own(tmp_path, monkeypatch):
+def test_valid_judge_settings_are_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_JUDGE_KEY", "sk-1")
     check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=TEST_JUDGE_KEY"))
     check(compose(tmp_path, *JUDGE, "reward.judge_key_variable=NO_SUCH_KEY", "cluster=slurm"))
@@ -399,7 +401,7 @@ def test_a_judge_is_not_asked_to_be_checked_and_a_job_has_a_key_of_its_own(tmp_p
     check(compose(tmp_path, *JUDGE, "reward.judge_asks=ranking", *evaluated))
 
 
-def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
+def test_check_does_not_import_reward_function(tmp_path):
     check(compose(tmp_path, "reward.function=no_such_module:score"))
     evaluated = (
         "evaluation.every=1",
@@ -409,7 +411,7 @@ def test_a_function_of_ones_own_is_not_imported_to_be_checked(tmp_path):
     check(compose(tmp_path, *evaluated))
 
 
-def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):
+def test_all_problems_of_sources_are_listed(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check(
             compose(
@@ -425,7 +427,7 @@ def test_everything_wrong_with_the_sources_is_told_at_once(tmp_path):
     }
 
 
-def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_model):
+def test_reward_model_may_use_layout_of_critic(tmp_path, reward_model):
     model = (f"reward.path={reward_model}", "reward.kind=model")
     check(compose(tmp_path, *model, "reward.parallel.tensor=2"))
     check(
@@ -461,7 +463,7 @@ def test_a_reward_model_runs_at_its_own_layout_or_the_critic_s(tmp_path, reward_
         check(compose(tmp_path, *model, "reward.micro_batch_tokens=1"))
 
 
-def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model):
+def test_placement_table_lists_reward_sources(tmp_path, reward_model):
     both = (*COMBINED, f"+reward.sources.b={{kind: model, path: '{reward_model}', weight: 0.5}}")
     config = compose(tmp_path, *both, "reward.parallel.data=2", "reward.replicas=2")
     shown = {place.role: (place.ranks, place.layout, place.runs) for place in placements(config)}
@@ -483,12 +485,12 @@ def test_the_placement_table_shows_what_scores_and_where(tmp_path, reward_model)
 
 
 def token(id):
-    """A special token, as tokenizer.json has it."""
+    """Return the entry of a special token in tokenizer.json."""
     return {"id": id, "content": f"<{id}>"}
 
 
 @pytest.mark.parametrize(
-    ("written", "known", "told"),
+    ("written", "known", "message"),
     [
         ({"a": 0, "b": 1}, {"a": 0, "b": 1}, None),
         (
@@ -523,9 +525,7 @@ def token(id):
         ),
     ],
 )
-def test_a_reward_model_with_another_tokenizer_is_refused(
-    tmp_path, reward_model, written, known, told
-):
+def test_reward_model_tokenizer_must_match_policy(tmp_path, reward_model, written, known, message):
     policy, judge = tmp_path / "policy", tmp_path / "judge"
     for directory, words in ((policy, written), (judge, known)):
         shutil.copytree(reward_model, directory)
@@ -544,21 +544,21 @@ def test_a_reward_model_with_another_tokenizer_is_refused(
         "reward.kind=model",
         f"reward.path={judge}",
     )
-    if told is None:
+    if message is None:
         check(config)
         return
     with pytest.raises(
-        ConfigError, match=re.escape(f"reward.path={judge}: ") + ".*" + re.escape(told)
+        ConfigError, match=re.escape(f"reward.path={judge}: ") + ".*" + re.escape(message)
     ):
         check(config)
-    # nor does a server begin that is started by itself
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    # a reward server that is started separately checks this as well
+    with pytest.raises(ConfigError, match=re.escape(message)):
         build_scoring(config, lambda directory: None)
 
 
-def test_a_reward_model_may_lack_rows_that_no_token_of_the_policys_has(tmp_path, reward_model):
-    """Embeddings are padded, by more in one size of a family than in another: the tokenizer says
-    what is written."""
+def test_padding_tokens_may_exceed_reward_vocabulary(tmp_path, reward_model):
+    """The padding of embeddings differs between the sizes of a model family, so the check uses the
+    policy's tokenizer instead of its vocabulary size."""
     policy = tmp_path / "policy"
     policy.mkdir()
     entries = json.loads((reward_model / "config.json").read_text())

@@ -1,5 +1,4 @@
-"""Requests that must be refused: (endpoint, what is wrong, the tensors to change, what the error
-must say)."""
+"""Requests that must be refused: (endpoint, fault, tensors to change, text of the error)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, REWARD_MOD
 
 
 def good(endpoint: EndpointSpec, rows: int = 3, width: int = 8) -> dict[str, NDArray]:
-    """A request that every test server takes."""
+    """Return a request that every test server accepts."""
     targets = np.ones((rows, width - 1), dtype=np.float32)
     arrays = {
         "tokens": np.full((rows, width), 5, dtype=np.int64),
@@ -36,7 +35,7 @@ def _int(value: int, columns: int = 1, rows: int = 3) -> NDArray:
     return np.full((rows, columns), value, dtype=np.int64)
 
 
-# What our validation refuses, over the wire too.
+# Requests that our validation refuses, also over the wire.
 REFUSED: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
     (
         CRITIC_INFER,
@@ -132,8 +131,8 @@ REFUSED: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
     ),
 ]
 
-# What Triton refuses by itself before we see it, so that its words count on the wire and ours in
-# the unit test.
+# Requests that Triton refuses before they reach our code. The error has Triton's text on the wire,
+# and our text in the unit test.
 REFUSED_BY_TRITON: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]] = [
     (
         CRITIC_INFER,
@@ -192,8 +191,8 @@ REFUSED_BY_TRITON: list[tuple[EndpointSpec, str, dict[str, NDArray | None], str]
 ]
 
 
-def spoiled(endpoint: EndpointSpec, changes: dict[str, NDArray | None]) -> dict[str, NDArray]:
-    """A good request with tensors replaced, or left out where None."""
+def spoil(endpoint: EndpointSpec, changes: dict[str, NDArray | None]) -> dict[str, NDArray]:
+    """Return a good request with replaced tensors; None removes a tensor."""
     return {
         name: array for name, array in {**good(endpoint), **changes}.items() if array is not None
     }

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of a critic and a reward model on the same devices."""
+"""Functions that worker ranks run for the tests of critic and reward model on shared devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.megatron.jobs import OPTIMIZER, make_experience
 
 
 def device_bytes(model: ValueModel) -> int:
-    """Memory that the parameters and their gradients lie in."""
+    """Return the size of the parameters and their gradients in bytes."""
     parameters = [parameter for _, parameter in model.runner.parameters()]
     gradients = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     return sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *gradients))
@@ -33,8 +33,10 @@ def device_bytes(model: ValueModel) -> int:
 def services(
     critic: Served, reward: Served, vocab_size: int, directory: Path, after: Callable[[str], None]
 ) -> list[Tensor | dict[str, float]]:
-    """Everything that a critic and a reward model are asked for, in turns; `after` is told which
-    one was asked."""
+    """Send all kinds of requests to critic and reward model alternately; return the answers.
+
+    `after` is called with the name of the model after each request.
+    """
     experience = make_experience(vocab_size)
     sequences = experience.tokens, experience.lengths
     update = *sequences[:1], experience.returns, experience.values, experience.mask
@@ -61,14 +63,14 @@ def services(
     return answers
 
 
-def apart_and_together(
+def separate_and_shared(
     critic_directory: str,
     reward_directory: str,
     checkpoints: str,
     layout: dict[str, Any],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """The same requests to models that both stay on the device, and to two that take turns."""
+    """Send the same requests to two resident models, and to two models that share the device."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     paths = Path(critic_directory), Path(reward_directory)
     precision = settings.pop("precision", "fp32")
@@ -92,7 +94,7 @@ def apart_and_together(
     whole = {"critic": device_bytes(critic), "reward": device_bytes(reward)}
     sharing, seen, moves = DeviceSharing(), [], []
     for model in (critic, reward):
-        model.wake = _counted(model.wake, moves)
+        model.wake = _count_calls(model.wake, moves)
     models_in_turn = sharing.add("critic", critic), sharing.add("reward", reward)
     seen.append(("neither", device_bytes(critic), device_bytes(reward)))
     together = services(
@@ -105,7 +107,7 @@ def apart_and_together(
     return {"apart": apart, "together": together, "seen": seen, "whole": whole, "moves": len(moves)}
 
 
-def _counted(function: Callable[[], None], calls: list[int]) -> Callable[[], None]:
+def _count_calls(function: Callable[[], None], calls: list[int]) -> Callable[[], None]:
     def counted() -> None:
         calls.append(1)
         function()
@@ -114,8 +116,10 @@ def _counted(function: Callable[[], None], calls: list[int]) -> Callable[[], Non
 
 
 def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
-    """A model and a function as one reward over the world's ranks: the scores, the raw ones, and
-    what a refusal is."""
+    """Combine a model and a function into one reward on TP2.
+
+    Returns the scores, the raw scores of each source, and the texts of two scoring errors.
+    """
     world = worlds.initialize(ParallelConfig(tensor=2), seed=1, timeout_s=120)
     path = Path(reward_directory)
     model = ValueModel(read_shape(path), world, path, RewardConfig(parallel=world.layout))
@@ -143,17 +147,17 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
     )
     scores, raw = reward(batch), [source.raw(batch) for source in sources]
     requests[1] = ScoringRequest("a prompt", "refuse")
-    told = ""
+    errors = ""
     try:
         reward(batch)
     except ScoringError as error:
-        told = str(error)
-    with torch.no_grad():  # a model that has gone wrong
+        errors = str(error)
+    with torch.no_grad():  # a model whose weights have diverged
         for _, parameter in model.runner.parameters():
             parameter.fill_(torch.nan)
     try:
         sources[0].raw(batch)
     except ScoringError as error:
-        told += "\n" + str(error)
+        errors += "\n" + str(error)
     worlds.shutdown()
-    return [scores, raw, told]
+    return [scores, raw, errors]

@@ -9,8 +9,8 @@ from tests.servers.roles import RunningRole, stop_all
 
 @pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningRole]]:
-    """A critic of two ranks and a function reward server that want the run's key; both in one, open
-    to foreign clients."""
+    """A critic with two ranks and a function reward server, which require the run's key; and a
+    combined server that is open to foreign clients."""
     directory = tmp_path_factory.mktemp("servers")
     running = {
         "critic": RunningRole("critic", directory, ranks=2, ACCEPT_UNNUMBERED="1"),
@@ -37,5 +37,5 @@ def reward(servers: dict[str, RunningRole]) -> RunningRole:
 
 @pytest.fixture
 def open_critic(servers: dict[str, RunningRole]) -> RunningRole:
-    """Critic and reward in one server that asks for no key and no sequence numbers."""
+    """A combined critic and reward server that requires no key and no sequence numbers."""
     return servers["open"]

@@ -1,5 +1,4 @@
-"""Bad requests by the thousand: valid ones spoiled in one place, as the endpoint's tensors suggest,
-and random bytes."""
+"""Generates bad requests: valid requests with one fault in a tensor, and random bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ DATATYPES = {
     "?": "BOOL",
 }
 TIMEOUT_S = 10.0
-# Names, dtypes, shapes and bytes that do not fit the model's description never reach our code.
+# Triton's errors for names, dtypes, shapes and bytes that do not match the model configuration.
+# Such requests never reach our code.
 _TRITONS_WORDS = (
     "unexpected inference input",
     "expected number of inputs",
@@ -49,13 +49,13 @@ _TRITONS_WORDS = (
     "input byte size mismatch",
     "incomplete string length indicator",
     "incomplete string data",
-    "cannot cast view with zeros",  # PyTriton, of a tensor without elements
+    "cannot cast view with zeros",  # PyTriton's error for a tensor without elements
 )
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A request as it goes over the wire: (name, shape, datatype, bytes) of each tensor."""
+    """A request in wire format: (name, shape, datatype, bytes) of each tensor."""
 
     model: str
     tensors: tuple[tuple[str, tuple[int, ...], str, bytes], ...]
@@ -77,15 +77,15 @@ def _bytes(array: NDArray) -> bytes:
     return b"".join(len(item).to_bytes(4, "little") + item for item in array.ravel().tolist())
 
 
-def spoiled(choose: random.Random, run: str) -> Wire:
-    """A request that has to be refused, whatever came before it."""
+def spoil(choose: random.Random, run: str) -> Wire:
+    """Return a request that must be refused, regardless of earlier requests."""
     spec = choose.choice([CRITIC_INFER, CRITIC_INFER, CRITIC_TRAIN, CRITIC_TRAIN, CONTROL])
     if spec is CONTROL:
         return wire(spec, {"request": text_array(_bad_control(choose))})
     rows, width = choose.randint(1, 5), choose.randint(2, 12)
     arrays = good(spec, rows, width)
     if spec is CRITIC_TRAIN and choose.random() < 0.5:
-        # In order for no run: so far beyond the last update that it is a gap.
+        # Out of order for every run: the number is far beyond the last update.
         arrays |= {"sequence_number": np.array([10**9]), "run_id": text_array(run)}
     return choose.choice([_content, _content, _content, _tensors, _bytes_missing, _order])(
         choose, spec, arrays
@@ -123,7 +123,7 @@ def _bad_control(choose: random.Random) -> str:
 
 
 def _content(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
-    """A value that is not allowed somewhere in one of the tensors."""
+    """Put an invalid value into one of the tensors."""
     bad_values: dict[str, list[float]] = {
         "tokens": [-1, 64, 2**31, 2**62, -(2**63)],
         "sequence_lengths": [0, -1, arrays["tokens"].shape[1] + 1, 2**62],
@@ -138,7 +138,7 @@ def _content(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArra
 
 
 def _tensors(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
-    """Dtype, rank, shape or name of a tensor that has to be there."""
+    """Change dtype, rank, shape or name of a required tensor."""
     name = choose.choice([tensor.name for tensor in spec.inputs if not tensor.optional])
     array, rest = arrays[name], {other: array for other, array in arrays.items() if other != name}
     changes: list[Callable[[], dict[str, NDArray]]] = [
@@ -162,7 +162,7 @@ def _tensors(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArra
 
 
 def _bytes_missing(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
-    """Shape, datatype and bytes of a tensor that do not belong together."""
+    """Make shape, datatype and bytes of a tensor inconsistent."""
     request = wire(spec, arrays)
     place = choose.randrange(len(request.tensors))
     name, shape, datatype, data = request.tensors[place]
@@ -181,7 +181,7 @@ def _bytes_missing(choose: random.Random, spec: EndpointSpec, arrays: dict[str, 
 
 
 def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]) -> Wire:
-    """For another start of the server, another run, or another moment."""
+    """Address another instance of the server, another run, or another sequence number."""
     rows = len(arrays["tokens"])
 
     def everywhere(value: object) -> NDArray:
@@ -208,7 +208,7 @@ def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]
 def over_grpc(
     stub: service_pb2_grpc.GRPCInferenceServiceStub, key: str | None, request: Wire
 ) -> str | None:
-    """The server's error; None for an answer."""
+    """Send a request; return the server's error, or None if the server answered."""
     message = service_pb2.ModelInferRequest(model_name=request.model)
     for name, shape, datatype, data in request.tensors:
         message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -226,7 +226,7 @@ def over_grpc(
 
 
 def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
-    """The server's error; None for an answer."""
+    """Send a request; return the server's error, or None if the server answered."""
     inputs = [
         {
             "name": name,
@@ -239,14 +239,14 @@ def over_http(endpoint: Endpoint, key: str | None, request: Wire) -> str | None:
     header = json.dumps({"inputs": inputs}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
     body = header + b"".join(data for *_, data in request.tensors)
-    told = posted(endpoint, key, f"/v2/models/{request.model}/infer", body, headers)
-    return None if told is None else json.loads(told)["error"]
+    error_text = post(endpoint, key, f"/v2/models/{request.model}/infer", body, headers)
+    return None if error_text is None else json.loads(error_text)["error"]
 
 
-def posted(
+def post(
     endpoint: Endpoint, key: str | None, path: str, body: bytes, headers: dict[str, str]
 ) -> str | None:
-    """Triton's error text for a POST; None for an answer."""
+    """Send a POST; return Triton's error text, or None for status 200."""
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.http, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, headers | ({} if key is None else {KEY_HEADER: key}))
@@ -257,16 +257,16 @@ def posted(
         connection.close()
 
 
-def is_known(told: str | None) -> bool:
-    """Whether the request was refused by our code, with a typed error, or by Triton for what it
-    checks itself."""
-    return told is not None and (
-        told_error(told)[0] != "Triton" or any(words in told for words in _TRITONS_WORDS)
+def is_known(error_text: str | None) -> bool:
+    """Return whether the text is a typed error of our code, or an error of Triton's own checks."""
+    return error_text is not None and (
+        told_error(error_text)[0] != "Triton"
+        or any(words in error_text for words in _TRITONS_WORDS)
     )
 
 
 def raw_garbage(port: int, data: bytes) -> None:
-    """Send bytes that are no protocol, then wait until the server hangs up."""
+    """Send bytes of no protocol, then wait until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         try:
             connection.sendall(data)

@@ -1,5 +1,4 @@
-"""A generator of several ranks, and a trainer of one that gives it weights, for the tests of
-weights on their way."""
+"""A generator with several ranks and a trainer with one rank, for the tests of weight sync."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def weights_of(config: Config, version: int) -> dict[str, Tensor]:
-    """The initial weights, other ones of the same size at even versions."""
+    """Return the initial weights for odd versions, and different weights for even versions."""
     from safetensors.torch import load_file
 
     tensors = load_file(model_directory(config) / "model.safetensors")
@@ -50,10 +49,10 @@ def weights_of(config: Config, version: int) -> dict[str, Tensor]:
 
 
 class Trainer:
-    """The only rank of a trainer."""
+    """A trainer with one rank, which publishes weights."""
 
     def __init__(self, config: Config, connect: Callable[..., Any]) -> None:
-        """`connect` asks the generator to join, and returns a future."""
+        """Connect to a generator; `connect` makes the generator join, and returns a future."""
         self._config = config
         self._tensors: dict[str, Tensor] = {}
         plan = plan_between_worlds(
@@ -77,14 +76,16 @@ class Trainer:
         )
 
     def publish(self, version: int) -> None:
-        """To a generator that has been asked to receive it."""
+        """Publish a version to a generator that waits for it."""
         self._tensors = weights_of(self._config, version)
         self._publisher.publish(version)
 
 
 def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *args: Any) -> Any:
-    """On every rank of the generator; on rank 0 a thread has the conversation, whose outcome is
-    returned."""
+    """Run the generator on every rank; on rank 0, a thread runs the conversation.
+
+    Returns the conversation's result on rank 0.
+    """
     config = compose_config(overrides)
     shape, rank = read_shape(model_directory(config)), dist.get_rank()
     group = replica_group(config.engine.parallel, rank, TIMEOUT)
@@ -106,7 +107,7 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
 
 
 class Generating:
-    """What a conversation with a generator needs."""
+    """The generator's endpoint and a trainer that publishes weights to it."""
 
     def __init__(self, config: Config, executor: SpmdExecutor, generator: Generator) -> None:
         self.executor = executor
@@ -119,10 +120,10 @@ class Generating:
         received.result(10)
 
     def generate(self, prompts: Sequence[Prompt], options: SamplingOptions) -> list[Sample]:
-        """One sample a prompt, by way of the endpoint."""
-        return self.carry_on(unbegun(prompts, 1), 1, options, None)
+        """Generate one sample per prompt through the endpoint."""
+        return self.continue_samples(unbegun(prompts, 1), 1, options, None)
 
-    def carry_on(
+    def continue_samples(
         self,
         samples: Sequence[Sample],
         each: int,
@@ -137,41 +138,56 @@ class Generating:
         )
 
 
-def weights_in_the_middle(
-    talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions
+def sync_during_generation(
+    generating: Generating, prompts: Sequence[Prompt], options: SamplingOptions
 ) -> tuple[list[Sample], int]:
-    """Samples begun by weights 1, with weights 2 there by their first pause; and the version that
-    serves afterwards."""
-    talk.update(1)
-    talk.executor.submit("sleep", seconds=0.2)
+    """Generate with weights 1, and sync weights 2 before the first pause.
+
+    Returns the samples, and the version that serves afterwards.
+    """
+    generating.update(1)
+    generating.executor.submit("sleep", seconds=0.2)
     with ThreadPoolExecutor(1) as pool:
-        samples = pool.submit(talk.generate, prompts, options)
+        samples = pool.submit(generating.generate, prompts, options)
         time.sleep(0.1)
-        talk.update(2)
-        return samples.result(10), talk.executor.submit("version").result(10)["version"]
+        generating.update(2)
+        return samples.result(10), generating.executor.submit("version").result(10)["version"]
 
 
-def weights_between_parts(
-    talk: Generating, prompts: Sequence[Prompt], each: int, options: SamplingOptions, enough: Enough
+def sync_between_requests(
+    generating: Generating,
+    prompts: Sequence[Prompt],
+    each: int,
+    options: SamplingOptions,
+    enough: Enough,
 ) -> list[list[Sample]]:
-    """Samples by weights 1 up to `enough`, twice; all of them in the end, by weights 1 and by
-    weights 2."""
-    talk.update(1)
-    first, again = (talk.carry_on(unbegun(prompts, each), each, options, enough) for _ in range(2))
-    last = talk.carry_on(first, each, options, Enough(len(prompts)))
-    talk.update(2)
-    return [first, again, last, talk.carry_on(first, each, options, Enough(len(prompts)))]
+    """Generate with weights 1 until `enough`, twice; finish the first result with weights 1, and
+    also with weights 2."""
+    generating.update(1)
+    first, again = (
+        generating.continue_samples(unbegun(prompts, each), each, options, enough) for _ in range(2)
+    )
+    last = generating.continue_samples(first, each, options, Enough(len(prompts)))
+    generating.update(2)
+    return [
+        first,
+        again,
+        last,
+        generating.continue_samples(first, each, options, Enough(len(prompts))),
+    ]
 
 
-def one_replica_refuses(
-    talk: Generating, prompts: Sequence[Prompt], options: SamplingOptions
+def request_one_replica_refuses(
+    generating: Generating, prompts: Sequence[Prompt], options: SamplingOptions
 ) -> tuple[str, list[Sample]]:
-    """What is said of a request of which one replica's share cannot be served, and the samples of
-    the next one."""
-    talk.update(1)
+    """Send a request that one replica must refuse, then a valid request.
+
+    Returns the error of the first request, and the samples of the second one.
+    """
+    generating.update(1)
     long = replace(prompts[-1], tokens=prompts[-1].tokens.repeat(100))
     try:
-        talk.generate([*prompts[:-1], long], options)
+        generating.generate([*prompts[:-1], long], options)
     except AlignerError as error:
-        return str(error), talk.generate(prompts, options)
+        return str(error), generating.generate(prompts, options)
     raise AssertionError("it was served")

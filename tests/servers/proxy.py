@@ -1,4 +1,4 @@
-"""A TCP proxy that treats what passes badly."""
+"""A TCP proxy that delays, duplicates and loses data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 class BadProxy:
     """Listens on `port`, forwards to `target`.
 
-    Answers are delayed, doubled, or lost together with their connection. All that a connection
-    sends may reach the server twice, over a second connection whose answers nobody hears: as soon,
-    or late.
+    Answers are delayed, duplicated, or lost together with their connection. The requests of a
+    connection may reach the server twice: the second time over another connection, immediately or
+    late, and the proxy discards the answers to these copies.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class BadProxy:
         lose: float,
         repeat: float,
     ) -> None:
-        """Probabilities: the first three for each piece that the server sends, `repeat` for each
-        connection."""
+        """Set the probabilities: `delay`, `double` and `lose` per chunk of the server's answers,
+        `repeat` per connection."""
         self._target, self._random = target, random.Random(seed)
         self._delay, self._double, self._lose, self._repeat = delay, double, lose, repeat
         self.suffered = {"delayed": 0, "doubled": 0, "lost": 0, "repeated": 0}
@@ -95,8 +95,8 @@ class BadProxy:
         _cut(server)
 
     def _repeats(self, echo: queue.SimpleQueue[bytes]) -> None:
-        """Send what comes out of `echo` on a connection of its own, each piece soon or late; read
-        and forget the answers."""
+        """Send the chunks of `echo` over another connection, each immediately or late; discard the
+        answers."""
         with contextlib.suppress(OSError):
             server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets.append(server)

@@ -1,5 +1,7 @@
-"""One rank of a server role over the tiny model or a test's scorer, by ROLE RUN_DIR HTTP GRPC
-METRICS."""
+"""Runs one rank of a server role with the tiny model or a test scorer.
+
+Arguments: ROLE RUN_DIR HTTP GRPC METRICS; the last three are ports.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ def character_tokenizer() -> Tokenizer:
 
 
 def length_scorer(requests: Sequence[ScoringRequest]) -> list[float | None]:
-    """The response's length, plus 100 times the prompt's and the metadata's `extra`; NaN when the
-    response has a 7, an abstention when it is "abstain"."""
+    """Return the response's length + 100 × the prompt's length + the metadata's `extra`.
+
+    A response that contains a 7 scores NaN, and the response "abstain" is an abstention.
+    """
     return [None if request.response == "abstain" else _length(request) for request in requests]
 
 
@@ -58,13 +62,13 @@ def _length(request: ScoringRequest) -> float:
 def scoring(
     source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None
 ) -> Scoring:
-    """The raw scores of one source."""
+    """Return the scoring service of one source, without shaping."""
     settings = FunctionSource(name="lengths", key="reward", function="")
     return Scoring(CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits)
 
 
 class SlowModel(TinyValueModel):
-    """Values take a quarter of a second a row."""
+    """A model that takes a quarter of a second per row."""
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         time.sleep(len(tokens) / 4)
@@ -72,7 +76,7 @@ class SlowModel(TinyValueModel):
 
 
 def serve_configured(role: str, run_directory: str, ports: PortsConfig) -> None:
-    """A role as the package serves it, of the configuration in OVERRIDES."""
+    """Serve a role of the package with the configuration overrides in OVERRIDES."""
     from aligner.config.compose import compose_config
     from aligner.servers import generator_server, teacher_server
 
@@ -113,7 +117,7 @@ def main(role: str, run_directory: str, *ports: str) -> None:
     else:
         run_reward(config, scoring(TextSource("lengths", length_scorer)))
     if dist.is_initialized():
-        dist.destroy_process_group()  # its threads abort a process that ends with them
+        dist.destroy_process_group()  # threads that still run at exit would abort the process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starting server roles as processes, and ending them."""
+"""Starts and stops server roles as processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.worker_pool import free_port
 
 
 class RunningRole:
-    """A role's ranks. `stop` ends them by process id and returns rank 0's exit code."""
+    """The processes of a role's ranks. `stop` ends them and returns rank 0's exit code."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RunningRole:
             ]
 
     def wait_ready(self, timeout_s: float = 150) -> RunningRole:
-        """As the launcher does: by Triton's own HTTP readiness."""
+        """Wait for Triton's HTTP readiness, as the launcher does."""
         deadline = time.monotonic() + timeout_s
         for path in ("health/ready", "models/control/ready"):
             while not self._ready(path):
@@ -93,7 +93,7 @@ class RunningRole:
 
     @property
     def access(self) -> Access:
-        """What a client must show."""
+        """Credentials of a client."""
         key = self.log.parent / "access_key"
         return Access(key.read_text().strip() if key.exists() else None)
 
@@ -104,13 +104,12 @@ class RunningRole:
                 self.seen.update([process, *process.children(recursive=True)])
 
     def survivors(self) -> list[psutil.Process]:
-        """Processes of the role that still run; one that its parent has not yet reaped runs no
-        more."""
+        """Return the processes of the role that still run, without zombies."""
         return [process for process in self.seen if is_alive(process)]
 
     def kill(self) -> None:
-        """SIGKILL to every process of the role, Triton's included: a launcher would end those that
-        are left."""
+        """Kill every process of the role, including Triton. A launcher would end the processes that
+        remain."""
         self.note_processes()
         kill_processes(self.survivors())
         for rank in self.ranks:
@@ -135,7 +134,7 @@ class RunningRole:
 
 
 def stop_all(roles: Iterable[RunningRole]) -> None:
-    """End several roles at once."""
+    """Stop several roles concurrently."""
     roles = list(roles)
     for role in roles:
         role.note_processes()

@@ -1,13 +1,13 @@
-"""What another user of the machine gets out of a server with what its processes show, by HTTP GRPC
-guarded|open PID...
+"""Attacks a server as another user of the machine; arguments: HTTP GRPC guarded|open PID...
 
-It prints JSON. It is started as root, because that user may not be able to run this Python, and
-becomes another user before it looks.
+The script collects possible keys from the server's processes, sends requests with them, and prints
+the results as JSON. It starts as root, because the other user may not be able to run this Python,
+and then changes to that user.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # what is imported later would have to be readable by that user
+import encodings.idna  # noqa: F401  # a later import would have to be readable by the other user
 import json
 import os
 import re
@@ -51,9 +51,8 @@ CLOSED = {
 }
 
 
-def shown(pids: list[str]) -> list[str]:
-    """Everything in the processes' arguments, and in their environments where they can be read,
-    that might be a key."""
+def possible_keys(pids: list[str]) -> list[str]:
+    """Return every possible key in the processes' arguments and readable environments."""
     found: dict[str, None] = {}
     for pid in pids:
         for file in ("cmdline", "environ"):
@@ -67,7 +66,7 @@ def shown(pids: list[str]) -> list[str]:
 
 
 def http(port: int, path: str, value: str, body: object) -> str:
-    """The whole answer to a request with this value as its key, whatever it is."""
+    """Send a request with this value as the key; return the complete answer."""
     data = b"" if body is None else json.dumps(body).encode()
     lines = [
         f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
@@ -100,20 +99,20 @@ def grpc_calls(client: tritonclient.grpc.InferenceServerClient, scope: str) -> I
 
 
 def grpc_answers(target: str, value: str, scope: str) -> Iterator[str]:
-    """What was answered in another way than by refusing whoever asks."""
+    """Yield the calls that the server did not refuse."""
     with tritonclient.grpc.InferenceServerClient(target) as client:
         for call, *arguments in grpc_calls(client, scope):
             try:
                 call(*arguments, headers={GRPC_KEY_HEADER: value}, client_timeout=20)
             except InferenceServerException as error:
-                # the last cannot be sent
+                # "Invalid metadata": the client cannot send such a value.
                 if not any(words in str(error) for words in (*REFUSALS, "Invalid metadata")):
                     yield f"{call.__name__}: {error}"
             else:
                 yield call.__name__
 
 
-def reached(path: str) -> bool:
+def can_connect(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(path)
@@ -128,19 +127,19 @@ def main(http_port: int, grpc_port: int, scope: str, *pids: str) -> None:
         for line in Path("/proc/net/unix").read_text().splitlines()
         if (path := line.split()[-1]).startswith("/dev/shm/aligner-server-")
     ]
-    assert all(map(reached, sockets)), sockets  # by their owner
+    assert all(map(can_connect, sockets)), sockets  # the owner can connect
     os.setgroups([])
     os.setresgid(UID, UID, UID)
     os.setresuid(UID, UID, UID)
-    values = shown([*pids])
-    answered = [f"socket {path}" for path in sockets if reached(path)]
+    values = possible_keys([*pids])
+    answered = [f"socket {path}" for path in sockets if can_connect(path)]
     for value in ["", *values]:
         for path, body in ({**GUARDED, **CLOSED} if scope == "guarded" else CLOSED).items():
             answer = http(http_port, path, value, body)
             if "\n" not in value and not any(words in answer for words in REFUSALS):
                 answered.append(f"{path} with {value!r}: {answer}")
-        told = grpc_answers(f"127.0.0.1:{grpc_port}", value, scope)
-        answered += [f"gRPC with {value!r}: {answer}" for answer in told]
+        answers = grpc_answers(f"127.0.0.1:{grpc_port}", value, scope)
+        answered += [f"gRPC with {value!r}: {answer}" for answer in answers]
     print(
         json.dumps(
             {

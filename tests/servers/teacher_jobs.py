@@ -1,4 +1,4 @@
-"""What a worker rank runs for the tests of the teacher."""
+"""Function that a worker rank runs for the tests of the teacher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aligner.schema import TeacherConfig
 
 
 def frozen_logprobs(directory: str, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """By the model in a directory, on one rank, at temperature 1."""
+    """Return the log-probs of the model in a directory, on one rank, at temperature 1."""
     settings = TeacherConfig()
     world = worlds.initialize(settings.parallel, 1, timeout_s=60)
     model = FrozenPolicy(

@@ -1,3 +1,5 @@
+"""A critic server that also serves the reward, with both models on the same devices."""
+
 from __future__ import annotations
 
 import itertools
@@ -42,11 +44,11 @@ def directories(tmp_path_factory) -> tuple[str, str]:
     ],
     ids=["DP2-distributed", "TP2-SP", "PP2-bf16"],
 )
-def test_models_that_take_turns_answer_learn_and_save_as_two_that_have_a_device_each(
+def test_critic_and_reward_on_shared_devices_equal_separate_ones(
     pool, directories, tmp_path, layout, settings
 ):
     for rank in pool.run(
-        combined_jobs.apart_and_together, 2, *directories, str(tmp_path), layout, settings
+        combined_jobs.separate_and_shared, 2, *directories, str(tmp_path), layout, settings
     ):
         for apart, together in zip(rank["apart"], rank["together"], strict=True):
             assert (
@@ -64,7 +66,7 @@ def test_models_that_take_turns_answer_learn_and_save_as_two_that_have_a_device_
             resident[asked] for asked, *_ in rank["seen"]
         ]
         assert min(whole.values()) > 0
-        # Nothing moves while one model is asked again and again.
+        # No weights move while consecutive requests use the same model.
         runs = [asked for asked, _ in itertools.groupby(asked for asked, *_ in rank["seen"][1:])]
         assert rank["moves"] == len(runs) < len(rank["seen"]) - 1
     files = sorted((tmp_path / "apart").iterdir())
@@ -73,15 +75,15 @@ def test_models_that_take_turns_answer_learn_and_save_as_two_that_have_a_device_
         assert file.read_bytes() == (tmp_path / "together" / file.name).read_bytes(), file.name
 
 
-def test_a_model_and_a_function_are_weighed_on_every_rank_alike(pool, directories):
+def test_weighted_model_and_function_score_is_equal_on_ranks(pool, directories):
     texts = ["x" * count for count in range(6)]
     ranks = pool.run(combined_jobs.weighted_scores, 2, directories[1], texts)
-    for scores, (judged, lengths), told in ranks:
+    for scores, (judged, lengths), errors in ranks:
         assert torch.equal(scores, ranks[0][0])
         assert lengths.tolist() == [0, 1, 2, 3, 4, 5]
         assert judged.std() > 0
         assert torch.equal(scores, (2 * (0.5 * judged + 1) - 3 * (lengths + 0.25)).float())
-        refused, broken = told.splitlines()
+        refused, broken = errors.splitlines()
         assert (
             refused
             == "the scorer length returned nan for prompt 'a prompt' and response 'refuse'; must be"
@@ -107,7 +109,7 @@ def sequences(*texts: str) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows])}
 
 
-def test_values_and_rewards_come_in_one_answer_and_each_alone(connection):
+def test_combined_endpoint_returns_values_and_rewards(connection):
     arrays = sequences("abcde", "xyz")
     expected = TinyValueModel().values(torch.tensor(arrays["tokens"]), torch.tensor([5, 3])).numpy()
     parts = {
@@ -118,14 +120,14 @@ def test_values_and_rewards_come_in_one_answer_and_each_alone(connection):
     both = connection.infer(CRITIC_INFER_WITH_REWARD, arrays | parts, 20)
     assert both["values"] == pytest.approx(expected, abs=1e-6)
     assert both["rewards"].tolist() == [[203.5], [3.0]]
-    # As NeMo-Aligner's clients ask.
+    # The form of a request from NeMo-Aligner's clients.
     both = connection.infer(CRITIC_INFER_WITH_REWARD, arrays, 20)
     assert both["rewards"].tolist() == [[5.0], [3.0]]
     assert np.array_equal(connection.infer(CRITIC_INFER, arrays, 20)["values"], both["values"])
     assert connection.infer(REWARD_MODEL, arrays, 20)["rewards"].tolist() == [[5.0], [3.0]]
 
 
-def test_metadata_that_is_refused_costs_the_ranks_nothing():
+def test_invalid_metadata_is_refused_before_reaching_ranks():
     asked = []
 
     def infer(arrays):
@@ -143,7 +145,7 @@ def test_metadata_that_is_refused_costs_the_ranks_nothing():
     assert asked == []
 
 
-def test_a_score_that_is_refused_refuses_the_request_alone_and_the_critic_goes_on(connection):
+def test_scoring_error_fails_only_its_request(connection):
     with pytest.raises(
         RemoteError, match=r"the scorer lengths returned nan.*response '67'"
     ) as caught:

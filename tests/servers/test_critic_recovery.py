@@ -1,5 +1,4 @@
-"""Each way from one phase of the critic's recovery to another, with a critic that counts what it
-applies."""
+"""Transitions between the phases of critic recovery, with a critic that counts its updates."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ TOKENS = {"tokens": np.zeros((1, 2), dtype=np.int64)}
 
 
 class Critic:
-    """The critic behind a connection: its starts, the updates of the one that runs, and the
-    requests that it got."""
+    """A connection to a critic that counts its starts, updates and requests."""
 
     address = "here"
 
@@ -59,7 +57,7 @@ def critic():
 
 @pytest.fixture
 def recovery(tmp_path, critic):
-    """Follows the critic, which has applied five updates; a checkpoint was made after two."""
+    """Follows a critic with five applied updates and a checkpoint after the second update."""
     journal = UpdateJournal(tmp_path)
     recovery = CriticRecovery(RunId("run"), journal, 1.0)
     recovery.start([CriticState(None, 0)])
@@ -75,14 +73,14 @@ def recovery(tmp_path, critic):
     return recovery
 
 
-def test_the_start_that_was_lost_is_followed_again_as_it_is(recovery, critic):
+def test_reconnected_critic_is_followed_without_replay(recovery, critic):
     recovery.lose()
     assert recovery._phase is Phase.LOST
     assert recovery.follow(critic) == "start 0" and recovery._phase is Phase.FOLLOWING
     assert recovery.follow(critic) == "start 0" and critic.asked == [("version",)]
 
 
-def test_another_start_is_restored_and_replayed(recovery, critic):
+def test_restarted_critic_is_restored_and_replayed(recovery, critic):
     critic.start_again()
     recovery.lose()
     assert recovery.follow(critic) == "start 1" and critic.updates == 5
@@ -101,9 +99,7 @@ def test_another_start_is_restored_and_replayed(recovery, critic):
     ],
     ids=["restore", "replay"],
 )
-def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(
-    recovery, critic, broken, phase, rest
-):
+def test_interrupted_recovery_resumes_unless_critic_restarts(recovery, critic, broken, phase, rest):
     critic.start_again()
     recovery.lose()
     for start in ("start 1", "start 2"):
@@ -114,7 +110,7 @@ def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(
         assert recovery._phase is phase
         critic.asked.clear()
         if start == "start 1":
-            critic.start_again()  # and the second time the same one answers
+            critic.start_again()  # in the second iteration, the same start answers again
     assert (
         recovery.follow(critic) == "start 2"
         and critic.asked == [("version",), *rest]
@@ -122,9 +118,10 @@ def test_what_breaks_off_goes_on_where_it_was_and_another_start_begins_anew(
     )
 
 
-def test_an_update_that_the_start_before_answered_is_replayed(recovery, critic):
+def test_update_answered_before_restart_is_replayed(recovery, critic):
     recovery._journal.append(5, TOKENS)
-    # after its answer, and found by another request before the answer is recorded
+    # The critic restarts after its answer. Another request notices the restart before the answer
+    # is recorded.
     critic.start_again()
     recovery.lose()
     recovery.follow(critic)
@@ -136,7 +133,7 @@ def test_an_update_that_the_start_before_answered_is_replayed(recovery, critic):
     assert recovery._phase is Phase.FOLLOWING
 
 
-def test_a_checkpoint_that_was_being_written_is_made_on_the_way_back(recovery, critic):
+def test_unfinished_checkpoint_is_written_again_after_replay(recovery, critic):
     recovery.expect_checkpoint(CriticState(9, 5))
     recovery.begin_checkpoint(critic, 1.0, "start 0")
     critic.start_again()
@@ -149,4 +146,4 @@ def test_a_checkpoint_that_was_being_written_is_made_on_the_way_back(recovery, c
     assert critic.asked[-1] == ("checkpoint", 9) and critic.checkpoints[9] == 5
     asked = len(critic.asked)
     recovery.finish_checkpoint(critic, 1.0, "start 1")
-    assert len(critic.asked) == asked  # it is made
+    assert len(critic.asked) == asked  # the checkpoint is complete already

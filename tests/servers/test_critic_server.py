@@ -1,3 +1,5 @@
+"""Critic server: values, numbered updates, checkpoints, refused requests and client errors."""
+
 from __future__ import annotations
 
 import json
@@ -25,7 +27,7 @@ from aligner.servers.wire_protocol import (
     array_text,
     text_array,
 )
-from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
+from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoil
 from tests.servers.tiny_model import TinyValueModel
 from tests.worker_pool import free_port
 
@@ -36,13 +38,13 @@ TARGETS = (TOKENS, torch.ones(3, 7), torch.zeros(3, 7), torch.ones(3, 7).bool())
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory):
-    """One for all tests: each client is a later trainer of the same run."""
+    """A run directory that all tests share: each client is a later trainer of the same run."""
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture
 def client(critic, run_directory):
-    """A client that goes on where the shared critic stands."""
+    """A client that continues after the shared critic's last update."""
     client = critic_client(critic, run_directory)
     step = client.control("version")["version"] + 1000
     saved = client.control("checkpoint", step=step)
@@ -63,7 +65,7 @@ def send(client, endpoint, arrays, timeout_s=20):
 
 
 def update(client, number, run=None):
-    """A numbered update as it goes over the wire."""
+    """Send a numbered update over the wire; return its stats."""
     tokens, returns, old_values, mask = (tensor.numpy() for tensor in TARGETS)
     targets = {
         "tokens": tokens,
@@ -79,12 +81,12 @@ def update(client, number, run=None):
 
 
 def values(client):
-    """What the critic says now, whatever has been applied."""
+    """Return the critic's values without requiring an update number."""
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
     return torch.from_numpy(send(client, CRITIC_INFER, arrays)["values"].copy())
 
 
-def test_values_of_a_world_of_two_are_the_models_own_and_zero_beyond_the_longest(client):
+def test_values_equal_model_and_are_zero_beyond_longest_row(client):
     before = client.control("version")["version"]
     values = client.values(torch.nn.functional.pad(TOKENS, (0, 2)), LENGTHS).result()
     assert values.shape == (3, 10) and values[:, 8:].eq(0).all()
@@ -92,14 +94,14 @@ def test_values_of_a_world_of_two_are_the_models_own_and_zero_beyond_the_longest
         torch.testing.assert_close(values[:, :8], TinyValueModel().values(TOKENS, LENGTHS))
 
 
-def test_a_batch_beyond_the_servers_largest_is_split_by_the_client(client):
+def test_client_splits_batch_beyond_server_maximum(client):
     tokens = torch.randint(0, 64, (37, 6))
     lengths = torch.full((37,), 6)
     whole = client.values(tokens, lengths).result()
     torch.testing.assert_close(whole[20:21], client.values(tokens[20:21], lengths[20:21]).result())
 
 
-def test_the_same_over_http_with_nothing_but_json(client, critic):
+def test_values_over_http_json_equal_client_values(client, critic):
     inputs = [
         {"name": "tokens", "shape": [3, 8], "datatype": "INT64", "data": TOKENS.flatten().tolist()},
         {
@@ -128,7 +130,7 @@ def test_updates_run_in_call_order_and_lower_the_loss(client):
     assert client.control("version")["version"] == start + 5
 
 
-def test_a_repeated_update_is_answered_but_not_applied_again(client):
+def test_repeated_update_is_answered_but_not_applied_again(client):
     first = client.train(*TARGETS).result()
     after = values(client)
     assert update(client, client.control("version")["sequence_number"]) == first
@@ -138,7 +140,7 @@ def test_a_repeated_update_is_answered_but_not_applied_again(client):
 @pytest.mark.parametrize(
     ("shift", "told"), [(2, "updates must not be skipped"), (-1, "already applied")]
 )
-def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, told):
+def test_skipped_or_old_update_number_is_refused(client, shift, told):
     for _ in range(2):
         client.train(*TARGETS).result()
     before, last = values(client), client.control("version")["sequence_number"]
@@ -148,7 +150,7 @@ def test_a_gap_or_an_older_number_is_refused_and_changes_nothing(client, shift, 
     assert torch.equal(values(client), before)
 
 
-def test_values_are_of_the_update_that_was_named_or_none(client):
+def test_values_request_for_other_update_is_refused(client):
     client.train(*TARGETS).result()
     last = client.control("version")["sequence_number"]
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
@@ -162,21 +164,21 @@ def test_values_are_of_the_update_that_was_named_or_none(client):
     send(client, CRITIC_INFER, arrays | {"sequence_number": np.full((3, 1), last)})
 
 
-def test_another_runs_update_and_one_of_a_trainer_that_was_replaced_are_refused(client):
+def test_update_of_other_run_or_replaced_trainer_is_refused(client):
     client.train(*TARGETS).result()
     last, before = client.control("version")["sequence_number"], values(client)
     with pytest.raises(RemoteError, match="belongs to run 'run-a'"):
         update(client, last + 1, "run-b")
     name, attempt = client.control("version")["run_id"].split("@")
     successor = f"{name}@{int(attempt) + 1}"
-    # answered from memory; from now on the older trainer is not in charge
+    # The critic answers the repeat from memory. From now on it refuses the older trainer.
     update(client, last, successor)
     with pytest.raises(RemoteError, match=f"{successor!r} has taken over"):
         client.train(*TARGETS).result()
     assert torch.equal(values(client), before)
 
 
-def test_a_request_for_an_earlier_start_of_the_server_is_refused(client):
+def test_request_for_earlier_server_instance_is_refused(client):
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
     with pytest.raises(RemoteError) as caught:
         send(client, CRITIC_INFER, arrays | {"instance": np.full((3, 1), b"gone", dtype=object)})
@@ -188,16 +190,16 @@ def test_a_request_for_an_earlier_start_of_the_server_is_refused(client):
 CASES = [case for case in REFUSED if case[0] in (CRITIC_INFER, CRITIC_TRAIN)]
 
 
-def test_every_bad_request_gets_its_own_typed_error_while_good_ones_beside_it_succeed(client):
+def test_bad_requests_are_refused_without_failing_good_ones(client):
     expected = values(client)
     version = client.control("version")["version"]
     with ThreadPoolExecutor(4) as callers:
         for endpoint, wrong, changes, told in CASES:
-            beside = [callers.submit(values, client) for _ in range(2)]
+            good_requests = [callers.submit(values, client) for _ in range(2)]
             with pytest.raises(RemoteError) as caught:
-                send(client, endpoint, spoiled(endpoint, changes))
+                send(client, endpoint, spoil(endpoint, changes))
             assert caught.value.kind == "RequestError" and told in str(caught.value), wrong
-            assert all(torch.equal(future.result(20), expected) for future in beside), wrong
+            assert all(torch.equal(future.result(20), expected) for future in good_requests), wrong
     assert client.control("version")["version"] == version
 
 
@@ -228,16 +230,16 @@ def http_infer(role, endpoint, arrays):
     REFUSED_BY_TRITON,
     ids=[f"{case[0].name}-{case[1]}" for case in REFUSED_BY_TRITON],
 )
-def test_what_triton_refuses_by_itself_is_an_error_for_that_caller_alone(
+def test_request_refused_by_triton_fails_only_its_caller(
     client, critic, endpoint, wrong, changes, told
 ):
     with pytest.raises(urllib.error.HTTPError) as caught:
-        http_infer(critic, endpoint, spoiled(endpoint, changes))
+        http_infer(critic, endpoint, spoil(endpoint, changes))
     assert caught.value.code >= 400 and "error" in json.load(caught.value)
     assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
 
 
-def test_http_garbage_is_refused_and_the_next_request_served(client, critic):
+def test_http_garbage_is_refused_and_next_request_is_served(client, critic):
     for data in (b"\x00\xff garbage", b"{}", b'{"inputs": 3}'):
         url = f"http://127.0.0.1:{critic.endpoint.http}/v2/models/critic_train/infer"
         request = urllib.request.Request(url, data=data, headers={KEY_HEADER: critic.access.key})
@@ -246,7 +248,7 @@ def test_http_garbage_is_refused_and_the_next_request_served(client, critic):
     assert client.values(TOKENS, LENGTHS).result().shape == (3, 8)
 
 
-def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(client):
+def test_restore_resets_weights_and_sequence_number(client):
     client.train(*TARGETS).result()
     saved = client.control("checkpoint", step=7)
     weights = client.values(TOKENS, LENGTHS).result()
@@ -269,9 +271,7 @@ def test_a_restored_checkpoint_brings_back_weights_and_the_sequence_number(clien
         ),
     ],
 )
-def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(
-    client, critic, op, order, told
-):
+def test_late_or_foreign_checkpoint_request_changes_nothing(client, critic, op, order, told):
     for _ in range(2):
         client.train(*TARGETS).result()
     client.control("checkpoint", step=11)
@@ -287,10 +287,10 @@ def test_a_checkpoint_request_that_comes_late_or_of_another_run_changes_nothing(
     assert torch.equal(values(client), before)
 
 
-def test_an_update_that_was_skipped_is_answered_as_one_and_its_repeat_too(client):
+def test_skipped_update_is_reported_when_repeated(client):
     before = values(client)
     tokens, _, old_values, mask = TARGETS
-    # its loss is infinite
+    # The loss of these returns is infinite.
     client.train(tokens, torch.full_like(old_values, 1e30), old_values, mask).result()
     last = client.control("version")["sequence_number"]
     answer = send(
@@ -309,7 +309,7 @@ def test_an_update_that_was_skipped_is_answered_as_one_and_its_repeat_too(client
     client.train(*TARGETS).result()
 
 
-def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(client):
+def test_checkpoint_contains_state_at_its_begin(client):
     begun = client.begin_checkpoint(step=8)
     weights = client.values(TOKENS, LENGTHS).result()
     client.train(*TARGETS).result()
@@ -319,7 +319,7 @@ def test_a_checkpoint_is_of_when_it_was_begun_and_counts_once_it_is_finished(cli
     assert torch.equal(values(client), weights)
 
 
-def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
+def test_critic_save_does_not_disturb_trainer_checkpoint(client):
     begun = client.begin_checkpoint(step=9)
     assert send(client, CRITIC_SAVE, good(CRITIC_SAVE))["status"].tolist() == [0]
     client.finish_checkpoint()
@@ -341,13 +341,13 @@ def test_a_users_save_does_not_take_the_trainers_checkpoint_from_it(client):
         ("dance", {}, "got op 'dance', allowed: health"),
     ],
 )
-def test_a_bad_control_request_is_refused(client, op, arguments, told):
+def test_invalid_control_request_is_refused(client, op, arguments, told):
     with pytest.raises(RemoteError, match=told):
         client.control(op, **arguments)
     assert client.control("health")["status"] == "ok"
 
 
-def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic):
+def test_critic_save_writes_checkpoint_of_current_version(client, critic):
     assert send(client, CRITIC_SAVE, good(CRITIC_SAVE))["status"].tolist() == [0]
     version = client.control("version")["version"]
     directory = critic.log.parent / "checkpoints" / f"step_{version}"
@@ -355,7 +355,7 @@ def test_critic_save_writes_the_checkpoint_of_the_current_version(client, critic
     assert json.loads((directory / "critic" / "updates.json").read_text())["run"] in ("run-a", None)
 
 
-def test_closing_gives_up_what_waits(critic, run_directory):
+def test_close_cancels_pending_requests(critic, run_directory):
     client = critic_client(critic, run_directory)
     saved = client.control("checkpoint", step=client.control("version")["version"] + 2000)
     client.start([CriticState(saved["step"], saved["sequence_number"] + 1)])
@@ -366,7 +366,7 @@ def test_closing_gives_up_what_waits(critic, run_directory):
     assert all(future.done() for future in futures)
 
 
-def test_an_answer_that_nobody_looked_at_is_found(client):
+def test_unconsumed_answer_is_reported(client):
     future = client.values(TOKENS, LENGTHS)
     with pytest.raises(AlignerError, match="1 answers of the critic server were never consumed"):
         client.assert_settled()
@@ -374,7 +374,7 @@ def test_an_answer_that_nobody_looked_at_is_found(client):
     client.assert_settled()
 
 
-def test_a_silent_and_an_absent_server_are_named(critic):
+def test_error_names_address_of_silent_or_absent_server(critic):
     connection = Connection("critic", critic.endpoint, critic.access)
     arrays = {"tokens": TOKENS.numpy(), "sequence_lengths": LENGTHS[:, None].numpy()}
     here = f"critic server at 127.0.0.1:{critic.endpoint.grpc}"
@@ -396,7 +396,7 @@ def test_a_silent_and_an_absent_server_are_named(critic):
     absent.close()
 
 
-def test_a_critic_finishes_no_checkpoint_of_a_trainer_that_has_lost_the_run(tmp_path, monkeypatch):
+def test_critic_refuses_checkpoint_of_replaced_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(claim, "_own", None)
     config = Config(run=RunConfig(dir=str(tmp_path)))
     rank, checkpoints = CriticRank(config, TinyValueModel()), tmp_path / "checkpoints"
@@ -408,7 +408,7 @@ def test_a_critic_finishes_no_checkpoint_of_a_trainer_that_has_lost_the_run(tmp_
         AlignerError, match=r"attempt 1 \(.*\) has taken over the run; attempt 0 may no longer"
     ):
         rank.finish_checkpoint()
-    # as it is where the new trainer finds the critic that the old one has left
+    # The state in which the new trainer finds the old trainer's critic.
     rank._saving = (2, rank._ledger)
     rank.restore(step=1, run_id=run[1])
     rank.checkpoint(step=3, run_id=run[1])

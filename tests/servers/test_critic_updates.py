@@ -1,3 +1,5 @@
+"""The ledger and the journal of critic updates."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +9,7 @@ from aligner.errors import AlignerError
 from aligner.servers.critic_updates import RunId, SequenceError, UpdateJournal, UpdateLedger
 
 
-def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
+def test_ledger_accepts_next_update_and_repeat_of_last():
     ledger = UpdateLedger()
     for number in range(3):
         assert not ledger.is_repeat(number)
@@ -21,7 +23,7 @@ def test_only_the_next_update_is_new_and_only_the_last_is_a_repeat():
         ledger.is_repeat(1)
 
 
-def test_a_run_has_one_trainer_in_charge_the_newest():
+def test_ledger_accepts_only_newest_trainer_of_its_run():
     ledger = UpdateLedger()
     for run in ("run", "run@2", "run@2"):
         ledger.check_run(RunId.parse(run))
@@ -39,11 +41,11 @@ def test_a_run_has_one_trainer_in_charge_the_newest():
     ("text", "run"),
     [("a", RunId("a")), ("a@3", RunId("a", 3)), ("a@b", RunId("a@b")), ("@", RunId("@"))],
 )
-def test_a_run_id_is_a_name_and_how_many_trainers_came_before(text, run):
+def test_run_id_parses_name_and_attempt(text, run):
     assert RunId.parse(text) == run
 
 
-def test_a_saved_ledger_reads_back_and_a_damaged_one_is_refused(tmp_path):
+def test_saved_ledger_loads_and_damaged_one_is_refused(tmp_path):
     path = tmp_path / "ledger.json"
     ledger = UpdateLedger(RunId("run", 4), 7, {"loss": 0.1})
     ledger.save(path)
@@ -63,7 +65,7 @@ def test_a_saved_ledger_reads_back_and_a_damaged_one_is_refused(tmp_path):
             UpdateLedger.load(path)
 
 
-def test_a_flipped_bit_of_the_journal_is_refused_by_name(tmp_path):
+def test_flipped_bit_in_journal_is_reported(tmp_path):
     journal = UpdateJournal(tmp_path)
     journal.append(3, {"returns": np.array([0.5, 1.0], dtype=np.float32)})
     assert journal.read(3)["returns"].tolist() == [0.5, 1.0]

@@ -1,3 +1,5 @@
+"""The executor runs the same commands in the same order on all ranks, joins them, and stops."""
+
 from __future__ import annotations
 
 import random
@@ -18,7 +20,7 @@ UNAVAILABLE, SLOWLY_REFUSED = 99, -99
 
 
 class Ranks:
-    """Handlers that all ranks must run together: each has a collective in it."""
+    """Handlers that all ranks must run in the same order, because they run collectives."""
 
     described = 0
 
@@ -26,8 +28,8 @@ class Ranks:
         self.begun = []
 
     def note(self, op, number):
-        """All ranks are at the same place of the same command, and have been at the same ones
-        before."""
+        """Record a position; check that all ranks are at the same position of the same command, and
+        have recorded equally many positions."""
         self.begun.append((op, number))
         here = torch.tensor([len(self.begun), zlib.crc32(op.encode()), number])
         everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
@@ -64,7 +66,7 @@ class Ranks:
 
     @rank_handler(join=RowJoin(("names",)))
     def describe(self, tokens, lengths, names, scale=1):
-        """Each row's tokens scaled, and how many rows were computed together."""
+        """Return each row's scaled tokens, and the number of rows in the joined command."""
         self.described += 1
         if (tokens == UNAVAILABLE).any():
             raise UnavailableError("the scorer is gone")
@@ -95,8 +97,10 @@ class Ranks:
 
 
 def run_world(conversation, drain_s=0.0, timeout_s=60.0, ranks=None):
-    """On rank 0 a thread runs the conversation; returns (its answer or error, what ended the
-    world)."""
+    """Run the executor; on rank 0, a thread runs the conversation.
+
+    Returns (the conversation's answers or error, the error that ended the executor).
+    """
     ranks = ranks or Ranks()
     names = ("double", "describe", "slow", "count", "quarrel", "crash", "plain", "long", "short")
     handlers = {name: getattr(ranks, name) for name in names}
@@ -139,7 +143,7 @@ def one_bad_world():
     return run_world(one_bad)
 
 
-def test_an_error_of_all_ranks_goes_to_its_caller_alone(pool):
+def test_error_on_all_ranks_reaches_only_its_caller(pool):
     for answers, ended in pool.run(one_bad_world, 2)[:1]:
         assert answers == [["2", "a negative token", "4"]]
         assert ended is None
@@ -154,7 +158,7 @@ def idle_world():
     return run_world(idle)
 
 
-def test_an_idle_world_keeps_in_touch_and_serves_again(pool):
+def test_idle_executor_serves_next_command(pool):
     assert pool.run(idle_world, 2)[0] == ([0], None)
 
 
@@ -166,7 +170,7 @@ def quarrel_world():
     return run_world(quarrel)
 
 
-def test_ranks_that_disagree_end_the_world_and_the_caller_is_told(pool):
+def test_error_on_one_rank_ends_all_ranks_and_fails_caller(pool):
     rank_0, rank_1 = pool.run(quarrel_world, 2)
     assert rank_0[0] == ["ServerFailed: the server failed while running quarrel; see its log"]
     assert "1 of 2 ranks raised an error" in rank_0[1]
@@ -182,13 +186,13 @@ def crash_world():
     return run_world(crash)
 
 
-def test_a_bug_in_a_handler_ends_every_rank_with_it_and_leaves_no_caller_waiting(pool):
+def test_handler_bug_ends_all_ranks_and_fails_waiting_callers(pool):
     rank_0, rank_1 = pool.run(crash_world, 2)
     assert rank_0[0] == [["ServerFailed", "ServerStopping"]]
     assert rank_0[1] == rank_1[1] == "ZeroDivisionError: a bug"
 
 
-def test_a_stopping_server_refuses_new_work():
+def test_stopping_server_refuses_new_commands():
     executor = SpmdExecutor({})
     executor.shutdown()
     executor.run()
@@ -210,7 +214,7 @@ def answers(futures):
 
 
 def join(executor):
-    executor.submit("slow", seconds=0.3)  # the rest arrives while it runs
+    executor.submit("slow", seconds=0.3)  # the other commands arrive while it runs
     futures = [
         describe(executor, 1, 2, 4),
         describe(executor, 2, 1, 6),
@@ -229,16 +233,14 @@ def join_world():
     return run_world(join)
 
 
-def test_alike_commands_that_wait_next_to_each_other_run_as_one_within_the_budget_and_each_gets_its_own_rows(
-    pool,
-):
+def test_adjacent_compatible_commands_are_joined_within_budget(pool):
     (alone, _), *_ = pool.run(join_world, 2)
     assert alone == [
         [
             ([2, 4], [2], 3),
             ([1, 6], [4], 3),
-            ([8, 5], [6], 8),  # beside them it would be 11 rows of 6 tokens
-            # another command ran before it, and the next ones ask for something else
+            ([8, 5], [6], 8),  # joined with the others, it would be 11 rows of 6 tokens
+            # not joined: another command precedes it, and the next ones have another scale
             ([1, 4], [8], 1),
             ([1, 4], [20], 2),
             ([1, 4], [24], 2),
@@ -256,9 +258,11 @@ def spoil_world():
     return run_world(spoil)
 
 
-def test_a_refused_command_does_not_spoil_those_it_was_joined_with(pool):
-    (told, ended), *_ = pool.run(spoil_world, 2)
-    assert told == [([([1, 4], [2], 1), ([1, 4], [4], 1)], "a negative token")] and ended is None
+def test_refused_command_does_not_fail_joined_commands(pool):
+    (outcomes, ended), *_ = pool.run(spoil_world, 2)
+    assert (
+        outcomes == [([([1, 4], [2], 1), ([1, 4], [4], 1)], "a negative token")] and ended is None
+    )
 
 
 def lose_the_scorer(executor):
@@ -271,7 +275,7 @@ def lost_scorer_world():
     return run_world(lose_the_scorer)
 
 
-def test_what_would_refuse_any_command_refuses_all_that_were_joined_at_once(pool):
+def test_unavailable_error_refuses_all_joined_commands_at_once(pool):
     assert pool.run(lost_scorer_world, 2)[0] == ([(["the scorer is gone"] * 3, 1)], None)
 
 
@@ -287,7 +291,7 @@ def stopped_between_parts_world():
     return run_world(stop_between_parts, drain_s=0.3)
 
 
-def test_a_stopping_world_does_not_run_the_parts_of_a_refused_command_for_longer_than_it_may(pool):
+def test_drain_limit_applies_to_parts_of_refused_command(pool):
     assert pool.run(stopped_between_parts_world, 2)[0] == ([["ServerStopping"] * 3], None)
 
 
@@ -299,9 +303,9 @@ def stalled_world():
     return run_world(stall, timeout_s=1.0)
 
 
-def test_a_rank_that_lets_the_others_wait_too_long_ends_the_world(pool):
-    told, ended = pool.run(stalled_world, 2)[0]
-    assert told == ["ServerFailed: the server failed while running slow; see its log"]
+def test_collective_timeout_of_slow_rank_ends_server(pool):
+    outcomes, ended = pool.run(stalled_world, 2)[0]
+    assert outcomes == ["ServerFailed: the server failed while running slow; see its log"]
     assert "Timed out waiting 1000ms" in ended
 
 
@@ -322,14 +326,14 @@ def hasty_world():
     return run_world(stop_early)
 
 
-def test_a_stopping_world_finishes_what_it_has_taken_for_as_long_as_it_may(pool):
+def test_stopping_server_finishes_queue_within_drain_time(pool):
     assert pool.run(drained_world, 2)[0] == ([["NoneType"] * 3], None)
     assert pool.run(hasty_world, 2)[0] == ([["NoneType", "ServerStopping", "ServerStopping"]], None)
 
 
 def schedules(executor):
-    """For each seed the commands sent, at any moments: op, number, what came of it."""
-    told = []
+    """Submit commands at random moments; return (op, number, outcome) of each command per seed."""
+    outcomes = []
     for seed in range(4):
         chance, sent = random.Random(seed), []
         for number in range(100 * seed, 100 * seed + 40):
@@ -342,13 +346,13 @@ def schedules(executor):
             sent.append((op, number, executor.submit(op, number=number, **about[op])))
             if chance.random() < 0.3:
                 time.sleep(chance.random() * 0.005)
-        told.append(
+        outcomes.append(
             [
                 (op, number, str(future.exception(10) or future.result()))
                 for op, number, future in sent
             ]
         )
-    return told
+    return outcomes
 
 
 def scheduled_world():
@@ -356,12 +360,12 @@ def scheduled_world():
     return run_world(schedules, ranks=ranks), ranks.begun
 
 
-def test_whatever_arrives_when_ranks_stay_in_step_and_only_what_may_overtakes(pool):
-    ((told,), ended), begun = pool.run(scheduled_world, 2)[0]
+def test_ranks_run_same_order_and_only_pause_commands_overtake(pool):
+    ((outcomes,), ended), begun = pool.run(scheduled_world, 2)[0]
     assert ended is None
     place = {one: at for at, one in enumerate(begun)}
     overtaken = between = 0
-    for sent in told:
+    for sent in outcomes:
         assert all(outcome in (str(number), f"{number} is refused") for _, number, outcome in sent)
         for at, (op, number, _) in enumerate(sent):
             for later, later_number, _ in sent[at + 1 :]:
@@ -373,7 +377,7 @@ def test_whatever_arrives_when_ranks_stay_in_step_and_only_what_may_overtakes(po
             inside = [begun[at][0] for at in range(parts[0], parts[-1]) if begun[at][1] != number]
             assert set(inside) <= {"short"}
             between += len(inside)
-    assert overtaken and between  # or the schedules show nothing
+    assert overtaken and between  # otherwise the schedules test nothing
 
 
 def part(executor):
@@ -384,7 +388,7 @@ def parted_world():
     return run_world(part)
 
 
-def test_ranks_of_which_some_pause_and_some_do_not_end_the_world(pool):
+def test_pause_on_only_some_ranks_ends_server(pool):
     for _, ended in pool.run(parted_world, 2):
         assert "long: 1 of 2 ranks paused, the other ranks finished" in ended
 
@@ -399,7 +403,7 @@ def failing_world():
     return run_world(fail_at_a_pause)
 
 
-def test_a_bug_at_a_pause_leaves_neither_caller_waiting(pool):
+def test_handler_bug_at_pause_fails_both_callers(pool):
     assert pool.run(failing_world, 2)[0] == (
         [["ServerFailed", "ServerFailed"]],
         "ZeroDivisionError: a bug",
@@ -422,7 +426,7 @@ def hasty_middle_world():
     return run_world(stop_in_the_middle)
 
 
-def test_a_stopping_world_ends_what_it_runs_and_what_waits_for_its_pauses_while_it_may(pool):
+def test_drain_includes_running_command_and_commands_at_pauses(pool):
     assert pool.run(drained_middle_world, 2)[0] == ([["NoneType"] * 2], None)
     assert pool.run(hasty_middle_world, 2)[0] == ([["NoneType", "ServerStopping"]], None)
 
@@ -430,7 +434,7 @@ def test_a_stopping_world_ends_what_it_runs_and_what_waits_for_its_pauses_while_
 @pytest.mark.parametrize(
     ("budget", "widths"), [(0, [8]), (18, [8, 9]), (27, [8, 9, 4]), (20_000, [8, 9, 4, 4096])]
 )
-def test_those_of_the_nearest_width_are_taken_first_and_the_oldest_always(budget, widths):
+def test_join_takes_oldest_command_and_then_nearest_widths(budget, widths):
     waiting = deque(Command("describe", request(1, 1, width)) for width in (8, 4096, 4, 9))
     taken = take_together(waiting, {"describe": RowJoin()}, budget)
     assert [command.tensors["tokens"].shape[1] for command in taken] == widths

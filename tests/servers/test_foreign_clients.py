@@ -1,5 +1,4 @@
-"""The endpoints as other systems' clients use them: names and tensors of NeMo-Aligner's table,
-nothing of ours."""
+"""Clients of other systems use the endpoints with only the names and tensors of NeMo-Aligner."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def grpc_infer(client, model, **tensors):
 
 
 @pytest.mark.promise("foreign-clients-infer-and-train")
-def test_pytritons_client_infers_trains_saves_and_scores_over_http(open_critic):
+def test_pytriton_client_infers_trains_and_saves_over_http(open_critic):
     before = infer_batch(open_critic, "critic_infer", tokens=TOKENS, sequence_lengths=LENGTHS)[
         "values"
     ]
@@ -61,7 +60,7 @@ def test_pytritons_client_infers_trains_saves_and_scores_over_http(open_critic):
     assert list(saved.glob("step_*/critic/model.safetensors"))
 
 
-def test_pytritons_client_has_tokens_and_sentences_scored(open_critic):
+def test_pytriton_client_scores_tokens_and_sentences(open_critic):
     scores = infer_batch(open_critic, "reward_model", tokens=TOKENS, sequence_lengths=LENGTHS)[
         "rewards"
     ]
@@ -93,7 +92,7 @@ def test_plain_tritonclient_infers_and_trains_over_grpc(open_critic):
     )
 
 
-def test_an_open_server_has_nobody_load_models_or_read_its_files(open_critic):
+def test_server_without_key_refuses_management_requests(open_critic):
     with tritonclient.grpc.InferenceServerClient(
         f"127.0.0.1:{open_critic.endpoint.grpc}"
     ) as client:

@@ -1,3 +1,5 @@
+"""Fuzzed requests, sent concurrently with valid ones, leave the critic unchanged."""
+
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +29,7 @@ def connection(critic):
 
 
 def name_the_run(connection):
-    """Have the critic belong to a run; returns the run, and the number of its next update."""
+    """Assign the critic to a run; return the run, and the number of its next update."""
     state = connection.control(20, "version")
     run = state["run_id"] or "run-a@0"
     order = {"sequence_number": np.array([state["sequence_number"] + 1]), "run_id": text_array(run)}
@@ -36,29 +38,29 @@ def name_the_run(connection):
 
 
 def send_bad(choose, critic, stub, run):
-    """One bad request, of whatever kind; fails unless it is refused."""
+    """Send one bad request of a random kind, and check that the server refuses it."""
     key, endpoint, kind = critic.access.key, critic.endpoint, choose.random()
     if kind < 0.75:
-        request = fuzz.spoiled(choose, run)
-        told = choose.choice(
+        request = fuzz.spoil(choose, run)
+        error_text = choose.choice(
             [
                 lambda: fuzz.over_grpc(stub, key, request),
                 lambda: fuzz.over_http(endpoint, key, request),
             ]
         )()
-        assert fuzz.is_known(told), (told, request)
+        assert fuzz.is_known(error_text), (error_text, request)
     elif kind < 0.82:
         request, wrong = (
             fuzz.wire(CRITIC_TRAIN, good(CRITIC_TRAIN)),
             choose.choice([None, "", "wrong", key[:-1], key + "x"]),
         )
-        told = choose.choice(
+        error_text = choose.choice(
             [
                 lambda: fuzz.over_grpc(stub, wrong, request),
                 lambda: fuzz.over_http(endpoint, wrong, request),
             ]
         )()
-        assert "the run's access key is missing or wrong" in (told or ""), wrong
+        assert "the run's access key is missing or wrong" in (error_text or ""), wrong
     elif kind < 0.93:
         body, length = (
             choose.randbytes(choose.randint(0, 3000)),
@@ -66,7 +68,7 @@ def send_bad(choose, critic, stub, run):
         )
         model = choose.choice(["critic_infer", "critic_train", "critic_save", "control", "nothing"])
         headers = choose.choice([{}, {"Inference-Header-Content-Length": length}])
-        assert fuzz.posted(endpoint, key, f"/v2/models/{model}/infer", body, headers) is not None, (
+        assert fuzz.post(endpoint, key, f"/v2/models/{model}/infer", body, headers) is not None, (
             model,
             headers,
             body,
@@ -84,9 +86,7 @@ def send_bad(choose, critic, stub, run):
 
 
 @pytest.mark.promise("bad-requests-disturb-nothing")
-def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_happens(
-    critic, connection
-):
+def test_fuzzed_requests_are_refused_and_change_nothing(critic, connection):
     run, number = name_the_run(connection)
     arrays = good(CRITIC_INFER)
     before, values = (
@@ -95,7 +95,7 @@ def test_a_thousand_bad_requests_between_good_ones_are_refused_and_nothing_else_
     )
 
     def call(caller):
-        """This caller's share; returns the longest time that a request took."""
+        """Send this caller's share of requests; return the longest duration of a request."""
         choose, slowest = random.Random(caller), 0.0
         with grpc.insecure_channel(f"127.0.0.1:{critic.endpoint.grpc}") as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -1,4 +1,4 @@
-"""The generator's endpoint: what it answers and refuses, and weights that come while it draws."""
+"""The generator's endpoint: samples, refused requests, and weight sync during generation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, 
 from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
-    one_replica_refuses,
+    request_one_replica_refuses,
     run_generator,
-    weights_between_parts,
-    weights_in_the_middle,
+    sync_between_requests,
+    sync_during_generation,
     weights_of,
 )
 from tests.servers.roles import RunningRole
@@ -64,7 +64,7 @@ def serving(engine):
     return call, generator.endpoints(call)[GENERATE]
 
 
-def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected(engine):
+def test_engine_without_weights_refuses_generate_and_receive(engine):
     call, serve = serving(engine)
     assert call("version")["version"] == -1
     with pytest.raises(AlignerError, match="no weight sync has completed yet"):
@@ -73,7 +73,7 @@ def test_an_engine_without_weights_says_so_and_takes_none_before_it_is_connected
         call("receive", version=1)
 
 
-def test_samples_over_the_wire_are_those_of_the_engine(engine):
+def test_samples_from_endpoint_equal_engine_samples(engine):
     load_directory(engine, engine.directory, version=3)
     call, serve = serving(engine)
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
@@ -124,7 +124,7 @@ def test_samples_over_the_wire_are_those_of_the_engine(engine):
         ({"responses": [[64]] * 4}, "responses: got 64, allowed: 0 to 63"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
+def test_invalid_generate_request_is_refused(engine, changed, message):
     _, serve = serving(engine)
     arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
@@ -140,7 +140,7 @@ def test_what_cannot_be_drawn_is_refused_by_name(engine, changed, message):
         serve(arrays)
 
 
-def test_weights_that_are_too_old_do_not_begin_a_response(engine):
+def test_request_for_newer_weight_version_is_refused(engine):
     call, serve = serving(engine)
     served = call("version")["version"]
     with pytest.raises(
@@ -181,7 +181,7 @@ def overrides(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn_by(overrides):
-    """Greedy responses of an engine of its own, by weights 1 or 2, as (tokens, log-probs)."""
+    """Return (tokens, log-probs) of greedy responses of a separate engine with weights 1 or 2."""
     config = compose_config(overrides)
     shape = read_shape(model_directory(config))
     engines = {
@@ -212,15 +212,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("layout", "kind"), [("TP2", "atomic"), ("DP2", "in_place")])
 @pytest.mark.slow
-def test_responses_that_new_weights_interrupt_go_on_under_them(
-    pool, overrides, drawn_by, layout, kind
-):
-    # the first replica is done when the weights come
+def test_interrupted_responses_continue_with_new_weights(pool, overrides, drawn_by, layout, kind):
+    # The first replica has finished when the weights arrive.
     stop = drawn_by(1, PROMPTS[0].tokens, GREEDY)[0][3]
     options = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
     chosen = (*overrides, *LAYOUTS[layout], "engine.in_flight=interrupt", f"engine.update={kind}")
     (short, long), version = pool.run(
-        run_generator, 2, chosen, weights_in_the_middle, PROMPTS, options
+        run_generator, 2, chosen, sync_during_generation, PROMPTS, options
     )[0]
     assert version == 2
     assert short.response.tolist() == drawn_by(1, PROMPTS[0].tokens, options)[0]
@@ -239,23 +237,25 @@ def test_responses_that_new_weights_interrupt_go_on_under_them(
     torch.testing.assert_close(long.engine_logprobs, logprobs, atol=1e-4, rtol=0)
 
 
-def test_weights_that_let_responses_finish_come_after_them(pool, overrides, drawn_by):
+def test_weight_sync_waits_for_responses_in_flight(pool, overrides, drawn_by):
     chosen = (*overrides, *LAYOUTS["DP2"])
-    samples, version = pool.run(run_generator, 2, chosen, weights_in_the_middle, PROMPTS, GREEDY)[0]
+    samples, version = pool.run(run_generator, 2, chosen, sync_during_generation, PROMPTS, GREEDY)[
+        0
+    ]
     assert version == 2
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         assert sample.response.tolist() == drawn_by(1, prompt.tokens, GREEDY)[0]
         assert set(sample.weight_versions.tolist()) == {1}
 
 
-def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overrides):
-    """Prompts of three samples over two replicas, cut in the middle of a prompt; the second one is
-    long, and not due."""
+def test_unfinished_responses_resume_in_next_request(pool, overrides):
+    """Two replicas share five prompts of three samples, and one prompt's samples are split between
+    the replicas. The second prompt is long, and is not due."""
     prompts = [Prompt(number, "", torch.tensor([5 + number])) for number in range(5)]
     options, enough = SamplingOptions(60, stop_token_ids=tuple(range(8, 16))), Enough(2, due=(4,))
     chosen = (*overrides, *LAYOUTS["DP2"])
     first, again, last, changed = pool.run(
-        run_generator, 2, chosen, weights_between_parts, prompts, 3, options, enough
+        run_generator, 2, chosen, sync_between_requests, prompts, 3, options, enough
     )[0]
     config = compose_config(overrides)
     engine = build_engine(
@@ -299,12 +299,17 @@ def test_a_request_ends_with_enough_and_the_next_goes_on_from_there(pool, overri
         torch.testing.assert_close(end.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)
 
 
-def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, overrides, drawn_by):
+def test_error_on_one_replica_refuses_request_on_all_replicas(pool, overrides, drawn_by):
     prompts = [PROMPTS[1], PROMPTS[0]]
-    told, samples = pool.run(
-        run_generator, 2, (*overrides, *LAYOUTS["DP2"]), one_replica_refuses, prompts, GREEDY
+    error, samples = pool.run(
+        run_generator,
+        2,
+        (*overrides, *LAYOUTS["DP2"]),
+        request_one_replica_refuses,
+        prompts,
+        GREEDY,
     )[0]
-    assert "prompt 7 has 300 tokens" in told
+    assert "prompt 7 has 300 tokens" in error
     assert [sample.response.tolist() for sample in samples] == [
         drawn_by(1, one.tokens, GREEDY)[0] for one in prompts
     ]
@@ -312,7 +317,7 @@ def test_what_one_replica_refuses_all_refuse_and_they_serve_again(pool, override
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory):
-    """The client of a server of two replicas, and what gives it weights."""
+    """The client of a server with two replicas, and a function that syncs weights to the server."""
     directory = tmp_path_factory.mktemp("server")
     chosen = (*SERVER, *LAYOUTS["DP2"], "engine.in_flight=interrupt")
     config = compose_config([*chosen, f"run.dir={directory}"])
@@ -333,7 +338,7 @@ def generator(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_server_leaves_what_is_long_for_the_next_request(generator):
+def test_server_carries_long_responses_over_to_next_request(generator):
     client, _ = generator
     prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
     options = SamplingOptions(200, stop_token_ids=(8, 9, 10))
@@ -349,7 +354,7 @@ def test_a_server_leaves_what_is_long_for_the_next_request(generator):
 
 
 @pytest.mark.slow
-def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator):
+def test_server_syncs_weights_during_generation(generator):
     client, update = generator
     prompts, options = (
         [Prompt(number, "", torch.tensor([5])) for number in range(48)],
@@ -360,7 +365,7 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
     with pytest.raises(RemoteError) as refused:
         client.generate(unbegun(prompts, 1), 1, options, weight_version=99).result()
     assert refused.value.kind == "WeightsError"
-    for version in range(2, 12):  # on a busy machine weights may come before the request
+    for version in range(2, 12):  # on a busy machine, the weights may arrive before the request
         drawn = client.generate(unbegun(prompts, 1), 1, options, weight_version=version - 1)
         time.sleep(0.1)
         update(version)
@@ -393,7 +398,7 @@ def test_a_server_takes_weights_while_it_draws_and_says_what_it_serves(generator
         ({"op": ["connect"]}, r"got op \['connect'\], allowed: "),
     ],
 )
-def test_what_is_no_order_to_move_weights_is_refused(request_, message):
+def test_invalid_weight_transfer_request_is_refused(request_, message):
     generator = object.__new__(Generator)
     with pytest.raises(RequestError, match=message):
         control_request(

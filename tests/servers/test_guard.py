@@ -1,3 +1,5 @@
+"""Access control of servers: the run's key, mutual TLS, size limits, and other users."""
+
 from __future__ import annotations
 
 import contextlib
@@ -47,7 +49,7 @@ from tests.servers.roles import RunningRole
 
 
 def http(role, path, key=None, data=None):
-    """(status, body) of a request over HTTP."""
+    """Send a request over HTTP; return (status, body)."""
     headers = {} if key is None else {KEY_HEADER: key}
     request = urllib.request.Request(f"{role.http}{path}", data=data, headers=headers)
     try:
@@ -97,7 +99,7 @@ CLOSED = [
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", "\u00e4"])
-def test_over_http_health_alone_is_open_to_those_without_the_key(critic, key):
+def test_http_without_key_serves_only_health(critic, key):
     for path, data in GUARDED:
         status, body = http(critic, path, key, data)
         assert status == 401 and "the run's access key is missing or wrong" in body, (
@@ -111,7 +113,7 @@ def test_over_http_health_alone_is_open_to_those_without_the_key(critic, key):
     ] == [200] * 3
 
 
-def test_over_http_the_key_opens_the_endpoints_and_nothing_opens_management(critic):
+def test_http_key_opens_endpoints_but_not_management(critic):
     for path, data in GUARDED:
         assert http(critic, path, critic.access.key, data)[0] == 200, path
     for path, data in CLOSED:
@@ -125,7 +127,7 @@ def test_over_http_the_key_opens_the_endpoints_and_nothing_opens_management(crit
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong"])
-def test_over_grpc_too_whatever_is_asked_for(critic, key):
+def test_grpc_without_key_serves_only_readiness(critic, key):
     with contextlib.closing(Connection("critic", critic.endpoint, Access(key))) as stranger:
         for spec in (CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE):
             with pytest.raises(
@@ -141,7 +143,7 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
         client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
         shutdown = tritonclient.grpc.InferInput("request", [1], "BYTES")
         shutdown.set_data_from_numpy(text_array('{"op": "shutdown"}'))
-        # it may have heard of the refusal already
+        # The client may have received the refusal already.
         with contextlib.suppress(InferenceServerException):
             client.async_stream_infer("control", [shutdown])
         result, error = answers.get(timeout=20)
@@ -153,7 +155,7 @@ def test_over_grpc_too_whatever_is_asked_for(critic, key):
             client.get_server_metadata(headers=headers)
 
 
-def test_over_grpc_management_is_closed_to_holders_of_the_key_too(critic):
+def test_grpc_key_does_not_open_management(critic):
     headers = {GRPC_KEY_HEADER: critic.access.key}
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{critic.endpoint.grpc}") as client:
         assert (
@@ -172,7 +174,7 @@ def test_over_grpc_management_is_closed_to_holders_of_the_key_too(critic):
 
 
 def memory_mib(role):
-    """Of rank 0 and all that it has started, shared memory included."""
+    """Return the memory of rank 0 and its child processes in MiB, including shared memory."""
     first = psutil.Process(role.ranks[0].pid)
     processes = [first, *first.children(recursive=True)]
     own = sum(process.memory_info().rss - process.memory_info().shared for process in processes)
@@ -227,7 +229,7 @@ def test_requests_without_key_use_no_memory(critic):
         assert owner.infer(CRITIC_INFER, good(CRITIC_INFER), 20)["values"].shape == (3, 8)
 
 
-def test_a_request_of_more_bytes_than_any_that_is_served_is_refused_before_it_is_taken(critic):
+def test_oversized_or_chunked_http_request_is_refused(critic):
     line = (
         f"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: h\r\n{KEY_HEADER}:"
         f" {critic.access.key}\r\n"
@@ -241,7 +243,7 @@ def test_a_request_of_more_bytes_than_any_that_is_served_is_refused_before_it_is
             assert connection.recv(4096).startswith(f"HTTP/1.1 {code} ".encode())
 
 
-def test_the_key_is_in_no_log_and_no_error(critic, reward):
+def test_access_key_appears_in_no_log_or_repr(critic, reward):
     assert len(critic.access.key) > 30
     logs = {*critic.log.parent.glob("*.log"), *(critic.log.parent / "logs").iterdir()}
     assert {"critic-triton.log", "reward-triton.log", critic.log.name, reward.log.name} <= {
@@ -251,7 +253,7 @@ def test_the_key_is_in_no_log_and_no_error(critic, reward):
     assert critic.access.key not in repr(critic.access) + repr(Guard(critic.access.key))
 
 
-def test_metrics_tell_how_much_waits(critic):
+def test_metrics_report_pending_requests(critic):
     with urllib.request.urlopen(
         f"http://127.0.0.1:{critic.endpoint.metrics}/metrics", timeout=20
     ) as response:
@@ -266,7 +268,7 @@ def test_metrics_tell_how_much_waits(critic):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """The server's own, and a stranger's."""
+    """The server's certificates, and those of another authority."""
     return make_certificates(tmp_path_factory.mktemp("tls")), make_certificates(
         tmp_path_factory.mktemp("stranger")
     )
@@ -282,19 +284,17 @@ def secure(certificates, tmp_path_factory):
         role.stop()
 
 
-def asked(role, access):
+def rewards_shape(role, access):
     with contextlib.closing(Connection("reward", role.endpoint, access)) as connection:
         return connection.infer(REWARD_MODEL, good(REWARD_MODEL), 5)["rewards"].shape
 
 
 @pytest.mark.promise("mutual-tls-needs-key-and-certificate")
 @pytest.mark.slow
-def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaintext_is_refused(
-    secure, certificates
-):
+def test_mutual_tls_requires_key_and_certificate(secure, certificates):
     own, stranger = certificates
     trusted = Access(secure.access.key, own.authorities, own.certificate, own.key)
-    assert asked(secure, trusted) == (3, 1)
+    assert rewards_shape(secure, trusted) == (3, 1)
     refused = {
         "plaintext": secure.access,
         "no certificate": Access(secure.access.key, own.authorities),
@@ -307,15 +307,13 @@ def test_with_mutual_tls_only_key_and_certificate_together_are_served_and_plaint
     }
     for what, access in refused.items():
         with pytest.raises(RemoteError):
-            asked(secure, access)
+            rewards_shape(secure, access)
             pytest.fail(what)
-    assert asked(secure, trusted) == (3, 1)
+    assert rewards_shape(secure, trusted) == (3, 1)
 
 
 @pytest.mark.slow
-def test_over_https_what_is_guarded_wants_a_certificate_and_the_key_and_plaintext_is_refused(
-    secure, certificates
-):
+def test_https_requires_certificate_and_key(secure, certificates):
     own, stranger = certificates
     guarded = [
         (path.replace("critic_infer", "reward_model"), data)
@@ -345,7 +343,8 @@ def test_over_https_what_is_guarded_wants_a_certificate_and_the_key_and_plaintex
 
 
 def stranger_context(own, stranger):
-    """Who trusts the server and shows a certificate of another authority."""
+    """Return the TLS context of a client that trusts the server, with another authority's
+    certificate."""
     context = ssl.create_default_context(cafile=own.authorities)
     context.load_cert_chain(stranger.certificate, stranger.key)
     return context
@@ -376,7 +375,7 @@ def test_other_user_finds_no_key_and_no_triton(servers, name):
     assert len(seen["sockets"]) == 3 and seen["answered"] == []
 
 
-def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
+def test_run_has_one_access_key_readable_only_by_owner(tmp_path):
     config = Config()
     config.run.dir = str(tmp_path)
     with pytest.raises(ConfigError, match="cannot read the access key of the run"):
@@ -392,7 +391,7 @@ def test_a_run_has_one_key_that_only_its_owner_may_read(tmp_path):
     assert run_access(config).key is None
 
 
-def test_an_interface_is_known_by_name_or_address_and_another_names_those_there_are():
+def test_unknown_interface_is_refused_with_available_ones():
     assert interface_address("lo") == "127.0.0.1" and interface_address("10.1.2.3") == "10.1.2.3"
     with pytest.raises(
         ConfigError, match=r"server.interface=nothere0: .* of this machine: .*lo \(127.0.0.1\)"

@@ -1,4 +1,4 @@
-"""What other users of the machine see of a server, and what they can do to its start."""
+"""Other users of the machine can neither read a server's files and memory nor block its start."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ print("stopped", flush=True)
 """
 
 
-def mapped(process: psutil.Process) -> set[Path]:
-    """The shared memory of a server's processes."""
+def shared_memory_files(process: psutil.Process) -> set[Path]:
+    """Return the shared memory files of a server's processes."""
     processes = (process, *process.children(recursive=True))
     return {
         Path(entry.path)
@@ -41,9 +41,7 @@ def mapped(process: psutil.Process) -> set[Path]:
 @pytest.mark.promise("shared-memory-hidden-from-other-users")
 @pytest.mark.slow
 @other_user.needs_root
-def test_other_user_cannot_read_or_block_a_server(
-    tmp_path: Path,
-) -> None:
+def test_other_user_cannot_read_or_block_a_server(tmp_path: Path) -> None:
     world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     planted = [
         Path("/dev/shm") / f"aligner-server-{world}-{name}"
@@ -60,11 +58,11 @@ def test_other_user_cannot_read_or_block_a_server(
             text=True,
             umask=0o022,
         )
-        # behind what Triton warns of
+        # Triton's warnings may precede this line.
         assert process.stdout is not None and "ready\n" in process.stdout
         (claim,) = Path("/dev/shm").glob(f"aligner-server-{world}-{process.pid}-*")
         directories = [Path(line) for line in (claim / "paths").read_text().splitlines()]
-        memory = mapped(psutil.Process(process.pid))
+        memory = shared_memory_files(psutil.Process(process.pid))
         assert memory and any(path.name.startswith("pytrtion") for path in memory), memory
         for path in memory:
             assert not other_user.succeeds("cat", str(path)), path

@@ -1,5 +1,4 @@
-"""A critic that is lost and comes back, and a network that loses answers: every update counts once
-all the same."""
+"""A critic that crashes and restarts behind a lossy network applies every update exactly once."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ LENGTHS = torch.full((4,), 8)
 
 
 class Expected:
-    """The same updates on a model of our own."""
+    """The same updates, applied to a local model."""
 
     def __init__(self) -> None:
         self.model = TinyValueModel()
@@ -44,8 +43,7 @@ class Expected:
 
 
 def check_updates(client: CriticClient, expected: Expected, numbers: range) -> None:
-    """Train and ask for values, all at once and several at a time; compare everything, to the last
-    bit."""
+    """Send updates and several value requests concurrently; compare all answers bit by bit."""
     asked = []
     for number in numbers:
         before = [client.values(expected.update(number)[0], LENGTHS) for _ in range(3)]
@@ -59,7 +57,7 @@ def check_updates(client: CriticClient, expected: Expected, numbers: range) -> N
 
 @pytest.fixture
 def lost_critic(tmp_path):
-    """A function that kills the critic where there is one, and starts one at the same address."""
+    """A function that kills a running critic, and starts a new critic at the same address."""
     endpoint = Endpoint("127.0.0.1", free_port(), free_port(), free_port())
     roles: list[RunningRole] = []
 
@@ -88,7 +86,7 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
         check_updates(client, expected, range(20))
         assert min(proxy.suffered.values()) >= 1, proxy.suffered
 
-        # Lost while a checkpoint is being written, which is made again on the way.
+        # The critic is lost while it writes a checkpoint. Recovery writes the checkpoint again.
         saving = client.begin_checkpoint(step=3)
         check_updates(client, expected, range(20, 23))
         lost_critic()
@@ -103,8 +101,8 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
         client.assert_settled()
         client.close()
 
-        # Another trainer of the same run, from the same checkpoint; and from one whose policy is of
-        # another time.
+        # Another trainer of the same run resumes from the same checkpoint. Before, it tries a
+        # checkpoint of a policy with another number of updates, and a missing checkpoint.
         journal = UpdateJournal(tmp_path / "journal")
         client = CriticClient(through, role.access, 30, RunId("run", 1), journal, 256)
         with pytest.raises(
@@ -123,7 +121,7 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
     assert role.ranks[0].returncode == -signal.SIGKILL
 
 
-def test_a_journal_keeps_what_was_asked_for_and_names_what_is_damaged(tmp_path):
+def test_journal_keeps_requested_updates_and_reports_damage(tmp_path):
     arrays = {"tokens": torch.arange(6).reshape(2, 3).numpy()}
     journal = UpdateJournal(tmp_path)
     for number in range(5):

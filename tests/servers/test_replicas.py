@@ -1,4 +1,4 @@
-"""A reward replica that shows no life is left for another one; one that is only busy is not."""
+"""The reward client bypasses a silent replica, and waits for a busy one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rounds import bounds_seconds
 
 
 class Replica(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Scores rows with `score` after `work_s`, as long as it is not stopped."""
+    """A server that answers `score` for each row after `work_s` seconds, while `runs` is set."""
 
     def __init__(self, score: float, work_s: float = 0.0) -> None:
         self._score, self._work_s = score, work_s
@@ -86,9 +86,7 @@ def client(replicas: list[Replica]) -> Iterator[RewardClient]:
 
 @pytest.mark.promise("silent-replica-is-bypassed")
 @bounds_seconds
-def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_deadline(
-    replicas, client
-) -> None:
+def test_request_to_silent_replica_is_rerouted_before_deadline(replicas, client) -> None:
     replicas[0].runs.clear()
     begun = time.monotonic()
     assert score(client) == [2.0, 2.0]
@@ -100,7 +98,7 @@ def test_a_request_to_a_silent_replica_is_answered_by_another_well_before_its_de
 
 
 @bounds_seconds
-def test_a_replica_that_is_at_work_for_long_is_waited_for(replicas, client) -> None:
+def test_busy_replica_is_not_bypassed(replicas, client) -> None:
     replicas[0]._work_s = 2.0
     assert score(client) == [1.0, 1.0]
     assert (
@@ -110,7 +108,7 @@ def test_a_replica_that_is_at_work_for_long_is_waited_for(replicas, client) -> N
     assert replicas[1].asked == []
 
 
-def test_of_silent_replicas_alone_the_error_says_so_at_the_deadline(replicas) -> None:
+def test_all_replicas_silent_raises_error_at_deadline(replicas) -> None:
     for replica in replicas:
         replica.runs.clear()
     client = RewardClient([replica.endpoint for replica in replicas], Access(), timeout_s=3)

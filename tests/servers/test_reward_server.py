@@ -1,3 +1,5 @@
+"""Reward server: scores of tokens and sentences, abstentions, scorer errors, refused requests."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +19,7 @@ from aligner.servers.connection import RemoteError
 from aligner.servers.remote_client import RewardClient
 from aligner.servers.validation import Limits
 from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, RequestError
-from tests.servers.bad_requests import REFUSED, spoiled
+from tests.servers.bad_requests import REFUSED, spoil
 from tests.servers.role_main import character_tokenizer, scoring
 from tests.servers.tiny_model import TinyValueModel
 
@@ -29,9 +31,9 @@ def client(reward):
     client.close()
 
 
-def encoded(*pairs):
-    """Tokens, lengths and prompt lengths of (prompt, response) texts, an end-of-sequence token
-    after each."""
+def encode_pairs(*pairs):
+    """Return tokens, lengths and prompt lengths of (prompt, response) texts, each with an
+    end-of-sequence token."""
     tokenizer = character_tokenizer()
     rows = [[*tokenizer.encode(prompt + response).ids, 1] for prompt, response in pairs]
     width = max(map(len, rows))
@@ -43,16 +45,14 @@ def encoded(*pairs):
     )
 
 
-def test_prompt_and_response_are_cut_decoded_and_scored_apart(client):
+def test_prompt_and_response_are_decoded_separately(client):
     assert client.score(
-        *encoded(("ab", "xyz"), ("", "hello world"), ("abc", ""))
+        *encode_pairs(("ab", "xyz"), ("", "hello world"), ("abc", ""))
     ).result().tolist() == [203.0, 11.0, 300.0]
 
 
-def test_without_prompt_lengths_the_whole_text_is_the_response_and_sentences_are_scored_as_they_are(
-    client,
-):
-    tokens, lengths, _ = encoded(("ab", "xyz"))
+def test_text_without_prompt_length_is_scored_as_response(client):
+    tokens, lengths, _ = encode_pairs(("ab", "xyz"))
     arrays = {"tokens": tokens.numpy(), "sequence_lengths": lengths[:, None].numpy()}
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[5.0]]
     sentences = np.array([[b"four"], ["fünf".encode()]], dtype=object)
@@ -62,8 +62,8 @@ def test_without_prompt_lengths_the_whole_text_is_the_response_and_sentences_are
     ]
 
 
-def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
-    rows = encoded(("ab", "xyz"), ("", "hello world"))
+def test_metadata_reaches_scorer(client):
+    rows = encode_pairs(("ab", "xyz"), ("", "hello world"))
     assert client.score(*rows, [{"extra": 1000, "answer": "ü"}, {}]).result().tolist() == [
         1203.0,
         11.0,
@@ -76,7 +76,7 @@ def test_what_the_data_says_about_a_prompt_reaches_the_scorer(client):
 
 
 def test_abstention_is_nan_over_grpc_and_in_json_over_http(client, reward):
-    rows = encoded(("ab", "abstain"), ("", "hello"))
+    rows = encode_pairs(("ab", "abstain"), ("", "hello"))
     assert client.score(*rows).result().tolist() == [ABSTAINED, 5.0]
     sentences = np.array([[b"abstain"], [b"four"]], dtype=object)
     rewards = client._infer(REWARD_MODEL, {"sentences": sentences})["rewards"]
@@ -108,8 +108,8 @@ def test_abstention_is_nan_over_grpc_and_in_json_over_http(client, reward):
     ],
     ids=["not JSON", "no object", "too deep", "not UTF-8"],
 )
-def test_metadata_that_is_no_json_object_is_refused(client, text, told):
-    tokens, lengths, _ = encoded(("a", "b"), ("a", "b"))
+def test_metadata_other_than_json_object_is_refused(client, text, told):
+    tokens, lengths, _ = encode_pairs(("a", "b"), ("a", "b"))
     arrays = {"tokens": tokens.numpy(), "sequence_lengths": lengths[:, None].numpy()}
     with pytest.raises(RemoteError, match=re.escape(told)) as caught:
         client._infer(
@@ -119,20 +119,18 @@ def test_metadata_that_is_no_json_object_is_refused(client, text, told):
     assert client._infer(REWARD_MODEL, arrays)["rewards"].tolist() == [[2.0], [2.0]]
 
 
-def test_a_failing_scorer_is_told_with_prompt_and_response_to_its_caller_alone(client):
-    good = [client.score(*encoded(("ab", "x" * n))) for n in range(1, 13)]
+def test_scorer_error_names_sample_and_fails_only_its_caller(client):
+    good = [client.score(*encode_pairs(("ab", "x" * n))) for n in range(1, 13)]
     with pytest.raises(
         RemoteError, match="returned nan for prompt 'ab ' and response '67'; must be finite"
     ) as caught:
-        client.score(*encoded(("ab", "1"), ("ab ", "67"))).result()
+        client.score(*encode_pairs(("ab", "1"), ("ab ", "67"))).result()
     assert caught.value.kind == "ScoringError"
     assert [future.result(20).item() for future in good] == [200.0 + n for n in range(1, 13)]
 
 
-def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is_anything_else(
-    client, caplog
-):
-    rows = encoded(("a", "1"), ("a", "22"), ("b", "1"), ("b", "67"), ("cd", "1"), ("cd", "22"))
+def test_unscorable_prompt_is_retried_alone_and_skipped(client, caplog):
+    rows = encode_pairs(("a", "1"), ("a", "22"), ("b", "1"), ("b", "67"), ("cd", "1"), ("cd", "22"))
     scores = client.score(*rows, rows_apart=2).result()
     assert scores[[0, 1, 4, 5]].tolist() == [101.0, 102.0, 201.0, 202.0]
     assert scores[2:4].isnan().all()
@@ -141,10 +139,10 @@ def test_what_cannot_be_scored_is_asked_for_again_apart_and_left_out_if_there_is
         and "for prompt 'b' and response '67'" in said
     )
     with pytest.raises(RemoteError, match="for prompt 'b' and response '67'"):
-        client.score(*encoded(("b", "67")), rows_apart=1).result()
+        client.score(*encode_pairs(("b", "67")), rows_apart=1).result()
 
 
-def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_are_told(client):
+def test_long_scorer_error_is_shortened_in_the_middle(client):
     sentences = np.array([["7ü€".encode() * 5000]], dtype=object)
     with pytest.raises(
         RemoteError,
@@ -154,8 +152,8 @@ def test_of_an_error_that_is_longer_than_grpc_carries_the_beginning_and_the_end_
     assert caught.value.kind == "ScoringError"
 
 
-def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
-    # of the characters it has only the digits
+def test_sentence_with_unknown_token_id_is_refused():
+    # This vocabulary contains only the digits.
     limits = Limits(vocab_size=12, max_sequence_length=40)
     served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
     with pytest.raises(
@@ -165,7 +163,7 @@ def test_sentences_of_tokens_that_a_model_does_not_have_are_refused():
         served[REWARD_MODEL]({"sentences": np.array([[b"09"], [b"0a"]], dtype=object)})
 
 
-def test_sentences_are_cut_into_tokens_as_training_data_is(tmp_path):
+def test_sentences_are_tokenized_like_training_data(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.enable_padding()
     tokenizer.enable_truncation(2)
@@ -192,13 +190,13 @@ CASES = [case for case in REFUSED if case[0] is REWARD_MODEL]
 @pytest.mark.parametrize(
     ("endpoint", "wrong", "changes", "told"), CASES, ids=[case[1] for case in CASES]
 )
-def test_a_bad_request_is_refused_and_the_next_one_served(client, endpoint, wrong, changes, told):
+def test_bad_request_is_refused_and_next_one_is_served(client, endpoint, wrong, changes, told):
     with pytest.raises(RemoteError, match=re.escape(told)):
-        client._infer(endpoint, spoiled(endpoint, changes))
-    assert client.score(*encoded(("a", "b"))).result().tolist() == [101.0]
+        client._infer(endpoint, spoil(endpoint, changes))
+    assert client.score(*encode_pairs(("a", "b"))).result().tolist() == [101.0]
 
 
-def test_the_reward_server_answers_control_but_keeps_no_checkpoints(client):
+def test_health_reports_reward_and_checkpoint_is_refused(client):
     assert client.control("health")["role"] == "reward"
     assert client.control("version")["protocol"] == PROTOCOL_VERSION
     with pytest.raises(

@@ -24,12 +24,12 @@ from tests.servers.role_main import scoring
 EACH = 2
 
 
-def refused(kind: str) -> RefusedError:
+def refused_error(kind: str) -> RefusedError:
     return RefusedError("reward", "host:1", kind, "the scorer mine returned no result; in mine.py")
 
 
 class Client(RewardClient):
-    """A client whose requests are answered by a function of the first prompt's number."""
+    """A client whose requests are answered by a function of the prompts' numbers."""
 
     def __init__(self, answer: Callable[[list[int]], Any]) -> None:
         super().__init__([Endpoint("127.0.0.1", 1, 2, 3)], Access(), 5)
@@ -73,14 +73,14 @@ def test_reward_endpoint_answers_nan_for_an_abstention():
     assert math.isnan(rewards[0, 0]) and rewards[1, 0] == 2.0
 
 
-def test_client_tells_abstentions_from_failed_scoring(client):
+def test_client_distinguishes_abstention_from_failed_scoring(client):
     wire = {"rewards": np.array([[math.nan], [1.0]], dtype=np.float32)}
     assert scores_in(wire).tolist() == [ABSTAINED, 1.0]
     parts = wire | {"reward_parts": np.zeros((2, 2), dtype=np.float32)}
     assert scores_in(parts).tolist() == [[ABSTAINED, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
     def answer(prompts):
-        return refused("ScoringError") if 1 in prompts else [math.nan, 1.0]
+        return refused_error("ScoringError") if 1 in prompts else [math.nan, 1.0]
 
     found = client(answer).scores(2).result()
     assert found[:2].tolist() == [ABSTAINED, 1.0] and found[2:].isnan().all()
@@ -94,7 +94,7 @@ def test_abstentions_of_all_samples_are_no_error(client):
 
 def test_prompt_that_times_out_alone_is_skipped(client):
     def answer(prompts):
-        return refused("ScorerTimeout") if 1 in prompts else [1.0] * len(prompts)
+        return refused_error("ScorerTimeout") if 1 in prompts else [1.0] * len(prompts)
 
     asking = client(answer)
     assert asking.scores(3).result().isnan().tolist() == [False] * 2 + [True] * 2 + [False] * 2
@@ -102,7 +102,7 @@ def test_prompt_that_times_out_alone_is_skipped(client):
 
 
 def test_request_of_one_prompt_that_times_out_is_not_repeated(client):
-    asking = client(lambda prompts: refused("ScorerTimeout"))
+    asking = client(lambda prompts: refused_error("ScorerTimeout"))
     with pytest.raises(UnscoredError):
         asking.scores(1).result()
     assert len(asking.asked) == 1
@@ -112,8 +112,8 @@ def test_request_of_one_prompt_that_times_out_is_not_repeated(client):
 def test_deadlock_ends_the_requests_with_its_error(client, first):
     def answer(prompts):
         if first or len(prompts) == EACH:
-            return refused("ScorerDeadlocked")
-        return refused("ScorerTimeout")
+            return refused_error("ScorerDeadlocked")
+        return refused_error("ScorerTimeout")
 
     asking = client(answer)
     with pytest.raises(AlignerError, match=r"ScorerDeadlocked: .* in mine\.py"):
@@ -121,18 +121,21 @@ def test_deadlock_ends_the_requests_with_its_error(client, first):
     assert len(asking.asked) == (1 if first else 2)
 
 
-def test_error_of_deadlock_comes_before_timeouts_of_other_requests(client):
+def test_deadlock_error_precedes_timeouts_of_other_requests(client):
     late = RemoteError("reward", "host:1", "Timeout", "no answer to reward_model within 5 s")
-    slow, stuck = client(lambda prompts: late), client(lambda prompts: refused("ScorerDeadlocked"))
+    slow, stuck = (
+        client(lambda prompts: late),
+        client(lambda prompts: refused_error("ScorerDeadlocked")),
+    )
     with pytest.raises(AlignerError, match="ScorerDeadlocked"):
         PendingRows((slow.scores(1), stuck.scores(1))).result()
 
 
-def test_timeout_behind_a_hanging_call_names_the_function(client):
+def test_timeout_after_hanging_scorer_names_the_scorer(client):
     late = RemoteError("reward", "host:1", "Timeout", "no answer to reward_model within 5 s")
 
     def answer(prompts):
-        return late if len(prompts) == EACH else refused("ScorerTimeout")
+        return late if len(prompts) == EACH else refused_error("ScorerTimeout")
 
     message = r"no answer to reward_model within 5 s, after a call of .* timed out: the scorer mine"
     with pytest.raises(RemoteError, match=message):

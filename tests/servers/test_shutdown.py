@@ -1,3 +1,5 @@
+"""Servers stop on signals, requests and failures without losing answers or leaving processes."""
+
 from __future__ import annotations
 
 import contextlib
@@ -51,7 +53,7 @@ TARGETS = (
 
 @pytest.fixture(scope="module")
 def roles(tmp_path_factory):
-    """Roles to be ended by one test each, started together."""
+    """Roles that start concurrently; each is stopped by its own tests."""
     directory = tmp_path_factory.mktemp("shutdown")
     roles = {
         "terminated": RunningRole("critic", directory, ranks=2, SLOW="1"),
@@ -67,7 +69,7 @@ def roles(tmp_path_factory):
         stop_all(roles.values())
 
 
-def ended(role: RunningRole, timeout_s: float) -> bool:
+def wait_for_exit(role: RunningRole, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while role.survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -86,14 +88,12 @@ def ask(server: Connection, op: str) -> dict[str, object]:
     )
 
 
-def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_long_and_a_version_waits_for_it(
-    roles,
-):
+def test_health_answers_during_long_request_but_version_waits(roles):
     role = roles["terminated"]
     pinging = [
-        ("grpc.keepalive_time_ms", 100),  # gRPC sends one a second at most
+        ("grpc.keepalive_time_ms", 100),  # gRPC sends at most one ping a second
         ("grpc.http2.max_pings_without_data", 0),
-        # else it may share another client's connection, and its settings
+        # Without this, the client may share another client's connection and settings.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     tokens, lengths = np.zeros((16, 8), dtype=np.int64), np.full((16, 1), 8)
@@ -124,9 +124,9 @@ def test_a_client_may_ping_often_and_health_answers_while_a_request_runs_for_lon
         assert values.result(20).as_numpy("values").shape == (16, 8)
 
 
-def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
-    """A trainer that fails must say why before its other ranks' patience ends, whatever it has
-    asked for."""
+def test_closing_client_waits_for_no_answer(roles, tmp_path):
+    """A failing trainer must report its error before the timeout of its other ranks, whatever
+    requests are pending."""
     role = roles["terminated"]
     client = CriticClient(
         role.endpoint,
@@ -138,7 +138,7 @@ def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
     )
     client.start()
     tokens, lengths = torch.zeros(16, 8, dtype=torch.int64), torch.full((16,), 8)
-    answers = [client.values(tokens, lengths)]  # eight rows a rank, a quarter of a second each
+    answers = [client.values(tokens, lengths)]  # eight rows per rank, 0.25 s per row
     time.sleep(0.5)
     answers += [client.train(*TARGETS) for _ in range(2)] + [
         client.values(tokens, lengths) for _ in range(8)
@@ -151,10 +151,10 @@ def test_a_client_that_hangs_up_waits_for_no_answer(roles, tmp_path):
         with pytest.raises(RemoteError, match=r"closing|closed"):
             answer.result(0)
     with contextlib.closing(connection(role)) as server:
-        assert ask(server, "version")["sequence_number"] == -1  # and waits for what was given up
+        assert ask(server, "version")["sequence_number"] == -1  # after the abandoned requests
 
 
-def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_and_triton(roles):
+def test_sigterm_drains_requests_and_ends_all_processes(roles):
     role = roles["terminated"]
     arrays = [
         {"tokens": TOKENS.numpy() + shift, "sequence_lengths": LENGTHS[:, None].numpy()}
@@ -162,14 +162,14 @@ def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_
     ]
     with contextlib.closing(connection(role)) as server, ThreadPoolExecutor(3) as callers:
         taken = []
-        for number, each in zip((-1, None), arrays, strict=True):  # these two do not run as one
+        for number, each in zip((-1, None), arrays, strict=True):  # not joined
             numbered = (
                 each if number is None else each | {"sequence_number": np.full((3, 1), number)}
             )
             taken.append(callers.submit(server.infer, CRITIC_INFER, numbered, 20))
             time.sleep(0.1)
         role.note_processes()
-        role.ranks[1].send_signal(signal.SIGTERM)  # only rank 0 ends the world
+        role.ranks[1].send_signal(signal.SIGTERM)  # only rank 0 stops the server
         role.ranks[0].send_signal(signal.SIGTERM)
         time.sleep(0.1)
         with pytest.raises(TransportError, match="ServerStopping"):
@@ -180,10 +180,10 @@ def test_sigterm_lets_what_was_taken_finish_refuses_the_rest_and_ends_all_ranks_
             expected = TinyValueModel().values(torch.tensor(each["tokens"]), LENGTHS)
             torch.testing.assert_close(torch.tensor(future.result()["values"]), expected)
     assert role.ranks[0].wait(15) == 0 and role.stop() == 0 and role.ranks[1].returncode == 0
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
-def test_an_unnumbered_update_is_refused_by_default(roles):
+def test_unnumbered_update_is_refused_by_default(roles):
     unnumbered = pytest.raises(RemoteError, match="sequence_number: missing")
     with contextlib.closing(connection(roles["killed"])) as server, unnumbered:
         server.infer(CRITIC_TRAIN, UPDATE, 20)
@@ -192,11 +192,11 @@ def test_an_unnumbered_update_is_refused_by_default(roles):
 def is_triton(process: psutil.Process) -> bool:
     try:
         return process.name() == "tritonserver"
-    except psutil.NoSuchProcess:  # ended since it was seen
+    except psutil.NoSuchProcess:  # exited in the meantime
         return False
 
 
-def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
+def test_sigterm_during_triton_start_ends_all_ranks(tmp_path):
     role = RunningRole("critic", tmp_path, ranks=2)
     try:
         deadline = time.monotonic() + 60
@@ -207,10 +207,10 @@ def test_sigterm_while_triton_starts_ends_all_ranks_too(tmp_path):
         code = role.stop()
     assert code == 0 and role.ranks[1].returncode == 0, role.log.read_text()[-3000:]
     assert "ready at" not in role.log.read_text()
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
-def test_a_triton_that_ends_while_it_starts_is_named_as_a_failure_that_may_pass(tmp_path):
+def test_triton_killed_during_start_raises_transient_error(tmp_path):
     role = RunningRole("reward", tmp_path)
     try:
         deadline = time.monotonic() + 60
@@ -225,10 +225,10 @@ def test_a_triton_that_ends_while_it_starts_is_named_as_a_failure_that_may_pass(
     finally:
         role.stop()
     assert "TransientError: Triton did not start (" in role.log.read_text()
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
-def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
+def test_killed_rank_ends_role_and_leaves_no_process(roles):
     role = roles["killed"]
     try:
         role.ranks[1].kill()
@@ -238,12 +238,12 @@ def test_a_killed_rank_ends_the_role_with_an_error_and_no_process_left(roles):
             pytest.raises(TransportError) as caught,
         ):
             server.infer(CRITIC_INFER, arrays, 20)
-        # by how far its end has come
+        # The kind depends on how far the shutdown has progressed.
         assert caught.value.kind in ("ServerFailed", "ServerStopping", "Unreachable")
         assert role.ranks[0].wait(20) != 0
     finally:
         role.stop()
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
 def test_killed_stub_restarts_triton_and_leaves_no_process(roles):
@@ -259,14 +259,14 @@ def test_killed_stub_restarts_triton_and_leaves_no_process(roles):
         tokens, lengths = torch.full((1, 4), 3), torch.tensor([4])
         assert client.score(tokens, lengths, torch.tensor([1])).result().tolist() == [103.0]
         client.close()
-        told = "the Triton server or one of its helper processes exited unexpectedly"
-        assert f"{told}; restarting Triton (1 of 60 in the last hour)" in role.log.read_text()
+        reason = "the Triton server or one of its helper processes exited unexpectedly"
+        assert f"{reason}; restarting Triton (1 of 60 in the last hour)" in role.log.read_text()
     finally:
         role.stop()
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
-def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
+def test_reward_model_scores_last_token_and_stops_on_request(roles):
     role = roles["asked"]
     try:
         client = RewardClient([role.endpoint], role.access, 20)
@@ -280,7 +280,7 @@ def test_a_reward_model_scores_the_last_token_and_stops_when_asked(roles):
         assert "reward: received a shutdown request" in role.log.read_text()
     finally:
         role.stop()
-    assert ended(role, 2), role.survivors()
+    assert wait_for_exit(role, 2), role.survivors()
 
 
 _STARTS_AND_STOPS = """
@@ -302,9 +302,9 @@ os._exit(0)
 
 
 @pytest.mark.flaky(reruns=2)
-def test_tritons_directories_go_with_it():
-    """A server that starts beside this one, and ends before it, may take the empty directory of its
-    environment with it."""
+def test_stopped_triton_removes_its_directories():
+    """Flaky: a concurrent server that exits earlier may remove the empty directory of this server's
+    Python environment."""
     done = subprocess.run(
         [sys.executable, "-c", _STARTS_AND_STOPS],
         capture_output=True,
@@ -329,14 +329,14 @@ TritonHost("127.0.0.1", PortsConfig(), 16).start({CONTROL: lambda request: reque
 
 
 @pytest.mark.parametrize("which", ["triton", "all of them"])
-def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which: str) -> None:
-    """Also where the server has had no time to note them."""
+def test_triton_killed_while_loading_leaves_no_model_copies(which: str) -> None:
+    """This holds even if the server had no time to record the copies."""
     with subprocess.Popen([sys.executable, "-c", _STARTS]) as host:
         own = psutil.Process(host.pid)
         copies: list[Path] = []
         while not copies and host.poll() is None:
             workspaces = [
-                line for file in claimed(host.pid) for line in file.read_text().splitlines()[:1]
+                line for file in claim_files(host.pid) for line in file.read_text().splitlines()[:1]
             ]
             if any(is_triton(child) for child in own.children()):
                 models = "model-store/*/config.pbtxt"
@@ -350,7 +350,7 @@ def test_tritons_copies_of_models_go_when_it_is_killed_while_it_loads_them(which
                 [process for process in processes if which != "triton" or is_triton(process)]
             )
             assert host.wait(20) != 0
-            if which != "triton":  # else the server has removed them at its own end
+            if which != "triton":  # otherwise the server removed them when it exited
                 assert all(copy.is_dir() for copy in copies)
         finally:
             kill_processes(processes)
@@ -372,7 +372,7 @@ host.stop()
 """
 
 
-def test_a_triton_that_hangs_while_it_starts_is_given_up_and_nothing_of_it_is_left() -> None:
+def test_triton_that_hangs_at_start_is_killed_after_timeout() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _STARTS_IN_TIME], stdout=subprocess.PIPE, text=True
     ) as host:
@@ -388,15 +388,15 @@ def test_a_triton_that_hangs_while_it_starts_is_given_up_and_nothing_of_it_is_le
             kill_processes([*found, own])
             remove_triton_files(host.pid)
         assert "Triton did not start (it did not load its models within 2 s)" in out
-        assert not found[0].is_running() and not claimed(host.pid)
+        assert not found[0].is_running() and not claim_files(host.pid)
 
 
-def claimed(pid: int) -> list[Path]:
-    """Where this process says what Triton has made for it."""
+def claim_files(pid: int) -> list[Path]:
+    """Return the files in which a process records the directories that Triton created for it."""
     return [*Path("/dev/shm").glob(f"aligner-server-*-{pid}-*/paths")]
 
 
-def test_a_port_in_use_is_named_before_anything_starts():
+def test_port_in_use_is_reported_before_start():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""The teacher: its log-probs over the wire are the model's own, and what it refuses."""
+"""Log-probs of the teacher server, selection of teachers by task, and refused requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[RunningRole]:
-    """Of two ranks that cut its two models between them, of which the second is for sums alone."""
+    """A teacher server with TP2 and two models; the second model serves only the task `sums`."""
     sums = save_llama(tmp_path_factory.mktemp("sums"), tied=False, seed=5)
     sources = (
         f"+teacher.sources.all.path={directory}"
@@ -60,7 +60,7 @@ def client(server: RunningRole) -> Iterator[TeacherClient]:
 
 
 def expected(directory: Path) -> torch.Tensor:
-    """By transformers."""
+    """Return the log-probs that transformers computes."""
     from transformers import LlamaForCausalLM
 
     with torch.no_grad():
@@ -81,10 +81,8 @@ def test_teacher_logprobs_equal_transformers_at_temperature(client, directory):
 
 
 @pytest.mark.slow
-def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_their_log_probs(
-    server, directory
-):
-    """Of two ranks that have half of the vocabulary each; 3 of the 72 tokens, and all of them."""
+def test_top_k_logprobs_of_tp2_teacher_equal_transformers(server, directory):
+    """Each of the two ranks holds half of the vocabulary; k is 3, then more than all 72 tokens."""
     from transformers import LlamaForCausalLM
 
     with torch.no_grad():
@@ -118,9 +116,7 @@ def test_its_most_probable_tokens_over_the_wire_are_those_of_transformers_with_t
 
 
 @pytest.mark.slow
-def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_megatron_on_one_rank(
-    client, directory, pool
-):
+def test_request_without_prompt_lengths_scores_every_token(client, directory, pool):
     arrays = {"tokens": TOKENS[:2].numpy(), "sequence_lengths": LENGTHS[:2, None].numpy()}
     found = torch.from_numpy(client._infer(TEACHER_LOGPROBS, arrays)["logprobs"].copy())
     (alone,) = pool.run(teacher_jobs.frozen_logprobs, 1, str(directory), TOKENS[:2], LENGTHS[:2])
@@ -129,8 +125,8 @@ def test_without_prompt_lengths_every_token_is_scored_at_temperature_1_as_by_meg
 
 
 @pytest.mark.slow
-def test_a_bad_request_is_refused_and_the_next_one_served(client):
-    for change, told in (
+def test_bad_request_is_refused_and_next_one_is_served(client):
+    for change, message in (
         ({"tokens": np.full((1, 3), 72)}, r"tokens: got 72, allowed: 0 to 71"),
         ({"tokens": np.full((1, 129), 5)}, r"tokens: got S=129, allowed: 1 to 128"),
         (
@@ -140,14 +136,14 @@ def test_a_bad_request_is_refused_and_the_next_one_served(client):
         ({"top_k": np.zeros((1, 1), dtype=np.int64)}, "top_k: got 0, allowed: at least 1"),
     ):
         arrays = {"tokens": np.full((1, 3), 5), "sequence_lengths": np.array([[3]])} | change
-        with pytest.raises(RemoteError, match=told) as caught:
+        with pytest.raises(RemoteError, match=message) as caught:
             client._infer(TEACHER_LOGPROBS, arrays)
         assert caught.value.kind == "RequestError"
     assert client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result().isfinite().all()
 
 
 @pytest.mark.slow
-def test_it_tells_its_role_and_has_no_checkpoints(client):
+def test_health_reports_teacher_and_checkpoint_is_refused(client):
     assert client.control("health")["role"] == "teacher"
     assert client.control("version")["version"] == 0
     with pytest.raises(
@@ -157,7 +153,7 @@ def test_it_tells_its_role_and_has_no_checkpoints(client):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf")])
-def test_a_temperature_must_be_a_finite_number_above_0(value):
+def test_invalid_temperature_or_single_token_row_is_refused(value):
     arrays = {"tokens": np.full((2, 3), 5), "sequence_lengths": np.full((2, 1), 3)}
     limits = Limits(vocab_size=64, max_sequence_length=40)
     with pytest.raises(
@@ -193,7 +189,7 @@ SEVERAL = (
 
 
 class Successors:
-    """A token's log-prob is -(itself + the one before it)."""
+    """A model whose log-prob of a token is -(token + previous token)."""
 
     def logprobs(self, tokens, lengths, *, mask=None, temperature=1.0):
         found = -(tokens[:, 1:] + tokens[:, :-1]) / temperature
@@ -220,7 +216,7 @@ def test_joined_requests_get_individual_answers():
         assert not part[:, -1].any() and part.shape == command.tensors["tokens"].shape
 
 
-def test_another_temperature_is_not_joined():
+def test_requests_with_different_temperatures_are_not_joined():
     join = Teacher([Successors()], ONE, 72).logprobs.join  # type: ignore[list-item, attr-defined]
     tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
     warm, cold = (
@@ -229,7 +225,7 @@ def test_another_temperature_is_not_joined():
     assert join.kind(warm) != join.kind(cold)
 
 
-def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
+def test_teacher_with_different_tokenizer_is_refused(tmp_path, directory):
     config = compose_config(
         ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", f"teacher.path={tmp_path / 'other'}"]
     )
@@ -244,7 +240,7 @@ def test_a_teacher_with_another_tokenizer_does_not_start(tmp_path, directory):
 
 
 class Scaled(Successors):
-    """So many times those; keeps which rows it was asked about."""
+    """Multiplies the log-probs by a factor, and records the rows of the last request."""
 
     def __init__(self, factor: float) -> None:
         self.factor, self.asked = factor, torch.zeros(0)
@@ -254,7 +250,7 @@ class Scaled(Successors):
         return self.factor * super().logprobs(tokens, lengths, mask=mask, temperature=temperature)
 
 
-def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
+def test_teacher_shares_follow_task_and_weights():
     assert teacher_shares(SEVERAL, {"task": "sums"}) == [0.25, 0.75]
     assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
     with pytest.raises(
@@ -267,7 +263,7 @@ def test_a_prompts_teachers_are_those_of_its_task_by_their_weights():
         teacher_shares(SEVERAL[1:], {"task": "letters"})
 
 
-def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_alone():
+def test_mixture_is_weighted_mean_and_skips_unassigned_rows():
     models = [Scaled(1.0), Scaled(10.0)]
     handler = Teacher(models, SEVERAL, 72).logprobs  # type: ignore[arg-type]
     tokens, lengths, prompts = (
@@ -282,7 +278,7 @@ def test_log_probs_of_several_are_their_mean_and_each_is_asked_about_its_rows_al
 
 
 @pytest.mark.slow
-def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
+def test_prompt_task_selects_teacher_over_the_wire(client, directory):
     every = client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result()
     found = client.logprobs(
         TOKENS, LENGTHS, PROMPTS, [{"task": "sums"}, {"answer": "1"}, {"task": "letters"}]
@@ -291,14 +287,14 @@ def test_over_the_wire_a_prompts_task_says_who_teaches_it(client, directory):
     assert not torch.allclose(found[0], every[0], atol=1e-2)
 
 
-def test_a_prompt_that_nobody_teaches_is_refused_by_name():
+def test_prompt_without_teacher_is_refused():
     serve = Teacher([], SEVERAL[1:], 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
     arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy()}
     with pytest.raises(RequestError, match="no teacher for a prompt with task=None"):
         serve(arrays)
 
 
-def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
+def test_top_k_of_row_with_several_teachers_is_refused():
     serve = Teacher([], SEVERAL, 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
     arrays = {
         "tokens": TOKENS[:1].numpy(),
@@ -310,7 +306,7 @@ def test_of_a_row_that_several_teach_no_most_probable_tokens_are_told():
         serve(arrays)
 
 
-def test_what_is_packed_is_unpacked_as_it_was():
+def test_top_k_logprobs_survive_packing():
     ids = torch.tensor([[[2**24 - 1, 3], [0, 49151]]], dtype=torch.int32)
     taught = TaughtTokens(torch.randn(1, 2), ids, torch.randn(1, 2, 3))
     found = TaughtTokens.unpacked(taught.packed())

@@ -1,5 +1,4 @@
-"""A Triton whose helpers are paused, killed or restarted: the rank and its weights stay, and every
-request gets its own answer."""
+"""A rank survives paused, killed and restarted Triton processes, and loses no update."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _STUB = "triton_python_backend_stub"
 
 
 class PyTritonModel:
-    """A model of PyTriton's whose files have this content."""
+    """A PyTriton model whose `model.py` has the given content."""
 
     model_name, model_version = "critic_infer", 1
 
@@ -51,9 +50,9 @@ def test_restart_budget_counts_the_last_hour_only():
     assert RestartBudget(0).is_spent
 
 
-def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch, tmp_path):
-    """PyTriton numbers the requests of each stub from 1 on: a late answer would be handed to the
-    first request of the next stub."""
+def test_each_stub_start_uses_different_request_numbers(monkeypatch, tmp_path):
+    """PyTriton numbers the requests of each stub from 1. With equal numbers, the next stub's first
+    request would receive a late answer to the previous stub's request."""
     pytriton = (
         "class BatchResponsesHandler: ...\n"
         "class TritonPythonModel:\n    def initialize(self, args):\n        self._id_counter = 0"
@@ -78,15 +77,15 @@ def test_new_stub_does_not_know_the_numbers_of_the_old_one(monkeypatch, tmp_path
 
 
 def test_each_endpoint_has_one_helper_process(critic: RunningRole):
-    """However many requests it serves at a time: a helper process costs a third of a second of a
-    processor at the start."""
+    """The number does not depend on the number of concurrent requests: each helper process takes a
+    third of a CPU second to start."""
     processes = psutil.Process(critic.ranks[0].pid).children(recursive=True)
     helpers = [each for each in processes if each.cmdline() and _STUB in each.cmdline()[0]]
     models = sorted(each.cmdline()[1].split("/")[-3] for each in helpers)
     assert models == ["control", "critic_infer", "critic_save", "critic_train"]
 
 
-def test_triton_arguments_keep_spaces_and_need_no_old_flag():
+def test_triton_arguments_keep_spaces_in_paths():
     class ServerConfig:
         def server_args(self) -> dict[str, object]:
             return {"log-file": "/a run/x.log", "backend-config": ["a,b=c", "d"], "load-model": "*"}
@@ -100,8 +99,8 @@ def test_triton_arguments_keep_spaces_and_need_no_old_flag():
     ]
 
 
-def test_request_that_waited_for_the_old_triton_is_not_served():
-    """Its caller sends it again to the new Triton."""
+def test_request_queued_before_triton_restart_is_cancelled():
+    """The caller repeats the cancelled request with the new Triton."""
     served: list[int] = []
     begun, finish = threading.Event(), threading.Event()
 
@@ -172,7 +171,7 @@ def _disturb(rank: psutil.Process, fault: str) -> None:
         return
     stubs = [each for each in started if each.cmdline()[:1] and _STUB in each.cmdline()[0]]
     if fault == "killed stub":
-        # Without another model's stub, the updates would end before Triton is restarted.
+        # If another model's stub were killed, the updates would finish before Triton is restarted.
         next(stub for stub in stubs if "/critic_train/" in stub.cmdline()[1]).kill()
         return
     for stub in stubs:

@@ -1,4 +1,4 @@
-"""Where PyTriton sets up a Triton server if HOME has unusual characters."""
+"""The directory in which PyTriton sets up Triton if HOME has unusual characters or is too long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.servers.triton_workspace import create_workspace
 
 
 @pytest.mark.parametrize("name", ["plain", "a b", "ü", "it's", "a,b", "#", "x" * 80])
-def test_triton_gets_a_path_that_it_can_use(
+def test_workspace_moves_to_tmp_if_home_path_is_unusable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     home = tmp_path / name

@@ -1,3 +1,5 @@
+"""Validation of requests, transport of samples, and parsing of errors on the wire."""
+
 from __future__ import annotations
 
 import re
@@ -29,7 +31,7 @@ from aligner.servers.wire_protocol import (
     RequestError,
     told_error,
 )
-from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoiled
+from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoil
 
 LIMITS = Limits(vocab_size=64, max_sequence_length=40)
 CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
@@ -40,7 +42,7 @@ CASES = [case for case in REFUSED + REFUSED_BY_TRITON if "UTF-8" not in case[3]]
     [CRITIC_INFER, CRITIC_TRAIN, CRITIC_SAVE, REWARD_MODEL, TEACHER_LOGPROBS],
     ids=lambda spec: spec.name,
 )
-def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
+def test_request_of_foreign_client_is_valid(endpoint):
     validate(endpoint, good(endpoint), LIMITS)
 
 
@@ -49,12 +51,12 @@ def test_a_foreign_clients_request_without_our_tensors_is_valid(endpoint):
     CASES,
     ids=[f"{case[0].name}-{case[1]}" for case in CASES],
 )
-def test_a_bad_request_is_told_by_tensor_got_and_allowed(endpoint, wrong, changes, told):
+def test_bad_request_is_refused_with_allowed_values(endpoint, wrong, changes, told):
     with pytest.raises(RequestError, match=re.escape(told)):
-        validate(endpoint, spoiled(endpoint, changes), LIMITS)
+        validate(endpoint, spoil(endpoint, changes), LIMITS)
 
 
-def test_every_tensor_of_a_request_has_a_type_on_the_wire():
+def test_every_request_tensor_has_a_wire_dtype():
     endpoints = [
         each
         for each in vars(wire_protocol).values()
@@ -66,7 +68,7 @@ def test_every_tensor_of_a_request_has_a_type_on_the_wire():
     } <= connection._DATATYPES.keys()
 
 
-def test_an_episode_comes_over_the_wire_as_it_is():
+def test_episode_round_trips_and_bad_branches_are_refused():
     none = torch.empty(0)
     plain = Sample(
         4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop"
@@ -153,7 +155,7 @@ def in_bytes(*samples: Sample) -> np.ndarray:
     return np.frombuffer(save(samples_to_tensors(samples)), np.uint8)
 
 
-def test_what_an_agent_has_read_comes_over_the_wire_instead_of_the_prompt():
+def test_agent_prompt_replaces_requested_prompt():
     none, prompt = torch.empty(0), torch.tensor([7, 8])
     plain = Sample(
         4, 0, torch.tensor([7, 8, 9]), 2, torch.zeros(1), torch.ones(1, dtype=torch.int64), "stop"
@@ -170,7 +172,7 @@ def test_what_an_agent_has_read_comes_over_the_wire_instead_of_the_prompt():
     assert "read" not in wire_protocol.response_tensors([plain, plain], [prompt, prompt])
 
 
-def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
+def test_invalid_kept_ids_or_expert_routing_is_refused():
     tokens = np.arange(6).reshape(2, 3)
     drawn = {
         "tokens": tokens,
@@ -208,7 +210,7 @@ def test_what_was_drawn_among_and_the_routes_of_a_begun_response_must_fit_it():
             validate(GENERATE, {**drawn, **wrong}, LIMITS)
 
 
-def test_responses_under_way_with_routes_go_beside_a_longer_prompt_that_is_not_begun():
+def test_expert_routing_is_valid_with_longer_unstarted_prompt():
     none = torch.empty(0)
     begun = Sample(0, 0, torch.arange(5), 3, torch.zeros(2), torch.zeros(2).long(), "unfinished")
     begun = replace(begun, routes=torch.zeros(4, 2, 2, dtype=torch.uint8))
@@ -216,7 +218,7 @@ def test_responses_under_way_with_routes_go_beside_a_longer_prompt_that_is_not_b
     validate(GENERATE, request_arrays([begun, waiting], 1, SamplingOptions(8, routes=True)), LIMITS)
 
 
-def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_send():
+def test_required_tensors_equal_nemo_aligner_tensors():
     table = {
         spec.name: (
             spec.batching,
@@ -241,7 +243,7 @@ def test_tensor_names_dtypes_and_batching_are_those_that_nemo_aligner_clients_se
     assert not CONTROL.batching
 
 
-def test_an_error_is_found_in_whatever_triton_wraps_around_it():
+def test_error_is_parsed_from_triton_traceback():
     error = EndpointError(RequestError('two\nlines with "quotes" and EndpointError: in it'))
     wrapped = (
         "Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError:"
@@ -255,7 +257,7 @@ def test_an_error_is_found_in_whatever_triton_wraps_around_it():
 
 
 @pytest.mark.parametrize("message", ["ä" * 50_000, "\x01" * 50_000, "\\" * 50_000])
-def test_of_a_long_message_the_beginning_and_the_end_are_told(message):
+def test_long_error_is_shortened_in_the_middle(message):
     error = EndpointError(RequestError(f"begin {message} end"))
     assert len(str(error).encode()) < 1600
     kind, told = told_error(f"EndpointError: {error}\n\nAt:")
@@ -263,12 +265,12 @@ def test_of_a_long_message_the_beginning_and_the_end_are_told(message):
     assert re.fullmatch(r"begin .* … \d{5} characters omitted … .* end", told, re.DOTALL)
 
 
-def test_a_message_that_is_no_unicode_is_told_escaped():
+def test_error_with_invalid_unicode_is_escaped():
     error = EndpointError(RequestError("op \ud800"))
     assert told_error(f"EndpointError: {error}") == ("RequestError", r"op \ud800")
 
 
-def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
+def test_request_above_token_or_text_limit_is_refused():
     limits = Limits(vocab_size=64, max_sequence_length=40, max_request_tokens=24)
     validate(CRITIC_INFER, good(CRITIC_INFER), limits)
     with pytest.raises(
@@ -298,7 +300,7 @@ def test_a_request_may_not_have_more_tokens_or_text_than_the_limit():
     ],
     ids=["its process is gone", "its helper is gone", "the gateway's connection broke"],
 )
-def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(message):
+def test_triton_internal_failure_is_transport_error(message):
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
     error = connection._told(
         CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0
@@ -306,7 +308,7 @@ def test_a_request_that_triton_could_not_hand_over_is_worth_another_attempt(mess
     assert isinstance(error, TransportError)
 
 
-def test_what_our_own_functions_say_is_final_also_where_triton_wraps_it_in_the_same_words():
+def test_endpoint_error_wrapped_by_triton_is_refused_error():
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
     told = EndpointError(RequestError("tokens: got 3"))
     message = (

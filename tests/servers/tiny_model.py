@@ -1,5 +1,4 @@
-"""The smallest value model that learns: an embedding and a linear head, rows split over the
-ranks."""
+"""A tiny trainable value model: an embedding and a linear head; the ranks split the rows."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class TinyValueModel:
         return {"loss": total}
 
     def begin_save(self, directory: Path) -> None:
-        """Copy the state; it is written a moment later, or by `finish_save`."""
+        """Copy the state; a timer writes the copy, and `finish_save` waits for it."""
         state = {
             "embedding": self.embedding,
             "head": self.head,

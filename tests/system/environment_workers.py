@@ -1,4 +1,4 @@
-"""The processes of a run that host its environments, or its agents."""
+"""Kill the worker processes of a run's environments or agents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.runs import Launch
 
 
 def kill_environments(launch: Launch) -> int:
-    """How many worker processes were killed."""
+    """Kill all worker processes of a run, and return their number."""
     killed = 0
     for process in launch.processes():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Scoring functions as users might write them, some with a fault."""
+"""Scoring functions like those of users, some with a defect."""
 
 from __future__ import annotations
 

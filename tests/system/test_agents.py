@@ -1,4 +1,4 @@
-"""Whole runs whose responses are episodes."""
+"""Tests of complete runs whose responses are episodes of an environment."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ BESIDE = (
     *("engine.placement=server", "rollout.max_staleness=2", "rollout.spare_prompts=4"),
     *("algorithm.truncated_importance=token", "run.max_restarts=9", "server.max_restarts=9"),
 )
-"""Drawn ahead of training, and stragglers are left behind in the middle of their episodes."""
+"""Overrides of an asynchronous run, which carries partial rollouts over in mid-episode."""
 RANKS = (("generator", 1), ("trainer", 0), ("generator", 0))
-"""That are killed, a step after another."""
+"""Roles and ranks that are killed, one in each step."""
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +67,15 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run
 
 
-def test_what_was_said_is_in_the_samples_and_what_was_given_in_the_scores(
+def test_samples_and_metrics_contain_turns(
     undisturbed: Finished,
 ) -> None:
     records = [json.loads(line) for line in undisturbed.paths.samples.read_text().splitlines()]
     turns = [record["turns"] for record in records if "turns" in record]
     assert any(len(each) > 2 for each in turns)
     for record in records:
-        said = [name for turn in record.get("turns", []) for name in turn]
-        assert said == (["environment", "policy"] * len(said))[: len(said)]
+        speakers = [name for turn in record.get("turns", []) for name in turn]
+        assert speakers == (["environment", "policy"] * len(speakers))[: len(speakers)]
         answers = [turn["environment"] for turn in record.get("turns", []) if "environment" in turn]
         assert answers == ["s", "n1;", "n2;"][: len(answers)]
     assert all(step["mismatch/logprob_abs"] == 0 for step in undisturbed.metrics)
@@ -105,7 +105,7 @@ def test_killed_environments_and_trainer_keep_the_weights(
 
 
 @pytest.mark.promise("episodes-equal-on-every-placement")
-def test_generator_episodes_equal_the_trainers(undisturbed: Finished, tmp_path: Path) -> None:
+def test_generator_episodes_equal_colocated_episodes(undisturbed: Finished, tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run", *OVERRIDES, "engine.placement=server", experiment="calculator"
     )
@@ -113,12 +113,10 @@ def test_generator_episodes_equal_the_trainers(undisturbed: Finished, tmp_path: 
     assert run.paths.samples.read_text() == undisturbed.paths.samples.read_text()
 
 
-def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_environments_take(
-    beside: Finished, tmp_path: Path
-) -> None:
+def test_asynchronous_episodes_do_not_depend_on_timing(beside: Finished, tmp_path: Path) -> None:
     assert all(step["rollout/deferred"] == 4 for step in beside.metrics)
     assert max(step["staleness/max"] for step in beside.metrics) > 0
-    left = samples_from_tensors(
+    unfinished_samples = samples_from_tensors(
         {
             name.removeprefix("under_way."): tensor
             for name, tensor in load_file(
@@ -129,7 +127,7 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
     )
     assert any(
         sample.finish_reason == "unfinished" and sample.drawn_count < len(sample.response)
-        for sample in left
+        for sample in unfinished_samples
     )
     slower = ("environment.arguments.delay_s=0.2", "+environment.arguments.spread=3")
     assert_identical(
@@ -137,17 +135,15 @@ def test_episodes_that_are_drawn_ahead_and_left_behind_do_not_hang_on_how_long_e
     )
 
 
-def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_killed(
-    beside: Finished, tmp_path: Path
-) -> None:
-    """Rank 1 of a trainer is killed above."""
+def test_killed_roles_with_episodes_keep_weights(beside: Finished, tmp_path: Path) -> None:
+    """test_killed_environments_and_trainer_keep_the_weights kills rank 1 of the trainer."""
     with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
         launch.wait_for_step(1)
         assert kill_environments(launch) >= 2
         for step, (group, rank) in enumerate(RANKS, 2):
             launch.wait_for_step(step)
             time.sleep(random.Random(step).uniform(0, 0.5))
-            launch.wait_for_rank(group)  # one before it may be being started again
+            launch.wait_for_rank(group)  # the role may still be restarting after the previous kill
             launch.rank(group, rank).kill()
         run = launch.finish(200)
         assert launch.processes() == []
@@ -156,9 +152,7 @@ def test_a_run_with_episodes_under_way_ends_with_the_same_weights_whatever_is_ki
     assert_identical(run, beside)
 
 
-def test_a_run_with_episodes_under_way_ends_with_the_same_weights_where_the_launcher_is_killed(
-    beside: Finished, tmp_path: Path
-) -> None:
+def test_killed_launcher_with_episodes_keeps_weights(beside: Finished, tmp_path: Path) -> None:
     with Launch(tmp_path / "run", *BESIDE, experiment="calculator") as launch:
         launch.wait_for_step(2)
         launch.interrupt(signal.SIGKILL)
@@ -182,13 +176,13 @@ def test_resumed_run_replays_recorded_tool_answers(tmp_path: Path) -> None:
         launch.rank("trainer", 0).kill()
         run = launch.finish(200)
     assert run.code == 0, run.report()
-    told = [
+    recorded_answers = [
         turn["environment"]
         for line in before
         for turn in json.loads(line).get("turns", [])
         if "environment" in turn
     ]
-    assert len({*told}) > 4
+    assert len({*recorded_answers}) > 4
     assert run.paths.samples.read_text().splitlines()[: len(before)] == before
 
 

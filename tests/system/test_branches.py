@@ -1,5 +1,4 @@
-"""Whole runs whose chat template is not append-only: episodes go on in branches, whatever is
-killed."""
+"""Tests of complete runs whose chat template is not append-only, so that episodes have branches."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ BESIDE = (
     ),
     *("run.max_restarts=9", "server.max_restarts=9"),
 )
-"""Drawn by the generator ahead of training, and stragglers are left behind in the middle of their
-branches."""
+"""Overrides of an asynchronous run, whose partial rollouts are carried over within a branch."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +73,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("beside", "killed"), [((), "trainer"), (BESIDE, "generator")], ids=["in turn", "beside"]
 )
-def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
+def test_killed_run_with_branches_keeps_the_weights(
     tmp_path: Path, given: tuple[str, ...], beside: tuple[str, ...], killed: str
 ) -> None:
     expected = run_to_end(tmp_path / "expected", *given, *beside)
@@ -89,7 +87,7 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
         left = [
             sample
             for file in expected.paths.checkpoints.rglob("rollouts.safetensors")
-            for sample in under_way(file)
+            for sample in samples_in_flight(file)
         ]
         assert any(sample.branches and sample.finish_reason == "unfinished" for sample in left)
     with Launch(tmp_path / "run", *given, *beside) as launch:
@@ -103,7 +101,7 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_branches_and_all(
     assert run.paths.samples.read_text() == expected.paths.samples.read_text()
 
 
-def under_way(file: Path) -> list[Sample]:
+def samples_in_flight(file: Path) -> list[Sample]:
     tensors = load_file(file).items()
     left = {
         name.removeprefix("under_way."): part

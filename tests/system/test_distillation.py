@@ -1,5 +1,4 @@
-"""Runs with a teacher: the policy becomes like it, and a run that goes on from a checkpoint is the
-undisturbed one."""
+"""Tests of complete runs with a teacher, and of their resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ALONE = "algorithm=on_policy_distillation"
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that is drawn otherwise than the policy, and is surer of what it says."""
+    """A tiny model with another seed than the policy, and more confident predictions."""
     run = tmp_path_factory.mktemp("teacher") / "run"
     return prepare_model(
         compose_config(
@@ -33,7 +32,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "learned", [(), ("teacher.loss=jensen_shannon", "teacher.top_k=16", "teacher.weight=4")]
 )
-def test_a_policy_becomes_like_its_teacher_without_a_reward(
+def test_policy_approaches_teacher_without_reward(
     tmp_path: Path, teacher: Path, learned: tuple[str, ...]
 ) -> None:
     more = ("run.steps=25", "rollout.micro_batches=2", *learned)
@@ -52,7 +51,7 @@ def test_a_policy_becomes_like_its_teacher_without_a_reward(
     [(), ("teacher.loss=forward_kl", "teacher.parallel.tensor=2", "algorithm.minibatches=1")],
 )
 def test_policy_as_its_own_teacher_learns_nothing(tmp_path: Path, learned: tuple[str, ...]) -> None:
-    """The teacher's log-probs are the policy's, and from those its rewards are made, too."""
+    """The teacher's log-probs equal the policy's, so losses and rewards are 0."""
     directory = tmp_path / "run"
     more = (
         f"teacher.path={directory / 'initial_model'}",
@@ -72,7 +71,7 @@ def test_policy_as_its_own_teacher_learns_nothing(tmp_path: Path, learned: tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learned", [(), ("teacher.loss=reverse_kl", "teacher.top_k=8")])
-def test_resumed_asynchronous_run_with_teacher_equals_the_whole_run(
+def test_resumed_async_distillation_equals_undisturbed(
     tmp_path: Path, teacher: Path, learned: tuple[str, ...]
 ) -> None:
     settings = (
@@ -108,11 +107,10 @@ def test_resumed_asynchronous_run_with_teacher_equals_the_whole_run(
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_what_a_teacher_said_once(
+def test_student_learns_from_stored_log_probs(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file's answers, with neither the teacher nor an engine: the KL on rows that it never
-    learned from falls."""
+    """The KL on held-out rows decreases, without a running teacher or an engine."""
     data = tmp_path / "answers.jsonl"
     data.write_text(
         "".join(

@@ -1,4 +1,4 @@
-"""`aligner launch … dry_run.scale=tiny`: a large run's roles and layouts, for two steps, here."""
+"""Tests of dry runs, which run the roles and layouts of a large run for two steps."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ dry_run: {{scale: tiny, max_ranks: 8}}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an experiment, its data, and the configuration of a reward model whose
-    weights are elsewhere."""
+    """A directory with an experiment, its data, and a reward model's config.json without weights."""
     place = tmp_path_factory.mktemp("dry_run")
     (place / "conf" / "experiment").mkdir(parents=True)
     (place / "conf" / "experiment" / "large.yaml").write_text(EXPERIMENT)
@@ -65,7 +64,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def launched(place: Path, name: str, *overrides: str, experiment: str = "large") -> Finished:
+def launch_experiment(
+    place: Path, name: str, *overrides: str, experiment: str = "large"
+) -> Finished:
     with Launch(
         place / name, f"--config-dir={place / 'conf'}", *overrides, experiment=experiment
     ) as launch:
@@ -73,7 +74,7 @@ def launched(place: Path, name: str, *overrides: str, experiment: str = "large")
 
 
 @pytest.mark.promise("dry-run-rehearses-large-layouts")
-def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
+def test_dry_run_trains_with_scaled_layouts(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         run = run_to_end(
@@ -95,17 +96,17 @@ def test_a_large_run_is_rehearsed_at_its_own_layouts(place: Path) -> None:
     )
     assert (read_shape(paths.initial_model).num_layers, config.critic.num_layers) == (4, 2)
     assert all("Planet? 🪐" in sample["prompt"] for sample in read_records(paths.samples))
-    told = run.out.splitlines()[-1]
-    assert told.startswith(
+    last_line = run.out.splitlines()[-1]
+    assert last_line.startswith(
         "dry run passed: 2 steps with trainer TP2+SP PP2 DP1, generator TP2 DP1, critic TP1 PP1"
         " DP1, reward"
     )
-    assert "resharded into the generator's layout, verified by checksum" in told
+    assert "resharded into the generator's layout, verified by checksum" in last_line
     assert not (place / "run").exists()
 
 
-def test_a_mistake_in_the_large_layout_is_refused_before_anything_starts(place: Path) -> None:
-    run = launched(place, "refused", "actor.parallel.pipeline=5")
+def test_dry_run_refuses_invalid_large_layout(place: Path) -> None:
+    run = launch_experiment(place, "refused", "actor.parallel.pipeline=5")
     assert run.code == 2
     assert run.error.startswith(
         "aligner: error: actor.parallel.pipeline=5: must divide the model's 32 layers; valid"
@@ -114,8 +115,8 @@ def test_a_mistake_in_the_large_layout_is_refused_before_anything_starts(place: 
     assert not list(place.glob("refused*"))
 
 
-def test_a_mistake_that_only_shows_in_a_step_ends_the_dry_run_and_is_named(place: Path) -> None:
-    run = launched(
+def test_dry_run_reports_error_of_a_training_step(place: Path) -> None:
+    run = launch_experiment(
         place,
         "unscored",
         "reward=exact_match",

@@ -1,4 +1,4 @@
-"""Whole runs that end by what they reach."""
+"""Tests of complete runs that end when a metric reaches its target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN = (
 @pytest.mark.promise("stop-criterion-is-independent-of-resumes")
 def test_run_ends_at_target_and_continues_without_it(tmp_path: Path) -> None:
     for name in ("whole", "stopped"):
-        (tmp_path / name).mkdir()  # both runs have one name, which checkpoints hold
+        (tmp_path / name).mkdir()  # both runs need the same name, which checkpoints contain
     run = run_to_end(tmp_path / "whole" / "run", *GIVEN)
     rewards = [step["reward/mean"] for step in run.metrics]
     last = len(rewards)

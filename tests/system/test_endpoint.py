@@ -1,4 +1,4 @@
-"""Whole runs whose episodes are of agents that only know OpenAI's client."""
+"""Tests of complete runs whose agents use only the OpenAI client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BESIDE = (
         "server.request_timeout_s=900",
     ),
 )
-"""Drawn ahead of training."""
+"""Overrides of an asynchronous run."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run
 
 
-def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: Finished) -> None:
+def test_agent_trains_on_its_generated_tokens(undisturbed: Finished) -> None:
     records = [json.loads(line) for line in undisturbed.paths.samples.read_text().splitlines()]
     answers = [
         turn["environment"]
@@ -79,7 +79,7 @@ def test_an_agent_is_trained_on_the_tokens_that_were_drawn_for_it(undisturbed: F
 
 
 @pytest.mark.promise("agents-equal-on-every-placement")
-def test_generator_answers_agents_like_the_trainer(undisturbed: Finished, tmp_path: Path) -> None:
+def test_generator_agents_equal_colocated_agents(undisturbed: Finished, tmp_path: Path) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")
     run = run_to_end(tmp_path / "run", *OVERRIDES, *server, experiment="calculator")
     assert_identical(run, undisturbed)
@@ -90,7 +90,7 @@ def test_generator_answers_agents_like_the_trainer(undisturbed: Finished, tmp_pa
 def test_killed_agent_endpoint_keeps_the_weights(
     tmp_path: Path,
 ) -> None:
-    """Drawn ahead, by the generator, and with a trainer that is killed, too."""
+    """In an asynchronous run; the generator with its endpoint and the trainer are killed."""
     beside = run_to_end(tmp_path / "beside", *BESIDE, experiment="calculator")
     assert [step["staleness/max"] for step in beside.metrics] == [0, 1, 1, 1]
     assert all(step["staleness/mean"] == step["staleness/max"] for step in beside.metrics)
@@ -106,9 +106,7 @@ def test_killed_agent_endpoint_keeps_the_weights(
     assert_identical(run, beside)
 
 
-def test_a_run_whose_agents_and_endpoint_on_the_trainers_ranks_are_killed_ends_with_the_same_weights(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_killed_colocated_endpoint_keeps_the_weights(undisturbed: Finished, tmp_path: Path) -> None:
     killed = 0
     with Launch(
         tmp_path / "run", *OVERRIDES, "run.max_restarts=9", experiment="calculator"
@@ -128,7 +126,7 @@ def test_a_run_whose_agents_and_endpoint_on_the_trainers_ranks_are_killed_ends_w
 
 
 @pytest.mark.parametrize("placement", ["colocated", "server"])
-def test_agents_are_answered_by_the_ranks_of_a_replica(tmp_path: Path, placement: str) -> None:
+def test_agents_train_with_tensor_parallel_engine(tmp_path: Path, placement: str) -> None:
     tensor = (
         "engine.parallel.tensor=2",
         "engine.parallel.data=1",
@@ -149,7 +147,7 @@ def test_agents_are_answered_by_the_ranks_of_a_replica(tmp_path: Path, placement
     assert any("environment" in turn for record in records for turn in record.get("turns", []))
 
 
-def test_a_program_that_calls_a_tool_is_trained_and_evaluated_as_it_is(tmp_path: Path) -> None:
+def test_agent_program_is_trained_and_evaluated(tmp_path: Path) -> None:
     model, data = tmp_path / "model", tmp_path / "questions.jsonl"
     model.mkdir()
     saved(model, "qwen")

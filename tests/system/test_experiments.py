@@ -1,5 +1,7 @@
-"""Whole chains of experiments: pairs are sampled, a reward model is trained on them, a policy is
-trained against it; and a loop of sampling and training."""
+"""Tests of chains of experiments, and of a loop of sampling and training.
+
+The chain samples pairs, trains a reward model on the pairs, and trains a policy with this model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ EXPERIMENTS = {
 defaults: [override /algorithm: preferences]
 run: {{steps: 3}}
 {SAMPLING}
-actor: {{optimizer: {{warmup_steps: 2}}}}  # which nothing reads
+actor: {{optimizer: {{warmup_steps: 2}}}}  # an unused key
 logging: {{tensorboard: false}}
 """
     ),
@@ -103,7 +105,7 @@ def cached(place: Path, name: str) -> Path:
     return entry
 
 
-def test_one_launch_runs_the_whole_chain(chain: Finished, place: Path) -> None:
+def test_one_launch_runs_chain_of_prerequisites(chain: Finished, place: Path) -> None:
     firsts = [
         line.split()[3]
         for line in chain.out.splitlines()
@@ -116,9 +118,7 @@ def test_one_launch_runs_the_whole_chain(chain: Finished, place: Path) -> None:
     } == {"pairs", "judge"}
 
 
-def test_pairs_are_the_best_and_the_worst_of_each_prompts_samples(
-    chain: Finished, place: Path
-) -> None:
+def test_pairs_are_best_and_worst_samples(chain: Finished, place: Path) -> None:
     result = cached(place, "pairs") / "result"
     pairs, responses = (
         read_records(result / "preferences.jsonl"),
@@ -147,7 +147,7 @@ def test_pairs_are_the_best_and_the_worst_of_each_prompts_samples(
         assert pair["scores"] == [max(group), min(group)]
 
 
-def test_the_reward_model_is_cut_to_its_layers_and_normalized(chain: Finished, place: Path) -> None:
+def test_reward_model_has_layers_and_normalization(chain: Finished, place: Path) -> None:
     result = cached(place, "judge") / "result"
     assert json.loads((result / "config.json").read_text())["num_hidden_layers"] == 2
     assert find_source(result).head == "scalar"
@@ -156,12 +156,12 @@ def test_the_reward_model_is_cut_to_its_layers_and_normalized(chain: Finished, p
     assert not (cached(place, "judge") / "run" / "checkpoints").exists()
 
 
-def test_killed_sampling_goes_on_where_it_was(chain: Finished, place: Path) -> None:
+def test_killed_sampling_resumes_with_equal_records(chain: Finished, place: Path) -> None:
     entry, run = cached(place, "pairs"), RunPaths(place / "killed")
     shutil.copytree(entry / "run", run.root)
     for file in (run.preferences, run.responses):
         whole = file.stat().st_size
-        # The third step's records were being written.
+        # The run was killed while it wrote the records of the third step.
         os.truncate(file.rename(file.with_name(f"{file.name}.unfinished")), whole - 5)
     steps = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(steps[:2]))

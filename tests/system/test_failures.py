@@ -1,4 +1,4 @@
-"""Runs that end badly, and what is left of them: nothing but an explanation."""
+"""Tests of failed and interrupted runs, which leave an error message but no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = ("run.steps=5000", "logging.tensorboard=false")
 
 
-def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(tmp_path: Path) -> None:
+def test_scorer_error_names_prompt_and_response(tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run",
         "reward.function=tests.system.scorers:raising",
@@ -28,16 +28,16 @@ def test_a_scorer_that_fails_ends_the_run_with_the_prompt_and_the_response(tmp_p
         run = launch.finish(150)
     assert run.code == 1, run.report()
     complaint = "the scorer function raised LookupError: no rule for this prompt"
-    told = (
+    pattern = (
         rf"aligner: error: reward server .*{complaint} for prompt '{BAD_PROMPT}' and response"
         r" ['\"].+"
     )
-    assert re.search(told, run.error), run.error
+    assert re.search(pattern, run.error), run.error
     assert run.metrics == []
     assert [event["name"] for event in checked_trace(run.paths.trace)["reward"]][-1] == "score"
 
 
-def test_an_interrupted_run_ends_every_process_and_exits_130(tmp_path: Path) -> None:
+def test_interrupted_run_ends_every_process(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", *LONG) as launch:
         launch.wait_for_step(1)
         assert sum(process.name() == "tritonserver" for process in launch.processes()) == 2

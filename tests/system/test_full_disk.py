@@ -1,4 +1,4 @@
-"""A run whose disk is full: it says so, and goes on when there is room."""
+"""Test of a run that fails on a full disk and resumes after the disk is enlarged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_full_disk_stops_the_run_and_it_resumes(tmp_path: Path) -> None:
         for right in range(20)
     ]
     (data := tmp_path / "sums.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
-    # the experiment's 37,952 records take longer to read than the run
+    # Reading the experiment's 37,952 records would take longer than the run.
     given = (*GIVEN, f"data.path={data}")
     undisturbed = run_to_end(tmp_path / "undisturbed", *given, experiment=EXPERIMENT)
     with small_disk(tmp_path / "disk", "20m") as disk:

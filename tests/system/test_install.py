@@ -1,5 +1,4 @@
-"""The wheel, installed by itself into an empty environment, away from the checkout; and with each
-Python that is here."""
+"""Tests of the wheel in an empty environment outside the checkout, with several Python versions."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from benchmarks.runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HEAVY = ("torch", "megatron-core")
-"""Gigabytes from the registry, and not needed to check a run."""
+"""Packages of several gigabytes that the validation of a run does not need."""
 OTHERS = ("3.10", "3.12")
 _CHECKS = """
 import importlib, pkgutil
@@ -39,11 +38,10 @@ for experiment in ("tiny_ppo", "arithmetic", "llama3_70b_ppo"):
     plan.check(absent_inputs(plan.config))
     print(experiment)
 """
-"""Every module but those that need what was left out; and checks of runs, as `aligner validate`
-makes them."""
+"""Code that imports every module that needs no `HEAVY` package, and validates runs."""
 
 
-def told(command: Sequence[str | Path], directory: Path, seconds: float = 300) -> str:
+def run_command(command: Sequence[str | Path], directory: Path, seconds: float = 300) -> str:
     outside = {
         name: value
         for name, value in os.environ.items()
@@ -57,14 +55,16 @@ def told(command: Sequence[str | Path], directory: Path, seconds: float = 300) -
 
 
 def environment(python: str | Path, directory: Path) -> Path:
-    """A virtual environment; its `bin`."""
-    told([python, "-m", "venv", "--without-pip", directory / "venv"], directory)
+    """Create a virtual environment without pip, and return its `bin` directory."""
+    run_command([python, "-m", "venv", "--without-pip", directory / "venv"], directory)
     return directory / "venv" / "bin"
 
 
 def install(inside: Path, *packages: str | Path) -> None:
-    """By the pip that there is; what is imported is compiled then, and thousands of files are
-    not."""
+    """Install packages with the pip of this environment.
+
+    Packages are not compiled, because a test imports only few of their thousands of files.
+    """
     pip = [
         sys.executable,
         "-m",
@@ -75,7 +75,7 @@ def install(inside: Path, *packages: str | Path) -> None:
         "-qq",
         "--no-compile",
     ]
-    told([*pip, *packages], inside)
+    run_command([*pip, *packages], inside)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory,
         REPOSITORY,
     ]
-    told(pip, directory)
+    run_command(pip, directory)
     (file,) = directory.glob("aligner-*.whl")
     return file
 
@@ -101,9 +101,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     python = environment(sys.executable, tmp_path) / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    # The packages of this environment but ours: PyTriton finds its libraries in site-packages
-    # alone.
-    # Debian's names some that are not
+    # Link the packages of this environment except ours, because PyTriton searches its libraries
+    # only in site-packages. Debian lists directories that do not exist.
     existing = [place for place in map(Path, site.getsitepackages()) if place.is_dir()]
     for place in [path for directory in existing for path in directory.iterdir()]:
         if (
@@ -114,20 +113,22 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
     install(python.parent, "--no-deps", wheel)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert told([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(
+    assert run_command([python, "-c", "import aligner; print(aligner.__file__)"], empty).startswith(
         str(packages)
     )
-    told([python, "-c", "import aligner_examples.calculator, aligner_examples.styled_sums"], empty)
+    run_command(
+        [python, "-c", "import aligner_examples.calculator, aligner_examples.styled_sums"], empty
+    )
     aligner = tmp_path / "venv" / "bin" / "aligner"
-    assert re.fullmatch(r"aligner \d+\.\d+\.\d+\n", told([aligner, "--version"], empty))
-    assert "vocabulary size 64" in told([aligner, "validate", "experiment=tiny_ppo"], empty)
-    told([aligner, "launch", "experiment=tiny_ppo", "run.steps=1", "run.dir=run"], empty)
+    assert re.fullmatch(r"aligner \d+\.\d+\.\d+\n", run_command([aligner, "--version"], empty))
+    assert "vocabulary size 64" in run_command([aligner, "validate", "experiment=tiny_ppo"], empty)
+    run_command([aligner, "launch", "experiment=tiny_ppo", "run.steps=1", "run.dir=run"], empty)
     assert (empty / "run" / "metrics.jsonl").read_text().count("\n") == 1
     assert [path.name for path in empty.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_runs_are_checked_with_other_versions_of_python(
+def test_validation_works_on_other_python_versions(
     wheel: Path, tmp_path: Path, version: str
 ) -> None:
     python = interpreter(version)
@@ -139,7 +140,7 @@ def test_runs_are_checked_with_other_versions_of_python(
     light = [line for line in needed if re.match(r"[\w.-]+", line)[0] not in HEAVY]  # type: ignore[index]
     install(inside, *light)
     install(inside, "--no-deps", wheel)
-    told(
+    run_command(
         [
             inside / "python",
             "-m",
@@ -150,9 +151,9 @@ def test_runs_are_checked_with_other_versions_of_python(
         ],
         tmp_path,
     )
-    assert told([inside / "aligner", "--version"], tmp_path).startswith("aligner ")
-    told([inside / "aligner", "new", "mine"], tmp_path)
-    assert told([inside / "python", "-c", _CHECKS], tmp_path).split() == [
+    assert run_command([inside / "aligner", "--version"], tmp_path).startswith("aligner ")
+    run_command([inside / "aligner", "new", "mine"], tmp_path)
+    assert run_command([inside / "python", "-c", _CHECKS], tmp_path).split() == [
         "tiny_ppo",
         "arithmetic",
         "llama3_70b_ppo",
@@ -160,8 +161,10 @@ def test_runs_are_checked_with_other_versions_of_python(
 
 
 def interpreter(version: str) -> Path | None:
-    """An interpreter of a version: pyenv's, or one on PATH that starts; pyenv's own on PATH need
-    not."""
+    """Return an interpreter of a version from pyenv or PATH, or None.
+
+    The interpreter must be able to start; pyenv's shim on PATH may not.
+    """
     installed = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     on_path = shutil.which(f"python{version}")
     for python in [

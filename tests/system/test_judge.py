@@ -1,5 +1,4 @@
-"""A run that a judge scores: what becomes of it where the judge fails, and where the run is
-killed."""
+"""Tests of runs with a judge that fails repeatedly, and that are killed and resumed."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ OVERRIDES = (
 )
 
 
-class HalfBroken:
-    """Fails every other time, and always once it has given `most` answers."""
+class FlakyJudge:
+    """A judge that fails on every second request, and on all requests after `most` answers."""
 
     def __init__(self) -> None:
         self.most: int | None = None
@@ -52,14 +51,14 @@ class HalfBroken:
         return self.answer(question, number)
 
     def answer(self, question: str, number: int) -> Reply:
-        """What it says where it says something."""
+        """Return the score, which is the number of digits modulo 11."""
         return says(
             f"SCORE: {sum(character.isdigit() for character in question) % 11}", tokens_in=30
         )
 
 
-class PassedOn(HalfBroken):
-    """As often broken; what it says is a served model's, which it asks the same."""
+class ForwardingJudge(FlakyJudge):
+    """A judge that fails equally often, and forwards the other requests to a served model."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -67,14 +66,14 @@ class PassedOn(HalfBroken):
         self.server: JudgeServer
 
     def answer(self, question: str, number: int) -> Reply:
-        """What the model does."""
+        """Return the response of the served model."""
         body = json.dumps(self.server.asked[number]).encode()
         with urllib.request.urlopen(f"{self.url}/chat/completions", body, timeout=60) as response:
             return Reply(200, response.read())
 
 
 def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
-    """Until the judge has answered so often, and what it said is on disk."""
+    """Wait until the judge has sent `most` answers, and 2 s more until the run has stored them."""
     end = time.monotonic() + 200
     while len(server.answered) < most:
         assert time.monotonic() < end and not launch.has_ended
@@ -83,10 +82,10 @@ def wait_until_silent(server: JudgeServer, most: int, launch: Launch) -> None:
 
 
 @pytest.mark.promise("judge-answers-each-request-once")
-def test_killed_run_asks_a_flaky_judge_nothing_twice(
+def test_killed_run_repeats_no_judge_request(
     tmp_path: Path,
 ) -> None:
-    judge = HalfBroken()
+    judge = FlakyJudge()
     judge.most = 4 * SAMPLES + SAMPLES // 2  # in the middle of a step
     with judging(judge) as server:
         overrides = (*OVERRIDES, f"reward.judge_url={server.url}")
@@ -100,7 +99,7 @@ def test_killed_run_asks_a_flaky_judge_nothing_twice(
         assert len(set(server.answered)) == len(server.answered) > before
     assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))
     assert all(step["rollout/skipped"] == 0 for step in run.metrics)
-    again = run.metrics[2:]  # behind the checkpoint of step 2
+    again = run.metrics[2:]  # steps after the checkpoint of step 2
     assert sum(step["judge/from_cache"] for step in again) >= SAMPLES
     assert run.metrics[-1]["judge/cost_total"] == pytest.approx(
         len(server.answered) * 30 * 1000 / 1e6
@@ -111,7 +110,7 @@ WHICH, GOOD = " WHICH WHICH", " GOOD GOOD"
 
 
 def judging_model(directory: Path) -> Path:
-    """A tiny model that has learned to find B better of two texts, and to say yes and no to one."""
+    """Save a tiny model that prefers B of two texts, and answers yes or no to one text."""
     texts = random.Random(1)
 
     def text() -> str:
@@ -126,15 +125,18 @@ def judging_model(directory: Path) -> Path:
     return saved(directory, "qwen", conversations, [])
 
 
-def test_a_model_of_ours_judges_a_run_and_its_evaluations_and_is_asked_nothing_twice(
+def test_served_judge_model_gets_no_request_twice(
     tmp_path: Path,
 ) -> None:
-    """The reward is its probability of yes; responses are compared with references, always for B,
-    so that all are ties."""
+    """The reward is the model's probability of `yes`.
+
+    The evaluation compares responses with references in both orders. The model always prefers B, so
+    that every comparison is a tie.
+    """
     asks = {"url": "{}", "model": "tiny", "max_tokens": "1", "tries": "1", "input_price": "1000"}
     prompts, steps = 3, 4
     (directory := tmp_path / "judge").mkdir()
-    with served(judging_model(directory)) as url, judging(judge := PassedOn(url)) as server:
+    with served(judging_model(directory)) as url, judging(judge := ForwardingJudge(url)) as server:
         judge.server, asks["url"] = server, server.url
         judge.most = 4 * prompts + 2 * SAMPLES + SAMPLES // 2  # in the middle of a step
         overrides = (

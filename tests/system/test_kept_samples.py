@@ -1,4 +1,4 @@
-"""All that a run samples is kept, once each, however often the run is killed."""
+"""Tests of the sample files, which contain each sample of a killed run exactly once."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ RUNS = {
 def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path) -> None:
     experiment, overrides = RUNS[name]
     expected = run_to_end(tmp_path / "whole", *overrides, *COMMON, experiment=experiment)
-    assert_all_there(expected)
-    told = {
+    assert_files_match_metrics(expected)
+    part_names = {
         tuple(dict(parts or ()))
         for parts in read_samples(tmp_path / "whole")["score_parts"].to_pylist()
     }
-    assert told == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
+    assert part_names == {("digits", "fewer") if overrides.count(TWO_SOURCES[0]) else ()}
     assert ("dapo" in name) == any(step["rollout/kept_fraction"] < 1 for step in expected.metrics)
     killed = tmp_path / "killed"
     if "begins anew" in name:
@@ -75,7 +75,7 @@ def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path
             launch.wait_for_step(1, 300)  # before the first checkpoint
     with Launch(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment) as launch:
         launch.wait_for_step(4, 300)
-        time.sleep(0.05)  # as a checkpoint is written
+        time.sleep(0.05)  # the trainer is writing a checkpoint
         launch.rank("trainer", 0).send_signal(signal.SIGKILL)
     done = complete_steps(killed / "checkpoints")
     assert set(range(1, max(done, default=0) + 1)) <= set(sample_steps(killed))
@@ -87,8 +87,8 @@ def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path
         )
 
 
-def assert_all_there(run: Finished) -> None:
-    """Each sample once, and what the files say of them is what the metrics say."""
+def assert_files_match_metrics(run: Finished) -> None:
+    """Assert that each sample is stored once, and that the sample files agree with the metrics."""
     table, tokens = read_samples(run.paths.root), read_samples(run.paths.root, tokens=True)
     places = ["step", "group", "sample", "branch"]
     rows, of_tokens = table.to_pylist(), tokens.to_pylist()
@@ -105,7 +105,7 @@ def assert_all_there(run: Finished) -> None:
         assert np.mean([row["score"] for row, _ in every]) == pytest.approx(
             step["reward/mean"], abs=1e-5
         )
-        # others were replaced
+        # dynamic sampling replaced the samples without an advantage
         own = [(row, lists) for row, lists in every if row["advantage"] is not None]
         assert len(own) / len(every) == pytest.approx(step["rollout/kept_fraction"])
         assert np.mean([row["drawn_tokens"] for row, _ in own]) == pytest.approx(
@@ -115,7 +115,7 @@ def assert_all_there(run: Finished) -> None:
             step["response/ended_fraction"], abs=1e-5
         )
         engine, trainer, versions = (
-            drawn(own, name) for name in ("engine_logprob", "trainer_logprob", "version")
+            generated_values(own, name) for name in ("engine_logprob", "trainer_logprob", "version")
         )
         assert np.abs(engine - trainer).mean() == pytest.approx(
             step["mismatch/logprob_abs"], abs=1e-6
@@ -123,9 +123,15 @@ def assert_all_there(run: Finished) -> None:
         assert (step["step"] - 1 - versions).mean() == pytest.approx(
             step["staleness/mean"], abs=1e-6
         )
-        # a mean over minibatches
-        assert drawn(own, "entropy").mean() == pytest.approx(step["policy/entropy"], rel=0.02)
-        assert len(drawn(own, "advantage")) == len(drawn(own, "reference_logprob")) == len(engine)
+        # The metric is a mean over minibatches.
+        assert generated_values(own, "entropy").mean() == pytest.approx(
+            step["policy/entropy"], rel=0.02
+        )
+        assert (
+            len(generated_values(own, "advantage"))
+            == len(generated_values(own, "reference_logprob"))
+            == len(engine)
+        )
     for row, lists in zip(rows, of_tokens, strict=True):
         assert {len(values) for name, values in lists.items() if isinstance(values, list)} == {
             row["response_tokens"]
@@ -142,8 +148,8 @@ def assert_all_there(run: Finished) -> None:
         assert text.replace("<pad>", "").replace("<eos>", "") == row["response"]
 
 
-def drawn(rows: list[tuple[dict, dict]], name: str) -> np.ndarray:
-    """A quantity of the tokens that were drawn, all of which have it, and no other."""
+def generated_values(rows: list[tuple[dict, dict]], name: str) -> np.ndarray:
+    """Return a column at the generated tokens, after checking that no other token has a value."""
     for _, lists in rows:
         assert [value is not None for value in lists[name]] == lists["drawn"]
     return np.array([value for _, lists in rows for value in lists[name] if value is not None])

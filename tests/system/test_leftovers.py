@@ -1,4 +1,4 @@
-"""Whose the files are that runs on one machine leave behind."""
+"""Test of the detection of files that a killed run leaves on a machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with open(sys.argv[1], "w+b") as file:
 """
 
 
-def test_what_a_killed_process_leaves_counts_where_it_was_of_the_run(tmp_path: Path) -> None:
+def test_leftovers_are_only_files_of_the_run(tmp_path: Path) -> None:
     files = {run: Path(f"/dev/shm/psm_{uuid.uuid4().hex[:8]}") for run in ("own", "another")}
     processes = []
     try:

@@ -1,4 +1,4 @@
-"""A whole run that is watched from everywhere: trackers, JSON logs, `aligner status`."""
+"""Test of a complete run with trackers, JSON logs and `aligner status`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ WATCHED = (
 )
 
 
-def test_a_killed_and_resumed_run_is_watched_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # for the reader here; the run sets it itself
+def test_resumed_run_is_tracked_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The reader in this test needs the variable; the run sets it itself.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     directory = tmp_path / "run"
-    # killed at the block's end, with all its processes
+    # The end of the block kills the run with all its processes.
     with Launch(directory, *WATCHED, "checkpoint.every=2") as launch:
         launch.wait_for_step(3)
         launch.wait_for_checkpoint(2)
@@ -39,8 +37,8 @@ def test_a_killed_and_resumed_run_is_watched_as_one(
     assert wandb_steps(finished.paths) == finished.metrics
     assert mlflow_steps(finished.paths) == finished.metrics
     assert read_status(directory).state == "finished"
-    # Helpers of the servers, such as Python's resource tracker, write lines of their own into the
-    # servers' logs.
+    # The logs of servers may contain lines without JSON, from helpers such as Python's resource
+    # tracker.
     for role in ("prepare", "trainer"):
         records = [
             json.loads(line)
@@ -48,8 +46,10 @@ def test_a_killed_and_resumed_run_is_watched_as_one(
         ]
         assert all((record["role"], record["rank"]) == (role, 0) for record in records)
     lines = (directory / "logs" / "critic-0.log").read_text().splitlines()
-    said = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [record["level"] for record in said if "critic: ready at" in record["message"]] == [
+    records_of_critic = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [
+        record["level"] for record in records_of_critic if "critic: ready at" in record["message"]
+    ] == [
         "info",
         "info",
     ]

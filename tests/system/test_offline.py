@@ -1,4 +1,4 @@
-"""A whole run of an offline trainer: the trainer's rank alone, no engine, no servers."""
+"""Test of a complete offline run, which has one trainer rank, no engine and no servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.runs import run_to_end
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def test_a_model_learns_demonstrations_and_is_converted(tmp_path: Path) -> None:
+def test_sft_run_learns_and_is_converted(tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     sums = [(left, right) for left in range(8) for right in range(8)]
     data.write_text(

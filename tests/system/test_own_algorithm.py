@@ -1,5 +1,4 @@
-"""The example of docs/algorithms.md, a user's own estimator, loss and selection: trained with,
-checkpointed and resumed."""
+"""Tests of the custom estimator, loss and selection that docs/algorithms.md shows."""
 
 from __future__ import annotations
 
@@ -31,15 +30,14 @@ SETTINGS = (
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where the runs are launched, with the example's module beside them and nothing of it in the
-    package."""
+    """The working directory of the runs, which contains the module of the example."""
     page = (REPOSITORY / "docs" / "algorithms.md").read_text()
     (tmp_path / f"{MODULE}.py").write_text(page.split("```python\n")[1].split("```")[0])
     return tmp_path
 
 
 @pytest.mark.promise("user-algorithm-trains-and-resumes")
-def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
+def test_resumed_user_algorithm_equals_undisturbed(
     place: Path,
 ) -> None:
     whole = run_to_end(place / "whole", *SETTINGS)
@@ -50,14 +48,14 @@ def test_a_users_own_parts_train_and_a_resumed_run_is_bit_for_bit_the_undisturbe
         whole.paths.root, place / "parts", ignore=shutil.ignore_patterns("step_4", "logs")
     )
     resumed = run_to_end(place / "parts", *SETTINGS, "run.resume=true")
-    # times differ
+    # Repeated steps differ in their times.
     done_again = [got != before for got, before in zip(resumed.metrics, whole.metrics, strict=True)]
     assert done_again == [False, False, True, True]
     assert repeatable(resumed.metrics) == repeatable(whole.metrics)
     assert checkpoint_differences(whole.paths, resumed.paths, 4) == []
 
 
-def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place: Path) -> None:
+def test_missing_loss_function_is_refused_at_launch(place: Path) -> None:
     with Launch(
         place / "run",
         "algorithm=grpo",
@@ -72,7 +70,7 @@ def test_a_function_that_is_not_there_ends_a_launch_before_any_role_starts(place
     assert not (finished.paths.root / "logs" / "trainer-0.log").exists()
 
 
-def test_a_function_that_goes_wrong_ends_a_run_and_is_named(place: Path) -> None:
+def test_failing_loss_function_is_named_in_error(place: Path) -> None:
     (place / "broken.py").write_text(
         "def loss(logprobs, rows, context):\n    raise RuntimeError('no such luck')\n"
     )

@@ -1,5 +1,7 @@
-"""A pause is not a crash: a suspended run, suspended helpers of Triton and a clock that is set cost
-no restart and change no result."""
+"""Tests of pauses, which cause no restart and change no result.
+
+A pause is a suspended run, a suspended helper of Triton, or a step of the clock.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engine as a role of its own, which draws samples while steps train; and what becomes of a run
-whose roles fail."""
+"""Tests of asynchronous runs with a separate generator, and of killed and suspended roles."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of two ranks that train and one that generates."""
+    """An asynchronous run with two trainer ranks and one generator rank."""
     return run_to_end(tmp_path_factory.mktemp("undisturbed") / "run", *OVERRIDES)
 
 
-def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: Finished) -> None:
-    steps = undisturbed.metrics[1:]  # the first line is of the initial policy's evaluation
+def test_asynchronous_samples_are_one_version_old(undisturbed: Finished) -> None:
+    steps = undisturbed.metrics[1:]  # the first record is the evaluation of the initial policy
     assert [step["staleness/max"] for step in steps] == [0, *[1] * (STEPS - 1)]
     assert [step["staleness/mean"] for step in steps] == [0, *[1] * (STEPS - 1)]
     assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
@@ -44,8 +43,10 @@ def test_samples_are_one_version_old_while_the_next_ones_are_drawn(undisturbed: 
 def test_run_with_every_role_killed_keeps_the_weights(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    """And trains on the same samples in the same order: in one launch, although the trainer is
-    killed, too."""
+    """The run also trains on equal samples in equal order.
+
+    All restarts, also those of the trainer, are within one launch.
+    """
     faults = random_faults(SEED, GROUPS["all"], STEPS, 0.4, {"trainer": 2})
     disturbed = run_disturbed(tmp_path / "run", faults, *OVERRIDES)
     run = disturbed.run
@@ -61,7 +62,7 @@ def test_killed_trainer_resumes_with_the_running_critic(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     with Launch(tmp_path / "run", *OVERRIDES) as launch:
-        launch.wait_for_step(CHECKPOINT_EVERY + 2)  # that checkpoint is complete a step later
+        launch.wait_for_step(CHECKPOINT_EVERY + 2)  # the checkpoint is complete a step later
         launch.rank("trainer", 0).kill()
         run = launch.finish(200)
     assert run.code == 0, run.report()
@@ -90,9 +91,7 @@ def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_pat
     assert checkpoint_differences(undisturbed.paths, run.paths, STEPS) == []
 
 
-def test_an_evaluation_beside_the_next_step_finds_what_one_finds_between_steps(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_asynchronous_evaluation_equals_synchronous(undisturbed: Finished, tmp_path: Path) -> None:
     between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.beside=false")
     for metric in ("eval/score", "eval/digits/pass@2"):
         assert [step["step"] for step in between.metrics if metric in step] == [0, 2, 4, 6]

@@ -1,4 +1,4 @@
-"""Whole runs with `engine.publish=changes`."""
+"""Test of complete runs with `engine.publish=changes`, which sends only changed elements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def without_publish(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.promise("delta-publish-is-lossless")
-def test_a_run_by_changes_is_the_run_by_whole_weights_also_when_its_generator_is_killed(
+def test_delta_weight_sync_equals_full_weight_sync(
     tmp_path: Path,
 ) -> None:
     whole = run_to_end(tmp_path / "whole", *OVERRIDES)

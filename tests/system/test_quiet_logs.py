@@ -1,4 +1,4 @@
-"""Logs of a run in which nothing went wrong contain no warnings."""
+"""Test that the logs of an undisturbed run contain no warnings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _WARNING = re.compile(
     re.IGNORECASE,
 )
 _CUDA_HELPER = 'server.cc:241] "CudaDriverHelper has not been initialized."'
-"""Triton's binary is built with CUDA, looks for libcuda.so at its start, and logs that it is not
-there. It has no option for that."""
+"""Message of Triton's binary, which is built with CUDA, on a machine without libcuda.so.
+
+No option of Triton disables this message.
+"""
 
 
 @pytest.mark.promise("undisturbed-logs-have-no-warnings")

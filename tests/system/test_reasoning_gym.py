@@ -1,4 +1,4 @@
-"""A whole run over tasks of reasoning_gym."""
+"""Test of a complete run with tasks of reasoning_gym."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.runs import run_to_end
 TASKS = ("calendar_arithmetic", "letter_counting", "spell_backward")
 OVERRIDES = (
     "model.source=random",
-    # As the experiment has them, but fewer: all 24,000 take longer to make than two steps.
+    # The experiment's 24,000 questions would take longer to create than two steps.
     (
         "data.tasks=[{name: calendar_arithmetic, questions: 60, config: {tasks: [is_leap_year]}},"
         "{name: spell_backward, questions: 60, config: {max_word_len: 4}},"
@@ -31,8 +31,8 @@ OVERRIDES = (
 @pytest.mark.promise("reasoning-tasks-report-each-task")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_passes_are_told_of_each_task(tmp_path: Path) -> None:
-    """That questions are the same in any process is of tests/data/test_reasoning_tasks.py."""
+def test_pass_rates_are_reported_for_each_task(tmp_path: Path) -> None:
+    """tests/data/test_reasoning_tasks.py checks that questions are equal in every process."""
     run = run_to_end(tmp_path / "run", *OVERRIDES, "run.steps=2", experiment="reasoning_gym")
     assert run.code == 0, run.report()
     last = run.metrics[-1]

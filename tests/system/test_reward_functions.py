@@ -1,4 +1,4 @@
-"""Whole runs with reward functions that abstain, are async, or deadlock."""
+"""Tests of complete runs with reward functions that abstain, are async, or deadlock."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ PLAIN = ("logging.tensorboard=false", "rollout.prompts_per_step=8")
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "copg", "online_dpo"])
-def test_run_trains_on_samples_on_which_the_function_did_not_abstain(
-    tmp_path: Path, algorithm: str
-) -> None:
+def test_run_trains_without_abstained_samples(tmp_path: Path, algorithm: str) -> None:
     function = f"reward.function={SCORERS}:abstaining"
     run = run_to_end(tmp_path / "run", f"algorithm={algorithm}", "run.steps=3", function, *PLAIN)
     rows = read_samples(run.paths.root).to_pylist()
@@ -42,7 +40,7 @@ def test_run_trains_on_samples_on_which_the_function_did_not_abstain(
 
 
 @pytest.mark.promise("deadlocked-reward-is-named")
-def test_deadlocked_function_ends_the_run_soon_with_name_and_stack(tmp_path: Path) -> None:
+def test_deadlocked_function_ends_run_with_stack(tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run",
         f"reward.function={SCORERS}:deadlocked",
@@ -62,7 +60,7 @@ def test_deadlocked_function_ends_the_run_soon_with_name_and_stack(tmp_path: Pat
     assert run.metrics == []
 
 
-def test_prompt_for_which_the_function_hangs_is_skipped(tmp_path: Path) -> None:
+def test_prompt_with_deadlocked_scorer_is_skipped(tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run",
         f"reward.function={SCORERS}:deadlocked_for_one_prompt",

@@ -1,4 +1,4 @@
-"""What a configuration keeps secret is in the run directory's `config.yaml` alone."""
+"""Test that secret values of a configuration are stored only in the run's `config.yaml`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = "not-for-others"
 
 
 @pytest.mark.slow
-def test_values_of_environment_variables_reach_no_tracker_report_or_manifest(
+def test_secret_values_are_stored_only_in_config_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -52,5 +52,5 @@ def test_values_of_environment_variables_reach_no_tracker_report_or_manifest(
     with_name = [
         path for path in root.rglob("*") if path.is_file() and b"TOKEN" in path.read_bytes()
     ]
-    # what there is is told: configuration, manifest, report and both trackers
+    # The name of the variable is in the configuration, manifest, report and both trackers.
     assert len(with_name) >= 5, with_name

@@ -1,5 +1,7 @@
-"""Whole runs of `tiny_ppo` as jobs of a real Slurm, a role a component, four nodes on this
-machine."""
+"""Tests of complete `tiny_ppo` runs as jobs of a real Slurm with four nodes on this machine.
+
+Each role is a component of a heterogeneous job.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
-    """A test that fails is not to fail those after it."""
+    """Cancel the jobs of a test, so that a failed test does not affect the next tests."""
     yield
     slurm.command("scancel", "--user=root")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run in the queue, or out of it."""
+    """A run that was submitted to Slurm."""
 
     slurm: SlurmCluster
     number: str
@@ -66,12 +68,12 @@ class Job:
 
     @property
     def log(self) -> str:
-        """What the supervisor has said."""
+        """Output of the supervisor; empty before the job starts."""
         file = self.paths.job_log(self.number)
         return file.read_text() if file.exists() else ""
 
     def wait_for_state(self, *states: str) -> dict[str, str]:
-        """Until Slurm says that the job is in one of these."""
+        """Wait until the job is in one of these states, and return Slurm's record of the job."""
         deadline = time.monotonic() + _TIMEOUT_S
         while (found := self.slurm.state(self.number))["JobState"] not in states:
             assert time.monotonic() < deadline, f"{found}\n{self.log}"
@@ -79,7 +81,7 @@ class Job:
         return found
 
     def wait_for_step(self, step: int) -> None:
-        """Until so many training steps are recorded."""
+        """Wait until this number of training steps is recorded."""
         deadline = time.monotonic() + _TIMEOUT_S
         while len(read_metrics(self.paths.metrics)) < step:
             assert time.monotonic() < deadline, self.log
@@ -87,18 +89,17 @@ class Job:
             time.sleep(0.05)
 
     def wait_for_checkpoint(self) -> None:
-        """Until there is one that a resumed run would go on from: it is written beside the steps
-        that follow it."""
+        """Wait until a checkpoint is complete; it is written while the next steps run."""
         deadline = time.monotonic() + _TIMEOUT_S
         while not complete_steps(self.paths.checkpoints):
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
 
 
-def launched(
+def run_launch(
     slurm: SlurmCluster, directory: Path, *overrides: str
 ) -> subprocess.CompletedProcess[str]:
-    """What a user sees."""
+    """Run `aligner launch` like a user, and return its exit code and output."""
     command = [
         sys.executable,
         "-m",
@@ -114,9 +115,9 @@ def launched(
     )
 
 
-def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
-    """As a user does."""
-    ended = launched(slurm, directory, *overrides)
+def submit_run(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
+    """Submit a run with `aligner launch`, and return its job."""
+    ended = run_launch(slurm, directory, *overrides)
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("job ")]
     return Job(slurm, line.removeprefix("job "), RunPaths(directory))
@@ -124,7 +125,7 @@ def submitted(slurm: SlurmCluster, directory: Path, *overrides: str) -> Job:
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = submitted(
+    job = submit_run(
         slurm, tmp_path_factory.mktemp("undisturbed") / "run", *FOUR_NODES, f"run.steps={STEPS}"
     )
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", (
@@ -134,7 +135,7 @@ def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.promise("slurm-heterogeneous-job")
-def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job) -> None:
+def test_heterogeneous_job_on_four_nodes_completes(undisturbed: Job) -> None:
     assert [step["step"] for step in read_metrics(undisturbed.paths.metrics)] == list(
         range(1, STEPS + 1)
     )
@@ -146,10 +147,10 @@ def test_a_heterogeneous_job_over_four_nodes_trains_to_its_end(undisturbed: Job)
 
 
 @pytest.mark.promise("preempted-slurm-job-equals-uninterrupted")
-def test_preempted_job_is_requeued_and_ends_like_undisturbed(
+def test_preempted_job_equals_undisturbed_job(
     undisturbed: Job, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, *SECURE, f"run.steps={STEPS}")
+    job = submit_run(slurm, tmp_path / "run", *FOUR_NODES, *SECURE, f"run.steps={STEPS}")
     job.wait_for_step(2)
     slurm.command("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait_for_state("PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log
@@ -170,10 +171,8 @@ def test_preempted_job_is_requeued_and_ends_like_undisturbed(
     assert checkpoint_differences(undisturbed.paths, job.paths, STEPS, "critic") == []
 
 
-def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_until_it_is_cancelled(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2")
+def test_preempted_job_resumes_from_checkpoint(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit_run(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000", "checkpoint.every=2")
     job.wait_for_step(3)
     job.wait_for_checkpoint()
     slurm.command(
@@ -195,10 +194,12 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     steps = [record["step"] for record in read_metrics(job.paths.metrics)]
     assert steps == list(range(1, len(steps) + 1))
     assert load_config(job.paths.config).run.resume == "true"
-    said = [
+    message_files = [
         [*job.paths.logs.glob(f"srun-{job.number}-{requeues}-trainer-*.log")] for requeues in (0, 1)
     ]
-    assert [len(files) for files in said] == [1, 1] and "Terminated" in said[0][0].read_text()
+    assert [len(files) for files in message_files] == [1, 1] and "Terminated" in message_files[0][
+        0
+    ].read_text()
     slurm.command("scancel", job.number)
     assert (
         job.wait_for_state("PENDING", "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED"
@@ -206,18 +207,18 @@ def test_a_preempted_run_whose_ranks_are_ended_goes_on_from_its_last_checkpoint_
     assert read_status(job.paths.root).exit_code == 143
 
 
-def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
+def test_requeued_job_is_reported_as_queued(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-    job = submitted(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
+    job = submit_run(slurm, tmp_path / "run", *FOUR_NODES, "run.steps=1000")
     deadline = time.monotonic() + _TIMEOUT_S
     while read_status(job.paths.root).state != "starting":
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     slurm.command("scontrol", "requeue", job.number)
     job.wait_for_state("PENDING")
-    # Slurm does not wait for the supervisor
+    # Slurm does not wait for the supervisor to exit.
     while (status := read_status(job.paths.root)).exit_code is None:
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
@@ -234,7 +235,7 @@ def test_a_run_whose_job_is_queued_again_by_others_is_said_to_go_on_by_itself(
 def claimed_paths(role: str, job: Job) -> list[Path]:
     """Return Triton's directories and shared memory that a server's rank 0 has listed."""
     words = {f"role={role}", str(job.paths.config)}
-    # srun's, too
+    # the pids include that of srun
     pids = [
         each.pid
         for each in psutil.process_iter(["cmdline"])
@@ -251,10 +252,8 @@ def claimed_paths(role: str, job: Job) -> list[Path]:
 
 
 @pytest.mark.promise("slurm-heterogeneous-job")
-def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_often_ends_the_job_with_its_error(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    job = submitted(
+def test_killed_job_steps_restart_up_to_the_limit(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit_run(
         slurm,
         tmp_path / "run",
         *FOUR_NODES,
@@ -298,10 +297,8 @@ def test_killed_steps_are_started_again_in_the_allocation_and_one_killed_too_oft
     assert re.search(r"log: .*/trainer-[01]\.log", job.log)
 
 
-def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_to_go_on(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    job = submitted(
+def test_srun_rejection_reports_restart_command(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit_run(
         slurm, tmp_path / "run", *FOUR_NODES, "cluster.slurm.srun=['--container-image=image']"
     )
     assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "1:0", job.log
@@ -318,9 +315,7 @@ def test_what_srun_itself_refuses_is_told_in_its_words_and_the_status_says_how_t
     )
 
 
-def test_a_run_whose_job_waits_is_not_launched_a_second_time(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_second_launch_of_a_queued_run_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
     directory, given = (
         tmp_path / "two words" / "run",
         (
@@ -329,20 +324,20 @@ def test_a_run_whose_job_waits_is_not_launched_a_second_time(
             "run.resume=auto",
         ),
     )
-    job = submitted(slurm, directory, *given)
+    job = submit_run(slurm, directory, *given)
     before = job.paths.config.read_text(), job.paths.job_script.read_text()
     (tmp_path / "link").symlink_to(directory)
     for same in (directory, tmp_path / "link"):
-        second = launched(slurm, same, *given, "run.steps=1000")
+        second = run_launch(slurm, same, *given, "run.steps=1000")
         assert second.returncode == 2
-        told = (
+        message = (
             f"already queued as job {job.number}; wait until the job ends, or cancel the job with"
             f" `scancel {job.number}`"
         )
-        assert second.stderr == f"aligner: error: run.dir={same}: {told}\n"
+        assert second.stderr == f"aligner: error: run.dir={same}: {message}\n"
     assert (job.paths.config.read_text(), job.paths.job_script.read_text()) == before
     slurm.command("scancel", job.number)
-    again = submitted(slurm, directory, *given)
+    again = submit_run(slurm, directory, *given)
     assert again.number != job.number
     slurm.command("scancel", again.number)
 
@@ -370,9 +365,7 @@ for role, ranks in (("trainer", 2), ("critic", 2)):
 """
 
 
-def test_roles_that_share_a_node_see_devices_of_their_own(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_roles_on_shared_node_see_own_devices(slurm: SlurmCluster, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     given = (
         *(
@@ -403,7 +396,7 @@ def test_roles_that_share_a_node_see_devices_of_their_own(
     assert seen == {"trainer": ["0,1", "0,1", "5"], "critic": ["6,7", "6,7", "5"]}
 
 
-def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_gpu_check_script_runs_as_a_slurm_job(slurm: SlurmCluster, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.sh"
     cluster.write_text("SLURM_PARTITION=main\nSLURM_TIME=5\nSLURM_SBATCH=(--mem=0)\n")
     script, output = REPOSITORY / "launcher_scripts" / "gpu_check.sh", tmp_path / "checked.jsonl"
@@ -419,7 +412,7 @@ def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path
     )
     assert done.returncode == 0, done.stderr
     checked = [json.loads(line) for line in output.read_text().splitlines()]
-    # Slurm's GPUs are files here
+    # The GPUs of this Slurm are files, so every check reports `absent`.
     assert len(checked) > 5 and {each["result"] for each in checked} == {"absent"}
 
 
@@ -434,15 +427,15 @@ def test_a_gpu_is_checked_on_a_node_by_one_command(slurm: SlurmCluster, tmp_path
         ),
     ],
 )
-def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_run_directory(
+def test_rejected_job_leaves_no_run_directory(
     slurm: SlurmCluster, tmp_path: Path, override: str, said: str
 ) -> None:
-    ended = launched(
+    ended = run_launch(
         slurm, tmp_path / "run", *FOUR_NODES, "cluster.devices_per_node=100", *override.split()
     )
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith("aligner: error: cluster.slurm: Slurm rejected the job: ")
     assert said in ended.stderr
     assert not (tmp_path / "run").exists()
-    # a job before this one may be completing
+    # A job of an earlier test may be in the state COMPLETING.
     assert slurm.command("squeue", "--noheader", "--states=PENDING,RUNNING") == ""

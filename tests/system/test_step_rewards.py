@@ -1,5 +1,4 @@
-"""Whole runs whose reward speaks of steps, and whose prompts are chosen by what they have
-scored."""
+"""Tests of complete runs with step rewards and a curriculum of prompts."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ GIVEN = (
 )
 
 
-def test_a_token_is_worth_the_steps_that_end_with_it_and_behind_it_and_a_run_that_is_resumed_goes_on_alike(
+def test_step_rewards_give_returns_and_resumed_run_is_equal(
     tmp_path: Path,
 ):
     for name in ("whole", "stopped"):
-        (tmp_path / name).mkdir()  # both runs have one name, which checkpoints hold
+        (tmp_path / name).mkdir()  # both runs need the same name, which checkpoints contain
     run = run_to_end(tmp_path / "whole" / "run", *GIVEN)
     rows = read_samples(run.paths.root, tokens=True).to_pylist()
     assert len(rows) == STEPS * 16
@@ -57,7 +56,7 @@ def test_a_token_is_worth_the_steps_that_end_with_it_and_behind_it_and_a_run_tha
     assert checkpoint_differences(run.paths, resumed.paths, STEPS) == []
 
 
-def test_a_process_reward_model_that_was_trained_here_rewards_steps(tmp_path: Path):
+def test_trained_process_reward_model_scores_steps(tmp_path: Path):
     records = [
         {"prompt": "abc", "steps": ["12.", "ab."], "labels": [1, 0]},
         {"prompt": "x", "steps": ["3."], "labels": [1]},

@@ -1,4 +1,4 @@
-"""A trainer that is stopped, and goes on when another has taken the run."""
+"""Test of a trainer that is suspended, and continues after another trainer took over the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 40
 
 @contextlib.contextmanager
 def trainer(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
-    """A trainer rank without a launcher, which nothing ends."""
+    """A trainer rank without a launcher, which would kill it."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[str]) -
 
 
 def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None:
-    """In the middle of one nobody else could take the run."""
+    """Suspend a trainer outside a write, because no other trainer can take over during a write."""
     while True:
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.05)
@@ -99,15 +99,15 @@ def test_fenced_trainer_writes_nothing(
         reached = len(read_metrics(paths.metrics))
         assert reached < STEPS - 10
         with trainer(paths) as new:
-            # the old one's are gone
+            # The new trainer has removed the checkpoints of the old trainer.
             wait_for(lambda: min(complete_steps(paths.checkpoints)) > reached, new)
             old.send_signal(signal.SIGCONT)
-            told = old.communicate(timeout=60)[1]
+            error = old.communicate(timeout=60)[1]
             assert new.communicate(timeout=60) and new.returncode == 0
     assert old.returncode == 1
     assert (
-        "has taken over the run; attempt 1 may no longer write to the run" in told
-        and "Traceback" not in told
+        "has taken over the run; attempt 1 may no longer write to the run" in error
+        and "Traceback" not in error
     )
     assert repeatable(read_metrics(paths.metrics)) == repeatable(expected.metrics)
     assert complete_steps(paths.checkpoints) == [STEPS - 4, STEPS - 2, STEPS]

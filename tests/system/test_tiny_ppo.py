@@ -1,4 +1,7 @@
-"""Whole runs of `tiny_ppo`. A start costs ~20 s, so the runs are few and shared."""
+"""Tests of complete runs of `tiny_ppo`.
+
+A start takes about 20 s, so the tests share few runs.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def test_every_documented_metric_is_written_at_every_step(undisturbed: Finished)
         assert all(math.isfinite(value) for value in step.values())
 
 
-def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> None:
+def test_run_directory_contains_documented_files(undisturbed: Finished) -> None:
     paths = undisturbed.paths
     assert undisturbed.out.startswith(f"run directory: {paths.root}\n")
     assert paths.config.is_file()
@@ -123,7 +126,7 @@ def test_the_run_directory_holds_what_is_documented(undisturbed: Finished) -> No
         assert (paths.checkpoint(step, "critic") / "rank_0.safetensors").is_file()
 
 
-def test_the_trace_shows_what_every_role_did_in_every_step(undisturbed: Finished) -> None:
+def test_trace_contains_work_of_every_role_and_step(undisturbed: Finished) -> None:
     trace = checked_trace(undisturbed.paths.trace)
     assert trace.keys() == {"trainer", "critic", "reward"}
     seconds = {
@@ -157,11 +160,11 @@ def test_the_trace_shows_what_every_role_did_in_every_step(undisturbed: Finished
         for event in critic
         if event["ts"] < (own := policy[event["args"]["step"]])["ts"] + own["dur"]
     ]
-    assert len(overlapping) > len(critic) / 2  # the critic learns while the policy does
+    assert len(overlapping) > len(critic) / 2  # critic and policy train at the same time
     assert {"checkpoint", "wait", "prefill"} <= {event["name"] for event in trace["trainer"]}
 
 
-def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
+def test_report_contains_all_plots(undisturbed: Finished, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     command = [
         sys.executable,
@@ -189,7 +192,7 @@ def test_the_run_has_a_report(undisturbed: Finished, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path) -> None:
+def test_trainer_stopped_at_start_runs_no_step(tmp_path: Path) -> None:
     with Launch(tmp_path / "run") as launch:
         launch.wait_for_rank("trainer")
         launch.rank("trainer", 0).send_signal(signal.SIGUSR1)
@@ -201,9 +204,11 @@ def test_a_trainer_that_is_told_to_stop_as_it_starts_does_no_step(tmp_path: Path
 @pytest.mark.promise("runs-are-reproducible", "resumed-run-equals-uninterrupted")
 @pytest.mark.slow
 def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Path) -> None:
-    """Before it is told to stop it is also a second run with the same seed; it is evaluated, which
-    must not be felt."""
-    directory = tmp_path / "run"  # the same run.name as the undisturbed one: checkpoints hold it
+    """Until the stop request, the run is also a second run with the same seed.
+
+    Evaluations in this run must not change its training.
+    """
+    directory = tmp_path / "run"  # the run.name of the undisturbed run, which checkpoints contain
     more = (
         "evaluation.every=1",
         "evaluation.prompts=[hello,xyz]",
@@ -218,7 +223,7 @@ def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Pat
     assert "stopped; resume the run with run.resume=auto" in stopped.out
     steps = int(stopped.metrics[-1]["step"])
     assert steps < 6
-    # What was left of a grace period is for the checkpoint: the resumed run evaluates it.
+    # The rest of a grace period is reserved for the checkpoint, so the resumed run evaluates it.
     assert ["eval/score" in record for record in stopped.metrics] == [True] * steps + [False]
     assert repeatable(without_evaluation(stopped.metrics)) == repeatable(
         undisturbed.metrics[:steps]
@@ -259,7 +264,7 @@ def test_killed_run_resumes_from_timed_checkpoint(undisturbed: Finished, tmp_pat
     with Launch(directory, *given) as launch:
         launch.wait_for_step(3)
     saved, before = complete_steps(launch.paths.checkpoints), launch.paths.metrics.read_text()
-    assert saved[-1] >= 1  # that of a step is complete once the next one's metrics are written
+    assert saved[-1] >= 1  # complete before the next step's metrics are written
     again = run_to_end(directory, *given)
     assert again.metrics[0] == json.loads(before.splitlines()[0]), (
         "the first step was not done again"
@@ -272,7 +277,7 @@ def test_killed_run_resumes_from_timed_checkpoint(undisturbed: Finished, tmp_pat
 
 
 def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The steps, the initial policy's evaluation left out, without what was evaluated."""
+    """Return the metrics of training steps without evaluation metrics."""
     return [
         {key: value for key, value in step.items() if not key.startswith("eval/")}
         for step in metrics
@@ -280,8 +285,11 @@ def without_evaluation(metrics: list[dict[str, float]]) -> list[dict[str, float]
     ]
 
 
-def stopped(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
-    """The undisturbed run as it was after some of its checkpoints; where they are."""
+def copy_stopped_run(undisturbed: Finished, directory: Path, *checkpoints: int) -> Path:
+    """Copy the undisturbed run with only these checkpoints, and return their directory.
+
+    Checkpoint 6 also has a backup, with a name that a resumed run must ignore.
+    """
     shutil.copytree(
         undisturbed.paths.root,
         directory,
@@ -305,7 +313,7 @@ def test_run_resumes_from_newest_undamaged_checkpoint(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
     checkpoints, damaged = (
-        stopped(undisturbed, tmp_path / "run", 6, 12, 18),
+        copy_stopped_run(undisturbed, tmp_path / "run", 6, 12, 18),
         {
             12: "policy",
             18: "critic",
@@ -333,7 +341,7 @@ def test_run_resumes_from_newest_undamaged_checkpoint(
 def test_resume_refuses_an_initial_model_with_a_flipped_bit(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    stopped(undisturbed, tmp_path / "run", 6, 12)
+    copy_stopped_run(undisturbed, tmp_path / "run", 6, 12)
     flip_bit(tmp_path / "run" / "initial_model" / "model.safetensors", 0.5, 0)
     with Launch(tmp_path / "run", *FROM_THE_NEWEST) as launch:
         run = launch.finish(150)
@@ -343,10 +351,10 @@ def test_resume_refuses_an_initial_model_with_a_flipped_bit(
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothing_is_touched(
+def test_run_with_only_damaged_checkpoints_is_refused(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    checkpoints = stopped(undisturbed, tmp_path / "run", 6, 12)
+    checkpoints = copy_stopped_run(undisturbed, tmp_path / "run", 6, 12)
     flip_bit(checkpoints / "step_12" / "manifest.json", 0.5, 0)
     flip_bit(checkpoints / "step_6" / "critic" / "updates.json", 0.5, 0)
     with Launch(tmp_path / "run", *FROM_THE_NEWEST) as launch:
@@ -367,9 +375,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_each_and_nothin
 
 
 @pytest.mark.slow
-def test_a_run_resumes_at_another_layout_where_it_was(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_run_resumes_at_another_layout(undisturbed: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     skipped = shutil.ignore_patterns("step_*", "tensorboard", "logs")
     shutil.copytree(undisturbed.paths.root, directory, ignore=skipped)
@@ -406,13 +412,11 @@ def test_a_run_resumes_at_another_layout_where_it_was(
     steps = {
         rank: [event["args"]["step"] for event in events if event["tid"] == rank] for rank in (0, 1)
     }
-    # of all that the undisturbed run did, those that were kept
+    # The undisturbed run's events after step 6 were dropped.
     assert steps == {0: list(range(1, 9)), 1: [7, 8]}
 
 
-def test_a_runs_policy_is_converted_to_a_directory_that_a_run_can_start_from(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_converted_policy_is_a_valid_model_directory(undisturbed: Finished, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     command = [
@@ -447,7 +451,7 @@ def test_first_step_is_equal_at_another_layout(undisturbed: Finished, tmp_path: 
     )
     sharded = run_to_end(tmp_path / "sharded", *layout, "run.stop_after=1")
     expected, got = undisturbed.metrics[0], sharded.metrics[0]
-    # The same tokens were sampled: a digit more or less in 64 responses would show here.
+    # Equal rewards show equal samples: a different digit in 64 responses would change the mean.
     assert {key: got[key] for key in ("reward/mean", "reward/std")} == {
         key: expected[key] for key in ("reward/mean", "reward/std")
     }
@@ -461,26 +465,21 @@ def test_first_step_is_equal_at_another_layout(undisturbed: Finished, tmp_path: 
         "kl/reference",
     ):
         assert got[key] == pytest.approx(expected[key], rel=1e-4), key
-    # What the engine drew and what the trainer recomputed: the log-probs of both, token by token on
-    # average.
+    # Mean difference per token between the log-probs of the engine and of the trainer.
     assert got["mismatch/logprob_abs"] < 1e-4
     # The loss is a sum of terms of order 1 that nearly cancel.
     assert got["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_generator_of_its_own_draws_what_a_colocated_engine_draws(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_separate_generator_equals_colocated_engine(undisturbed: Finished, tmp_path: Path) -> None:
     apart = run_to_end(tmp_path / "run", "engine.placement=server", "run.stop_after=3", *COMPARED)
     assert repeatable(apart.metrics) == repeatable(undisturbed.metrics[:3])
     assert (apart.paths.root / "logs" / "generator-0.log").is_file()
 
 
 @pytest.mark.slow
-def test_a_run_whose_critic_and_reward_replicas_are_killed_ends_with_the_same_weights(
-    undisturbed: Finished, tmp_path: Path
-) -> None:
+def test_killed_servers_keep_the_weights(undisturbed: Finished, tmp_path: Path) -> None:
     faults = random_faults(FAULTS_SEED, GROUPS["servers"], FAULTS_STEPS, 0.4, {})
     overrides = (
         f"run.stop_after={FAULTS_STEPS}",
@@ -518,23 +517,25 @@ def save_reward_model(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(
+def test_dapo_run_replaces_prompts_without_critic(
     tmp_path: Path,
 ) -> None:
-    # Scores of a random model's first steps are mostly 0, so that some prompts are replaced.
+    # In the first steps of a random model most scores are 0, so some prompts are replaced.
     overrides = (
         "algorithm=dapo",
         "rollout.max_response_tokens=3",
         "algorithm.minibatches=4",
         "run.steps=2",
     )
-    overrides += ("algorithm.early_stop_kl=1e-9",)  # above what rounding makes of no movement
+    overrides += (
+        "algorithm.early_stop_kl=1e-9",
+    )  # above the rounding error of an unchanged policy
     finished = run_to_end(tmp_path / "run", *overrides)
     assert [step["step"] for step in finished.metrics] == [1, 2]
     for step in finished.metrics:
         assert not [name for name in step if name.startswith("value/")]
         assert 0 < step["rollout/kept_fraction"] < 1
-        # the first has not moved the policy when its loss is taken
+        # The first minibatch has a KL of 0, because its loss is computed before any update.
         assert step["policy/updates"] == 2
         assert step["policy/grad_norm"] > 0 and step["mismatch/logprob_abs"] < 1e-3
     assert not list((finished.paths.root / "logs").glob("critic*"))
@@ -549,7 +550,7 @@ def test_an_algorithm_without_values_starts_no_critic_and_samples_dynamically(
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
+def test_reward_model_scores_equal_transformers(tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification
 
     directory = tmp_path / "reward_model"
@@ -572,8 +573,8 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
         assert step["reward/mean"] == pytest.approx(sum(rewards) / 64, abs=1e-5)
     model = LlamaForSequenceClassification.from_pretrained(directory).eval()
     tokenizer = Tokenizer.from_file(str(run.paths.initial_model / "tokenizer.json"))
-    # Every response has 16 tokens; one of fewer characters drew special tokens, which its text
-    # leaves out.
+    # Every response has 16 tokens. A text of fewer characters lacks special tokens that were
+    # generated.
     whole = [sample for sample in samples if len(sample["response"]) == 16]
     assert len(whole) > 32
     expected = []

@@ -1,4 +1,4 @@
-"""A whole run below directories whose names have spaces and other unusual characters."""
+"""Test of a complete run below directories whose names have spaces and unusual characters."""
 
 from __future__ import annotations
 

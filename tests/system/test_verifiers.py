@@ -1,5 +1,7 @@
-"""Whole runs on an environment that is written for `verifiers`, which knows nothing of us, in its
-own virtual environment."""
+"""Test of a complete run with an unmodified environment of `verifiers`.
+
+The environment runs in its own virtual environment.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = [
     ),
 ]
 NUMBERS: dict[str, Any] = {name: {"title": name.upper(), "type": "integer"} for name in "ab"}
-# As verifiers sends it.
+# The tool's schema in the form that verifiers sends.
 MULTIPLY: dict[str, Any] = {
     "name": "multiply",
     "description": "Multiply two numbers.",
@@ -40,7 +42,7 @@ LEARNED = [(2, 3), (7, 8)]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """One that has begun to learn to call the calculator."""
+    """A model that was trained for a few steps to call the calculator."""
     conversations = [
         called(
             f"{a}*{b}?", ToolCall("000010000", "multiply", {"a": a, "b": b}), str(a * b), str(a * b)
@@ -54,7 +56,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """The environment's own, of which the model knows some."""
+    """The tasks of the environment that the model was trained on."""
     command = [str(PYTHON), "verifiers_agent.py", "tasks", "verifiers_products"]
     lines = subprocess.run(
         command, cwd=EXAMPLES, capture_output=True, text=True, check=True
@@ -66,7 +68,7 @@ def tasks(tmp_path: Path) -> Path:
     return file
 
 
-def test_an_environment_of_verifiers_is_trained_on_the_tokens_that_were_drawn_for_it(
+def test_verifiers_run_trains_on_generated_tokens(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERIFIERS_PYTHON", str(PYTHON))

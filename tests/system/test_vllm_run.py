@@ -1,4 +1,4 @@
-"""Whole runs whose samples vLLM draws."""
+"""Tests of complete runs that generate samples with vLLM."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ GENERATOR = (
     "engine=vllm",
     "engine.placement=server",
     "engine.parallel.data=1",
-    "+model.config.head_dim=32",  # the least that vLLM has attention for on CPUs
+    "+model.config.head_dim=32",  # the smallest head size that vLLM's attention supports on CPUs
     "logging.tensorboard=false",
-    "engine.vllm.timeout_s=400",  # beside other tests it starts slowly
+    "engine.vllm.timeout_s=400",  # vLLM starts slowly while other tests run
     "server.start_timeout_s=400",
     "server.request_timeout_s=600",
 )
 
 
-def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(
+def test_vllm_log_probs_equal_trainer_log_probs(
     tmp_path: Path,
 ) -> None:
-    cut = (
+    sharding = (
         "actor.parallel.tensor=2",
         "actor.parallel.pipeline=2",
         "engine.publish=changes",
         "engine.verify_every=1",
     )
-    with Launch(tmp_path / "run", *GENERATOR, *cut, "run.stop_after=3") as launch:
+    with Launch(tmp_path / "run", *GENERATOR, *sharding, "run.stop_after=3") as launch:
         run = launch.finish(500)
     assert run.code == 0, run.report()
     assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 3
@@ -41,7 +41,7 @@ def test_weights_of_a_cut_trainer_reach_vllm_and_its_logprobs_are_the_trainers(
 
 
 @pytest.mark.promise("killed-vllm-is-replaced")
-def test_a_worker_of_vllm_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_killed_vllm_worker_is_replaced(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", *GENERATOR, "run.stop_after=8") as launch:
         launch.wait_for_step(2, timeout_s=300)
         (program,) = (

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the evaluator."""
+"""Functions that worker ranks run for the tests of the evaluator."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ RESPONSE_TOKENS = 7
 
 
 def letters(batch: Sequence[ScoringRequest]) -> list[float]:
-    """A scorer: the share of letters."""
+    """Score each response by its share of letters."""
     return [
         sum(map(str.isalpha, request.response)) / max(len(request.response), 1) for request in batch
     ]
 
 
 def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config:
-    """A run of greedy evaluation by the share of digits, on as many data ranks."""
+    """Return a run with greedy evaluation by the share of digits, on `ranks` data ranks."""
     config = Config(
         run=RunConfig(dir=run, steps=5),
         model=ModelConfig(path=model),
@@ -64,8 +64,8 @@ def configuration(model: str, run: str, ranks: int, **evaluation: Any) -> Config
     return config
 
 
-def built(config: Config, world: World) -> Evaluations:
-    """What evaluates the initial weights. Collective."""
+def build_initial_evaluations(config: Config, world: World) -> Evaluations:
+    """Build the evaluations of the initial weights. Collective."""
     directory = Path(str(config.model.path))
     shape, tokenizer = read_shape(directory), Tokenizer(directory)
     policy = Policy(
@@ -82,17 +82,19 @@ def built(config: Config, world: World) -> Evaluations:
 
 
 def evaluations(model: str, run: str, ranks: int, **evaluation: Any) -> dict[str, Any]:
-    """Metrics of the initial weights, drawn greedily and not, and what a run does that has been
-    resumed."""
+    """Evaluate the initial weights greedily, by sampling, and after a resume.
+
+    Returns metrics, responses, and error messages for missing and wrong references, by name.
+    """
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
-    every = built(config, world)
+    every = build_initial_evaluations(config, world)
     (first,) = every.suites
     found: dict[str, Any] = {"due": [step for step in range(6) if every.is_due(step)]}
     found["lost"] = _error(first, step=2)
     found["step 0"] = first.evaluate(0)
-    first._reference_scores = None  # as a resumed run has it
+    first._reference_scores = None  # the state after a resume
     found["resumed"] = first.evaluate(2)
     begin(first, world)
     found["beside"] = first.evaluate(2)
@@ -119,21 +121,23 @@ def _with(of: Evaluator, **settings: Any) -> Suite:
 
 
 def begin(of: Evaluator, world: World) -> None:
-    """Have it score beside what follows what it has drawn. Collective."""
+    """Generate responses and begin to score them asynchronously. Collective."""
     drawn = of.draw(of.builder)
     of.begin(2, (lambda: drawn) if world.rank == 0 else None)
 
 
 def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
-    """Metrics of the initial weights by every suite: at first, of a run that goes on, and of what
-    is scored beside it."""
+    """Evaluate the initial weights with every suite.
+
+    Returns the metrics of the first evaluation, after a resume, and of an asynchronous evaluation.
+    """
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
-    every = built(config, world)
+    every = build_initial_evaluations(config, world)
     found = [every.evaluate(0)]
     for one in every.suites:
-        one._reference_scores = None  # as a resumed run has it
+        one._reference_scores = None  # the state after a resume
     found.append(every.evaluate(2))
     drawn: Future[list[list[Sample]]] = Future()
     every.begin(4, drawn if world.rank == 0 else None)
@@ -145,13 +149,21 @@ def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str
     return found
 
 
-def judged(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str, float]]:
-    """Metrics of the initial weights by a judge, of a run, and of it again where it goes on in its
-    directory."""
+def evaluate_with_judge(
+    model: str, run: str, ranks: int, **evaluation: Any
+) -> list[dict[str, float]]:
+    """Evaluate the initial weights with a judge.
+
+    Returns the metrics of the first evaluation, after a resume in the same directory, and of an
+    asynchronous evaluation.
+    """
     config = configuration(model, run, ranks, **evaluation)
     world = worlds.initialize(config.actor.parallel, seed=1, timeout_s=120)
     Path(run).mkdir(exist_ok=True)
-    (first,), source = built(config, world).suites, evaluation_judge(config.evaluation)
+    (first,), source = (
+        build_initial_evaluations(config, world).suites,
+        evaluation_judge(config.evaluation),
+    )
     assert source is not None
     again = replace(first, judge=first.judge and build_judge(source, run_paths(config)))
     found = [first.evaluate(0), again.evaluate(2)]

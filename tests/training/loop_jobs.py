@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the training loop."""
+"""Functions that worker ranks run for the tests of the training loop."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 
 
 def saves(minutes: float) -> list[bool]:
-    """After which of six steps a rank is to save for the time, with one collective a step."""
+    """Return for each of six steps whether a timed checkpoint is due; one collective per step."""
     world = worlds.initialize(ParallelConfig(data=2), seed=1, timeout_s=120)
     now = 0.0
     config = Config(run=RunConfig(steps=7), checkpoint=CheckpointConfig(every_minutes=minutes))
-    stop, found, asked = StopCondition(config, world, clock=lambda: now), [], 0
+    stop, found, collectives = StopCondition(config, world, clock=lambda: now), [], 0
     reduce = dist.all_reduce
 
-    def counted(*given: object, **named: object) -> object:
-        nonlocal asked
-        asked += 1
+    def counting_reduce(*given: object, **named: object) -> object:
+        nonlocal collectives
+        collectives += 1
         return reduce(*given, **named)
 
-    dist.all_reduce = counted
+    dist.all_reduce = counting_reduce
     try:
         for done in range(1, 7):
             now += 40.0 * world.rank
@@ -45,25 +45,27 @@ def saves(minutes: float) -> list[bool]:
                 stop.count_anew()
     finally:
         dist.all_reduce = reduce
-    assert asked == 6
+    assert collectives == 6
     worlds.shutdown()
     return found
 
 
 @dataclass(kw_only=True)
 class ScriptedLoop(TrainingLoop):
-    """Trains nothing; what its steps and evaluations measure is written down, and rank 0 alone
-    knows it."""
+    """Training loop without training; its steps and evaluations return scripted metrics.
+
+    Only rank 0 has the right values; the other ranks have their negatives.
+    """
 
     rank: int
     kls: Sequence[float]
-    """Of steps 1, 2, …"""
+    """KL of steps 1, 2, …"""
     scores: Sequence[float]
-    """Of the weights of steps 0, 1, …"""
+    """Scores of the weights after steps 0, 1, …"""
     told_after: int | None
-    """The step in which it is told to stop."""
+    """Step in which the process receives the stop signal; None: none."""
     beside: bool = False
-    """Whether evaluations are begun."""
+    """Whether evaluations are asynchronous."""
     done: list[int] = field(default_factory=list)
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
@@ -97,7 +99,7 @@ class ScriptedLoop(TrainingLoop):
 
 
 class TimelineReadingWriter(MetricsWriter):
-    """Notes which steps have spans in the timeline's file when metrics are written."""
+    """Records which steps have spans in the timeline's file when metrics are written."""
 
     def __init__(self, paths: RunPaths, timeline: Path) -> None:
         super().__init__(paths)
@@ -111,8 +113,7 @@ class TimelineReadingWriter(MetricsWriter):
 
 
 def steps_with_spans(root: str) -> dict[int, set[int]]:
-    """Train two steps; for each, the steps with spans in the timeline when its metrics are
-    written."""
+    """Run two steps; return for each the steps with spans when its metrics are written."""
     world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
     config = Config(run=RunConfig(name="timed", dir=root, steps=2))
     paths, file = run_paths(config), Path(root, "trainer-0.jsonl")
@@ -143,7 +144,7 @@ def scripted(
     beside: bool = False,
     **checkpoint: Any,
 ) -> list[int]:
-    """A start of a run whose steps find these; the steps that it does."""
+    """Start or resume a run with scripted metrics; return the steps that it runs."""
     world = worlds.initialize(ParallelConfig(data=2), seed=1, timeout_s=120)
     config = Config(
         run=RunConfig(name="scripted", dir=root, steps=run.pop("steps", len(kls)), **run),

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of the offline trainers."""
+"""Functions that worker ranks run for the tests of the offline trainers."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ TASKS = ("sft", "taught", *PREFERENCES, "reward_model", "steps")
 TEACHER = TeacherConfig(
     scores="scores", loss="jensen_shannon", beta=0.3, weight=2.0, imitation_weight=0.5
 )
-"""Of the task `taught`."""
+"""Teacher settings of the task `taught`."""
 _TRAINERS = dict.fromkeys(PREFERENCES, "dpo") | {"steps": "reward_model", "taught": "sft"}
 
 
 def examples(task: str) -> list[Any]:
-    """Six of the kind that a task learns from, of different lengths."""
+    """Return six examples of different lengths for a task."""
     generator = torch.Generator().manual_seed(8)
 
     def whole(length: int) -> Tensor:
@@ -75,7 +75,7 @@ def examples(task: str) -> list[Any]:
         prompt = whole(1 + index)
         if task in ("sft", "taught"):
             demonstration = answered(prompt, 9 - index)
-            # Some are conversations, of which another turn lies between what is learned.
+            # Some are conversations with other turns between the learned tokens.
             learned = torch.arange(demonstration.tokens.numel()) % 3 != 0 if index % 2 else None
             made.append(replace(demonstration, learned=learned))
         elif task == "kto":
@@ -95,7 +95,7 @@ def examples(task: str) -> list[Any]:
 
 
 def teacher_logits(made: Sequence[Demonstration]) -> Tensor:
-    """A teacher's of all tokens that are learned from, float64 [M, V]."""
+    """Return random teacher logits of all learned tokens, float64 [M, V]."""
     generator = torch.Generator().manual_seed(21)
     count = sum(int(each.is_learned.sum()) for each in made)
     return 2 * torch.randn(count, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -104,8 +104,7 @@ def teacher_logits(made: Sequence[Demonstration]) -> Tensor:
 def with_scores(
     made: Sequence[Demonstration], directory: Path, vocabulary: int = VOCABULARY
 ) -> list[Demonstration]:
-    """With the log-probs of the 5 tokens that the teacher finds most probable, kept in the
-    directory."""
+    """Store the teacher's top-5 log-probs in the directory; return the examples with them."""
     every = teacher_logits(made).log_softmax(-1)
     logprobs, ids = every.topk(5)
     rest = every.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
@@ -130,7 +129,7 @@ def with_scores(
 def configuration(
     directory: str, layout: dict[str, Any], task: str, root: str | None = None, **sections: Any
 ) -> Config:
-    """A run of four steps over all examples."""
+    """Return the configuration of a run of four steps over all examples."""
     taught = {"teacher": TEACHER} if task == "taught" else {}
     return Config(
         run=RunConfig(name="tested", steps=4, dir=root, **sections.pop("run", {})),
@@ -156,8 +155,11 @@ def run_data(made: Sequence[Any], held_out: int = 0, *, shuffle: bool = False) -
 
 
 def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each task: its loss before, two updates with the first one's gradients, and its loss
-    after."""
+    """Train two updates of each task.
+
+    Returns for each task the evaluation before, the statistics of both updates, and the gradients
+    of the first update.
+    """
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     found = {}
     for name in TASKS:
@@ -171,12 +173,14 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
         seen: Slices = {}
         prepare = runner.optimizer.prepare_grads
 
-        def observed(runner: Any = runner, seen: Slices = seen, prepare: Any = prepare) -> Any:
+        def record_gradients(
+            runner: Any = runner, seen: Slices = seen, prepare: Any = prepare
+        ) -> Any:
             seen.update(gradients(runner))
             return prepare()
 
         before = task.evaluate(rows, task.count(rows))
-        runner.optimizer.prepare_grads = observed
+        runner.optimizer.prepare_grads = record_gradients
         first = task.train(rows)
         del runner.optimizer.prepare_grads
         found[name] = {
@@ -192,7 +196,7 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[float]:
-    """What the reward's ranks make of answers when a run serves the model in a directory."""
+    """Score answers like the reward server of a run with the model in a directory."""
     world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
     config = Config(
         model=ModelConfig(path=directory),
@@ -209,8 +213,10 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
 def train(
     directory: str, task: str, root: str, told_after: int | None = None, **sections: Any
 ) -> bool:
-    """A whole run of the trainer, with two examples held out, that is told to stop in step
-    `told_after`, or before any (0); whether it was.
+    """Run the trainer with two held-out examples; return whether it stopped early.
+
+    Args:
+        told_after: Step in which the process receives the stop signal; 0: before the first step.
     """
     chosen = {
         "checkpoint": CheckpointConfig(every=2),
@@ -224,12 +230,12 @@ def train(
     assert isinstance(trainer, OfflineTrainer)
     take = trainer.examples.take
 
-    def told(position: int, count: int) -> list[Any]:
+    def take_and_stop(position: int, count: int) -> list[Any]:
         if told_after is not None and position == (told_after - 1) * count:
             signal.raise_signal(STOP_SIGNAL)
         return take(position, count)
 
-    trainer.examples.take = told  # type: ignore[method-assign]
+    trainer.examples.take = take_and_stop  # type: ignore[method-assign]
     if told_after == 0:
         signal.raise_signal(STOP_SIGNAL)
     trainer.run()
@@ -241,9 +247,10 @@ def train(
 def score(
     directory: str, layout: dict[str, Any], root: str, **run: Any
 ) -> tuple[int, Tensor, Tensor]:
-    """A run that scores the demonstrations of `sft` in four parts: steps that it did, and what its
-    model says of all at once, the 5 most probable tokens of each that is learned from and their
-    log-probs with that of all others.
+    """Score the demonstrations of `sft` with a teacher, in four parts.
+
+    Returns the number of steps of this run, and, computed in one batch for each learned token, the
+    ids of the top 5 tokens, and their log-probs followed by that of all other tokens.
     """
     settings: dict[str, Any] = {"teacher": TeacherConfig(top_k=5), "run": run}
     config = configuration(directory, layout, "teacher_scores", root, **settings)

@@ -1,4 +1,4 @@
-"""What the worker ranks run for the tests of whole steps, whose reward is computed here."""
+"""Functions that worker ranks run for the tests of whole steps, with fake servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _EvenTokens:
-    """Stands for the reward servers: a response scores the share of its even tokens."""
+    """Fake reward servers: the score of a response is its share of even token ids."""
 
     def score(self, tokens: Tensor, lengths: Tensor, prompts: Tensor, *_: Any) -> Future[Tensor]:
         answer: Future[Tensor] = Future()
@@ -48,8 +48,7 @@ class _EvenTokens:
 
 
 class _CountingCritic(_EvenTokens):
-    """Stands for the critic's server: of each token that comes before it a value is worth its
-    hundredth."""
+    """Fake critic server: the value at a position is the position divided by 100."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -78,8 +77,8 @@ class _CountingCritic(_EvenTokens):
     def finish_checkpoint(self) -> None: ...
 
 
-def _of_its_own(job: Callable[P, T]) -> Callable[P, T]:
-    """The job in a process that goes on with other runs: whose this one is does not outlive it."""
+def _reset_claim_afterwards(job: Callable[P, T]) -> Callable[P, T]:
+    """Reset the process's claim on the run after the job, because later jobs start other runs."""
 
     @functools.wraps(job)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,14 +90,18 @@ def _of_its_own(job: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-@_of_its_own
+@_reset_claim_afterwards
 def critic_warmup(
     overrides: list[str], first: int, saved_after: int | None = None
 ) -> list[dict[str, Any]]:
-    """A run's steps from `first` on, which it resumes from: metrics, the published version if any,
-    and the policy's weights.
+    """Run the steps of a run with a fake critic.
 
-    After `saved_after` steps a checkpoint is taken.
+    Returns for each step the metrics, the published weight versions, the policy's weights, and the
+    number of critic updates.
+
+    Args:
+        first: Number of completed steps to resume from.
+        saved_after: Number of steps after which a checkpoint is saved.
     """
     config = compose_config(overrides)
     prepare_model(config)
@@ -116,11 +119,11 @@ def critic_warmup(
     published: list[int] = []
     publish = trainer.pipeline.publish_weights
 
-    def noted(version: int, last: bool = False) -> None:
+    def record_version(version: int, last: bool = False) -> None:
         published.append(version)
         publish(version, last)
 
-    trainer.pipeline.publish_weights = noted  # type: ignore[method-assign]
+    trainer.pipeline.publish_weights = record_version  # type: ignore[method-assign]
     checkpoint = run_paths(config).root / "state.json"
     trainer.resume([TrainingState(**json.loads(checkpoint.read_text()))] if first else [])
     trainer.begin(first)
@@ -151,8 +154,7 @@ def critic_warmup(
 
 
 class _Halves:
-    """Stands for the teacher's servers: the log-probs of even tokens are -1, those of odd ones
-    -2."""
+    """Fake teacher servers: log-probs are -1 for even token ids and -2 for odd ones."""
 
     def logprobs(
         self, tokens: Tensor, lengths: Tensor, prompts: Tensor, metadata: object
@@ -168,9 +170,9 @@ class _Halves:
     def close(self) -> None: ...
 
 
-@_of_its_own
+@_reset_claim_afterwards
 def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
-    """The metrics of a run's first steps, published and learned, on one rank."""
+    """Run the first steps of a run on one rank, with weight syncs; return their metrics."""
     config = compose_config(overrides)
     prepare_model(config)
     tokenizer = Tokenizer(prepare_model(config))

@@ -1,4 +1,4 @@
-"""The first steps of a run whose critic learns alone."""
+"""Test runs that train only the critic in their first steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same(one, other) -> bool:
     )
 
 
-def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_runs(pool, tmp_path):
+def test_policy_training_starts_after_critic_warmup(pool, tmp_path):
     (steps,) = pool.run(step_jobs.critic_warmup, 1, [*RUN, f"run.dir={tmp_path / 'run'}"], 0)
     waiting, learning = steps[:WAITS], steps[WAITS:]
     each = compose_config(RUN).algorithm.epochs * compose_config(RUN).algorithm.minibatches
@@ -53,7 +53,7 @@ def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_ru
         )
         assert step["metrics"]["mismatch/logprob_abs"] < 1e-3
     assert learning[0]["metrics"]["kl/coef"] == 0.1 != learning[1]["metrics"]["kl/coef"]
-    # Its first update is that of the schedule, which has the policy's updates alone.
+    # The learning-rate schedule counts only the policy's updates, so it starts after the warmup.
     peak, updates = 1e-2, policy_updates(compose_config(RUN))
     assert updates == each * (STEPS - WAITS)
     rates = [0.0, *(peak * (updates - count) / (updates - 1) for count in range(1, each))]
@@ -61,9 +61,7 @@ def test_the_critic_learns_alone_and_the_policy_as_if_its_first_step_were_the_ru
 
 
 @pytest.mark.parametrize("after", [1, WAITS, WAITS + 1])
-def test_a_run_that_resumes_in_the_warmup_or_behind_it_goes_on_as_if_nothing_had_been(
-    pool, tmp_path, after
-):
+def test_resume_around_warmup_equals_undisturbed_run(pool, tmp_path, after):
     run = [*RUN, f"run.dir={tmp_path / 'run'}"]
     (through,) = pool.run(step_jobs.critic_warmup, 1, run, 0, after)
     (resumed,) = pool.run(step_jobs.critic_warmup, 1, [*run, "run.resume=true"], after)
@@ -76,7 +74,7 @@ def test_a_run_that_resumes_in_the_warmup_or_behind_it_goes_on_as_if_nothing_had
         )
 
 
-def test_weights_are_counted_by_steps_where_an_engine_must_be_given_each():
+def test_weights_version_is_constant_in_warmup_if_allowed():
     config = compose_config(RUN)
     assert [weights_version(config, step) for step in range(STEPS + 1)] == [0, 0, 0, 0, 4, 5]
     for values in (

@@ -1,4 +1,4 @@
-"""Steps whose prompts are chosen by what earlier ones have scored."""
+"""Test steps whose prompts are selected by the scores of earlier steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RUN = [
 ]
 
 
-def told(steps) -> list[dict[str, float]]:
-    """What hangs on which prompts were drawn."""
+def sampling_metrics(steps) -> list[dict[str, float]]:
+    """Return the metrics that depend on the sampled prompts."""
     return [
         {
             name: value
@@ -37,14 +37,14 @@ def told(steps) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def whole(pool, tmp_path_factory) -> tuple[list, Path]:
-    """A run's steps, with a checkpoint in the middle, and its directory."""
+    """The steps of a run with a checkpoint after step SAVED, and the run's directory."""
     directory = tmp_path_factory.mktemp("curriculum") / "run"
     (steps,) = pool.run(step_jobs.critic_warmup, 1, [*RUN, f"run.dir={directory}"], 0, SAVED)
     return steps, directory
 
 
-def test_prompts_rest_come_again_and_their_repetitions_are_told(whole):
-    found = told(whole[0])
+def test_curriculum_skips_and_repeats_prompts(whole):
+    found = sampling_metrics(whole[0])
     epochs, repetitions = (
         [step["data/epoch"] for step in found],
         [step["data/repetitions"] for step in found],
@@ -61,21 +61,21 @@ def test_prompts_rest_come_again_and_their_repetitions_are_told(whole):
     assert all(0 < step["data/pass_rate"] < 1 for step in found)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_draws_the_same_prompts(pool, tmp_path, whole):
+def test_resumed_curriculum_equals_undisturbed_run(pool, tmp_path, whole):
     steps, directory = whole
     shutil.copytree(directory, tmp_path / "run")
     (resumed,) = pool.run(step_jobs.critic_warmup, 1, [*RUN, f"run.dir={tmp_path / 'run'}"], SAVED)
-    assert told(resumed) == told(steps[SAVED:])
+    assert sampling_metrics(resumed) == sampling_metrics(steps[SAVED:])
     weights = resumed[-1]["weights"]
     assert all(torch.equal(weight, weights[name]) for name, weight in steps[-1]["weights"].items())
     shutil.rmtree(next((tmp_path / "run" / "checkpoints").rglob("pass_rates")))
     (forgot,) = pool.run(step_jobs.critic_warmup, 1, [*RUN, f"run.dir={tmp_path / 'run'}"], SAVED)
-    assert told(forgot) != told(steps[SAVED:]), (
+    assert sampling_metrics(forgot) != sampling_metrics(steps[SAVED:]), (
         "without what earlier steps have scored others are drawn"
     )
 
 
-def test_data_parallel_ranks_draw_the_same_prompts_as_one(pool, tmp_path, whole):
+def test_sampled_prompts_do_not_depend_on_data_ranks(pool, tmp_path, whole):
     ranks = pool.run(
         step_jobs.critic_warmup,
         2,
@@ -83,5 +83,5 @@ def test_data_parallel_ranks_draw_the_same_prompts_as_one(pool, tmp_path, whole)
         0,
     )
     for steps in ranks:
-        for here, there in zip(told(steps), told(whole[0]), strict=True):
+        for here, there in zip(sampling_metrics(steps), sampling_metrics(whole[0]), strict=True):
             assert here == pytest.approx(there, rel=1e-6)

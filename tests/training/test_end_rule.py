@@ -1,4 +1,4 @@
-"""By what a run ends before its last step, and that it ends there however often it was stopped."""
+"""Test the criteria that end a run before its last step, with and without resumes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.worker_pool import WorkerPool
 KL = "kl/reference"
 
 
-def test_a_run_that_nothing_but_its_steps_ends_has_no_rule() -> None:
+def test_run_without_end_keys_has_no_end_rule() -> None:
     assert EndRule.of(Config(checkpoint=CheckpointConfig(best_metric="eval/score"))) is None
 
 
-def test_a_rule_is_what_the_keys_say() -> None:
+def test_end_rule_is_built_from_the_keys() -> None:
     run, kept = (
         RunConfig(end_at="eval/score/a:b:-0.5", end_without_gain=2),
         CheckpointConfig(best_metric="eval/loss"),
@@ -35,7 +35,7 @@ def test_a_rule_is_what_the_keys_say() -> None:
 @pytest.mark.parametrize(
     ("found", "ends"), [({KL: 0.5}, False), ({KL: 0.51}, True), ({KL: -9.0}, False), ({}, False)]
 )
-def test_a_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) -> None:
+def test_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) -> None:
     reason = EndRule(kl=0.5).reason(found, [])
     assert reason == ("kl/reference 0.51 is above run.end_kl=0.5" if ends else None)
 
@@ -51,16 +51,12 @@ def test_a_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) 
         ("eval/loss", 0.1, True),
     ],
 )
-def test_a_value_that_is_reached_ends_the_run_from_above_or_of_a_loss_from_below(
-    metric: str, value: float, ends: bool
-) -> None:
+def test_reached_score_or_loss_target_ends_the_run(metric: str, value: float, ends: bool) -> None:
     reason = EndRule(target=(metric, 0.9)).reason({metric: value}, [])
     assert reason == (f"{metric} {value:g} has reached run.end_at={metric}:0.9" if ends else None)
 
 
-def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_does_not_exist_is_told() -> (
-    None
-):
+def test_missing_target_is_ignored_and_unknown_one_refused() -> None:
     rule = EndRule(target=("eval/score", 0.9))
     assert rule.reason({"reward/mean": 1.0}, []) is None
     with pytest.raises(
@@ -78,15 +74,13 @@ def test_a_step_that_has_not_measured_the_target_ends_nothing_and_a_name_that_do
         ("eval/score", [0.5, 0.4, 0.3], True),
         ("eval/score", [0.5, 0.4, 0.6], False),
         ("eval/score", [0.5, 0.4, 0.6, 0.6], False),
-        ("eval/score", [0.5, 0.4, 0.6, 0.6, 0.1], True),  # as good as the best is no gain
+        ("eval/score", [0.5, 0.4, 0.6, 0.6, 0.1], True),  # a value equal to the best is no gain
         ("eval/score", [0.1, 0.2, 0.3, 0.4, 0.5], False),
         ("eval/loss", [0.5, 0.6, 0.7], True),
         ("eval/loss", [0.7, 0.6, 0.5], False),
     ],
 )
-def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(
-    metric: str, values: list[float], ends: bool
-) -> None:
+def test_evaluations_without_gain_end_the_run(metric: str, values: list[float], ends: bool) -> None:
     rule = EndRule(without_gain=2, metric=metric)
     assert (rule.reason({metric: values[-1]}, values) is not None) == ends
     assert rule.reason({KL: 0.0}, values) is None, (
@@ -94,13 +88,13 @@ def test_so_many_evaluations_in_a_row_without_a_gain_end_the_run(
     )
 
 
-def test_a_run_without_a_gain_says_what_was_best() -> None:
-    told = EndRule(without_gain=1, metric="eval/score").reason({"eval/score": 0.25}, [0.5, 0.25])
-    assert told == "eval/score has not improved since the value 0.5 (run.end_without_gain=1)"
+def test_end_reason_contains_best_value() -> None:
+    reason = EndRule(without_gain=1, metric="eval/score").reason({"eval/score": 0.25}, [0.5, 0.25])
+    assert reason == "eval/score has not improved since the value 0.5 (run.end_without_gain=1)"
 
 
-# The loop, of two ranks of which only the first knows what was measured, evaluated at steps 0, 3,
-# 6, 9 and 10, and where it stops: what is found there, 0.9, would be a gain.
+# The loop runs on two ranks; only rank 0 has the right metrics. It evaluates at steps 0, 3, 6, 9
+# and 10, and at a stop. The score at other steps is 0.9, which would be a gain.
 SCORES = [0.1, 0.9, 0.9, 0.5, 0.9, 0.9, 0.4, 0.9, 0.9, 0.5, 0.9]
 KLS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 WITHOUT_GAIN = {"end_without_gain": 2}
@@ -109,7 +103,7 @@ WITHOUT_GAIN = {"end_without_gain": 2}
 def scripted(
     pool: WorkerPool, root: Path, told_after: int | None = None, **run: object
 ) -> list[int]:
-    """The steps that both ranks of a run did."""
+    """Run on two ranks; return the steps that both ranks ran."""
     one, other = pool.run(loop_jobs.scripted, 2, str(root), KLS, SCORES, told_after, run)
     assert one == other
     return one
@@ -121,9 +115,7 @@ def evaluated(root: Path) -> list[int]:
     ]
 
 
-def test_a_run_ends_with_its_last_step_evaluated_and_in_a_checkpoint(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_ended_run_evaluates_and_saves_last_step(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_kl=0.45) == [1, 2, 3, 4, 5, 6]
     assert (
         early_end(RunPaths(tmp_path))
@@ -137,14 +129,12 @@ def test_a_run_ends_with_its_last_step_evaluated_and_in_a_checkpoint(
     assert evaluated(tmp_path / "between") == [0, 3, 5]
 
 
-def test_a_run_that_reaches_nothing_does_all_of_its_steps(pool: WorkerPool, tmp_path: Path) -> None:
+def test_run_below_its_bounds_completes_all_steps(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_kl=5.0, end_at="eval/score:0.95") == list(range(1, 11))
     assert early_end(RunPaths(tmp_path)) is None
 
 
-def test_the_initial_policy_ends_no_run_and_is_the_first_to_be_beaten(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_initial_policy_sets_baseline_but_ends_no_run(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path / "at", end_at="eval/score:0.1") == [1, 2, 3]
     assert scripted(pool, tmp_path / "gain", end_without_gain=1) == [1, 2, 3, 4, 5, 6]
 
@@ -162,22 +152,18 @@ def test_stopped_run_ends_at_the_same_step(
         assert early_end(RunPaths(tmp_path)) is None
     steps += scripted(pool, tmp_path, resume="auto", **WITHOUT_GAIN)
     assert steps == list(range(1, 10))
-    told_of = "eval/score has not improved since the value 0.5 (run.end_without_gain=2)"
-    assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {told_of}"
+    reason = "eval/score has not improved since the value 0.5 (run.end_without_gain=2)"
+    assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {reason}"
 
 
-def test_a_run_that_was_stopped_before_its_end_was_seen_ends_when_it_goes_on(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_run_stopped_before_evaluation_ends_on_resume(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, 9, **WITHOUT_GAIN) == list(range(1, 10))
     assert evaluated(tmp_path) == [0, 3, 6] and early_end(RunPaths(tmp_path)) is None
     assert scripted(pool, tmp_path, resume="true", **WITHOUT_GAIN) == []
     assert evaluated(tmp_path) == [0, 3, 6, 9] and early_end(RunPaths(tmp_path)) is not None
 
 
-def test_a_run_that_has_ended_does_no_more_until_the_key_is_another(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_ended_run_resumes_only_with_another_key(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_at="eval/score:0.5") == [1, 2, 3]
     why = early_end(RunPaths(tmp_path))
     assert why == "ended after step 3: eval/score 0.5 has reached run.end_at=eval/score:0.5"

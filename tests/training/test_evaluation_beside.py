@@ -1,5 +1,4 @@
-"""What a run that is evaluated beside its next steps writes down: the same as one that waits,
-wherever it was stopped."""
+"""Test that asynchronous evaluations write the same scores and checkpoints as synchronous ones."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.worker_pool import WorkerPool
 
 KLS = [0.0] * 10
 SCORES = [0.1, 0.2, 0.3, 0.8, 0.4, 0.9, 0.5, 0.6, 0.7, 0.6, 0.3]
-"""Evaluated are steps 0, 3, 6, 9 and 10, and where a checkpoint is taken."""
+"""Scores by step; the loop evaluates steps 0, 3, 6, 9 and 10, and each step with a checkpoint."""
 
 
 def scripted(
@@ -30,7 +29,7 @@ def scripted(
 
 
 def scores(root: Path) -> dict[int, float]:
-    """By step, what its evaluation has found."""
+    """Return the scores in the metrics, by step."""
     return {
         int(step["step"]): step["eval/score"]
         for step in read_metrics(RunPaths(root).metrics)
@@ -39,7 +38,7 @@ def scores(root: Path) -> dict[int, float]:
 
 
 def checkpoints(root: Path) -> dict[int, tuple[float | None, bool]]:
-    """Of each that is kept what its weights are worth, and whether that is still to be found."""
+    """Return the metric of each checkpoint, and whether its evaluation is missing, by step."""
     manifests = [
         json.loads(file.read_text()) for file in (root / "checkpoints").glob("step_*/manifest.json")
     ]
@@ -54,7 +53,7 @@ def checkpoints(root: Path) -> dict[int, tuple[float | None, bool]]:
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["written-beside", "written-at-once"])
 @pytest.mark.parametrize("stop", [None, 3, 4])
-def test_scores_are_those_of_their_steps_and_the_best_checkpoint_is_kept(
+def test_asynchronous_run_equals_synchronous_run(
     pool: WorkerPool, tmp_path: Path, stop: int | None, asynchronous: bool
 ) -> None:
     settings = {"every": 3, "keep": 1, "asynchronous": asynchronous}
@@ -74,11 +73,9 @@ def test_scores_are_those_of_their_steps_and_the_best_checkpoint_is_kept(
     )
 
 
-def test_a_run_that_was_killed_before_an_evaluation_was_known_begins_with_it(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_resume_runs_missing_evaluation(pool: WorkerPool, tmp_path: Path) -> None:
     settings = {"every": 3, "keep": 5, "asynchronous": False}
-    # in step 4, whose script is missing
+    # The run crashes in step 4, which has no scripted KL.
     with pytest.raises(Exception, match="list index out of range"):
         pool.run(
             loop_jobs.scripted,

@@ -1,4 +1,4 @@
-"""Evaluation in training, at one rank and at several."""
+"""Test evaluation during training, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(
     pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What both of two ranks found, and what one alone did."""
+    """The results of two ranks, which are equal on both, and of one rank."""
     run = tmp_path_factory.mktemp("evaluated")
     first, second = pool.run(
         evaluation_jobs.evaluations, 2, str(llama), str(run / "two"), 2, prompts=PROMPTS
@@ -46,16 +46,14 @@ def found(
     return {"two": first, "one": alone, "run": run}
 
 
-def test_it_is_due_before_the_first_step_every_so_many_and_after_the_last(
+def test_evaluation_is_due_first_periodically_and_last(
     found: dict[str, Any],
 ) -> None:
     assert found["one"]["due"] == [0, 2, 4, 5]
 
 
 @torch.no_grad()
-def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transformers(
-    found: dict[str, Any], llama: Path
-) -> None:
+def test_greedy_evaluation_equals_transformers(found: dict[str, Any], llama: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     network, tokenizer = (
@@ -68,9 +66,11 @@ def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transfo
         whole = torch.cat([prompt, torch.tensor(response)])
         scores = network(whole[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         assert scores.argmax(-1).tolist() == response
-        logprobs += scores.amax(-1).tolist()  # at temperature 1, though the run draws at 0.7
-        said = tokenizer.decode(response)
-        digits.append(sum(character.isdigit() for character in said) / max(len(said), 1))
+        logprobs += scores.amax(-1).tolist()  # at temperature 1, although the run samples at 0.7
+        response_text = tokenizer.decode(response)
+        digits.append(
+            sum(character.isdigit() for character in response_text) / max(len(response_text), 1)
+        )
     metrics = found["one"]["step 0"]
     assert metrics["eval/reference_perplexity"] == pytest.approx(
         torch.tensor(logprobs).mean().neg().exp().item(), rel=1e-4
@@ -79,7 +79,7 @@ def test_greedy_responses_and_the_initial_models_perplexity_are_those_of_transfo
     assert metrics["eval/length"] == evaluation_jobs.RESPONSE_TOKENS
 
 
-def test_the_initial_policy_ties_with_itself_and_a_resumed_run_compares_with_the_same_responses(
+def test_initial_policy_ties_with_itself(
     found: dict[str, Any],
 ) -> None:
     metrics = found["one"]["step 0"]
@@ -93,12 +93,12 @@ def test_the_initial_policy_ties_with_itself_and_a_resumed_run_compares_with_the
     assert sum(record["score"] for record in records) / 3 == pytest.approx(metrics["eval/score"])
 
 
-def test_what_is_scored_beside_other_work_is_worth_the_same(found: dict[str, Any]) -> None:
+def test_asynchronous_evaluation_equals_synchronous(found: dict[str, Any]) -> None:
     for ranks in ("one", "two"):
         assert found[ranks]["beside"] == found[ranks]["resumed"]
 
 
-def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, Any]) -> None:
+def test_evaluations_use_the_same_random_numbers(found: dict[str, Any]) -> None:
     first, second = found["one"]["drawn"]
     assert first == second
     assert first["eval/reference_perplexity"] != found["one"]["step 0"]["eval/reference_perplexity"]
@@ -106,9 +106,7 @@ def test_every_evaluation_draws_with_the_same_random_numbers(found: dict[str, An
 
 
 @torch.no_grad()
-def test_the_kl_of_what_is_drawn_is_from_the_initial_model_at_temperature_1(
-    found: dict[str, Any], llama: Path
-) -> None:
+def test_reference_kl_uses_temperature_1_for_reference(found: dict[str, Any], llama: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     network, tokenizer = (
@@ -125,20 +123,18 @@ def test_the_kl_of_what_is_drawn_is_from_the_initial_model_at_temperature_1(
         sum(differences) / 9, rel=1e-4
     )
     assert found["one"]["drawn"][0]["eval/reference_kl"] == pytest.approx(0, abs=1e-4)
-    assert "eval/reference_kl" not in found["one"]["step 0"]  # the most probable tokens are no draw
+    assert "eval/reference_kl" not in found["one"]["step 0"]  # greedy tokens are no samples
 
 
 @pytest.mark.parametrize("name", ["step 0", "resumed", "responses"])
-def test_two_replicas_that_share_an_odd_number_of_prompts_find_what_one_does(
-    found: dict[str, Any], name: str
-) -> None:
+def test_two_replicas_equal_one_replica(found: dict[str, Any], name: str) -> None:
     if name == "responses":
         assert found["two"][name] == found["one"][name]
     else:
         assert found["two"][name] == pytest.approx(found["one"][name], rel=1e-5)
 
 
-def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_scores_says_so(
+def test_missing_or_wrong_references_are_refused(
     found: dict[str, Any],
 ) -> None:
     for ranks in ("one", "two"):
@@ -156,11 +152,10 @@ def test_a_run_without_the_initial_policys_responses_or_with_others_or_other_sco
         )
 
 
-def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes_on_asks_nothing_twice(
+def test_judge_is_asked_once_per_pair_of_responses(
     pool: WorkerPool, llama: Path, tmp_path: Path
 ) -> None:
-    """It takes the text that comes first by its letters, and has nothing to say about one of the
-    prompts."""
+    """The judge prefers the alphabetically first text, and returns no verdict for one prompt."""
 
     def alphabetic(question: str, _: int) -> Reply:
         prompt, first, second = question.split("|")
@@ -171,7 +166,7 @@ def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes
         judge["judge_template"] = "{prompt}|{response_a}|{response_b}"
         drawn = {"prompts": PROMPTS, "samples": 3, "judge": judge}
         first, second = pool.run(
-            evaluation_jobs.judged, 2, str(llama), str(tmp_path / "run"), 2, **drawn
+            evaluation_jobs.evaluate_with_judge, 2, str(llama), str(tmp_path / "run"), 2, **drawn
         )
         assert first == second and first[0] == first[1] == first[2]
         assert len(set(server.questions)) == len(server.questions)
@@ -201,8 +196,7 @@ def test_a_judge_compares_responses_with_the_initial_policys_and_a_run_that_goes
 def measured(
     pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """By name what two ranks found with suites, and one with the unnamed one and with one of the
-    suites alone."""
+    """Metrics by name: all suites on two ranks; the unnamed suite and `drawn` alone on one rank."""
     run = tmp_path_factory.mktemp("suites")
     drawn = {
         "prompts": ["x+y", "hello"],
@@ -224,7 +218,7 @@ def measured(
     return each
 
 
-def test_suites_are_measured_beside_each_other_as_each_is_alone(measured: dict[str, Any]) -> None:
+def test_suite_metrics_do_not_depend_on_other_suites(measured: dict[str, Any]) -> None:
     both, unnamed, drawn = (measured[name][0] for name in ("all", "unnamed", "drawn"))
     assert {name: value for name, value in both.items() if name.count("/") == 1} == pytest.approx(
         unnamed, rel=1e-5
@@ -242,7 +236,7 @@ def test_suites_are_measured_beside_each_other_as_each_is_alone(measured: dict[s
     assert "eval/easy/pass@2" not in both and both["eval/easy/score"] != both["eval/score"]
 
 
-def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_worth_the_same(
+def test_resumed_and_asynchronous_suites_have_equal_metrics(
     measured: dict[str, Any],
 ) -> None:
     for name in ("all", "drawn"):
@@ -252,7 +246,7 @@ def test_suites_of_a_run_that_goes_on_and_those_scored_beside_other_work_are_wor
     assert files == ["references-drawn.jsonl", "references-easy.jsonl", "references.jsonl"]
 
 
-def test_a_suite_draws_the_same_whatever_suites_are_beside_it(llama: Path) -> None:
+def test_prompt_ids_do_not_depend_on_other_suites(llama: Path) -> None:
     config = Config(
         evaluation=EvaluationConfig(
             prompts=["a"], suites={name: {"prompts": ["a", "b"]} for name in ("x", "y")}
@@ -272,9 +266,7 @@ def test_a_suite_draws_the_same_whatever_suites_are_beside_it(llama: Path) -> No
     assert open_evaluation_prompts(alone, DataConfig(), Tokenizer(llama))[0].id == second[0]
 
 
-def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_evaluation_prompt_ids_differ_from_training(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text(
         '{"question": "a", "answer": 2}\n{"question": "b", "reference": "c"}\n{"question": "d"}\n'
@@ -297,7 +289,7 @@ def test_prompts_are_read_from_a_file_with_ids_that_no_step_has(
         ('{"prompt": "abcdef"}', "has 6 tokens, allowed: 1 to data.max_prompt_tokens=4"),
     ],
 )
-def test_a_held_out_record_that_can_not_be_used_is_named(
+def test_invalid_held_out_record_is_refused(
     llama: Path, tmp_path: Path, record: str, problem: str
 ) -> None:
     file = tmp_path / "held_out.jsonl"

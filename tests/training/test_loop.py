@@ -1,4 +1,4 @@
-"""What the trainer's ranks agree on after a step."""
+"""Test timed checkpoints and the timeline of the training loop."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from tests.training import loop_jobs
 from tests.worker_pool import WorkerPool
 
 
-def test_when_the_time_for_a_checkpoint_has_come_on_one_rank_all_take_it(pool: WorkerPool) -> None:
-    # Rank 0's clock stands still, rank 1's goes on by 40 s a step: 60 s are over after two steps,
-    # and after two more.
+def test_timed_checkpoint_is_due_on_all_ranks_at_once(pool: WorkerPool) -> None:
+    # Rank 0's clock does not advance; rank 1's advances by 40 s per step. 60 s have elapsed after
+    # every second step.
     assert pool.run(loop_jobs.saves, 2, 1.0) == [[False, True, False, True, False, True]] * 2
     assert pool.run(loop_jobs.saves, 2, 0.0) == [[False] * 6] * 2
 
 
-def test_a_step_whose_metrics_are_written_has_its_spans_in_the_timeline(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    # A run that is killed between the two would leave a trace without the step.
+def test_spans_are_written_before_metrics(pool: WorkerPool, tmp_path: Path) -> None:
+    # In the other order, a run that is killed between both would leave a timeline without the step.
     [steps_with_spans] = pool.run(loop_jobs.steps_with_spans, 1, str(tmp_path))
     assert steps_with_spans == {0: set(), 1: {1}, 2: {1, 2}}

@@ -1,5 +1,4 @@
-"""The offline trainers against transformers and torch alone, at several layouts, and through a
-stop."""
+"""Test offline trainers against transformers, at several layouts, and across stops and resumes."""
 
 from __future__ import annotations
 
@@ -59,21 +58,21 @@ def single(pool: WorkerPool, llama: Path) -> Found:
     return pool.run(offline_jobs.two_steps, 1, str(llama), {})[0]
 
 
-def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens [B, S], padded on the right, and their attention mask."""
+def pad_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return tokens [B, S], padded on the right, and their attention mask."""
     tokens = pad_sequence(rows, batch_first=True, padding_value=0)
     return tokens, torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def learned_places(answer: Demonstration) -> Tensor:
-    """int64 [R]: where the tokens lie that are learned from."""
+    """Return the positions of the learned tokens, int64 [R]."""
     places = torch.arange(answer.prompt_length, len(answer.tokens))
     return places if answer.learned is None else places[answer.learned[places]]
 
 
 def answer_logprobs(model: Any, answers: list[Demonstration]) -> Tensor:
-    """[B]: summed over each answer's own tokens."""
-    tokens, attended = padded([answer.tokens for answer in answers])
+    """Return log-probs [B], summed over the learned tokens of each answer."""
+    tokens, attended = pad_rows([answer.tokens for answer in answers])
     logprobs = model(tokens, attention_mask=attended).logits.log_softmax(-1)
     of_rows = []
     for row, answer in enumerate(answers):
@@ -83,14 +82,16 @@ def answer_logprobs(model: Any, answers: list[Demonstration]) -> Tensor:
 
 
 def values(trunk: Any, head: Tensor, rows: list[Tensor]) -> Tensor:
-    """[B, S]"""
-    tokens, attended = padded(rows)
+    """Return the value head's outputs, [B, S]."""
+    tokens, attended = pad_rows(rows)
     return (trunk(tokens, attention_mask=attended).last_hidden_state @ head.T)[..., 0]
 
 
 def taught_loss(model: Any, made: list[Demonstration]) -> Tensor:
-    """Outcome by outcome: the 5 tokens that the teacher finds most probable and all others
-    together, of each token."""
+    """Compute the distillation loss in loops over outcomes.
+
+    The outcomes of each token are the teacher's top 5 tokens, and all other tokens together.
+    """
     settings, teacher = offline_jobs.TEACHER, offline_jobs.teacher_logits(made).softmax(-1)
     terms, beta = [], settings.beta
     for demonstration in made:
@@ -113,8 +114,10 @@ def taught_loss(model: Any, made: list[Demonstration]) -> Tensor:
     return torch.stack(terms).mean()
 
 
-def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer | None) -> Tensor:
-    """The loss of all examples, by the formulas of the papers."""
+def expected_loss(
+    task: str, model: Any, head: Tensor, normalizer: RewardNormalizer | None
+) -> Tensor:
+    """Compute the loss of all examples with the papers' formulas."""
     made = examples(task)
     if task == "sft":
         return -answer_logprobs(model, made).sum() / sum(map(len, map(learned_places, made)))
@@ -126,7 +129,7 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
         return binary_cross_entropy_with_logits(
             at_steps, torch.cat([example.labels for example in made])
         )
-    if task == "kto":  # the policy is still the reference, so that the baseline is 0
+    if task == "kto":  # the policy equals the reference, so the baseline is 0
         log_ratios = answer_logprobs(model, [example.answer for example in made])
         ahead = 0.5 * (log_ratios - log_ratios.detach())
         signs = torch.tensor([1.0 if example.is_desirable else -1.0 for example in made])
@@ -143,7 +146,7 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
         if task == "orpo":
             odds = [side.exp() / (1 - side.exp()) for side in (each, other)]
             return (-each - 0.3 * logsigmoid((odds[0] / odds[1]).log())).mean()
-        # the policy is still the reference
+        # The policy equals the reference.
         ahead = 0.1 * (better - worse - (better - worse).detach())
         return (
             -logsigmoid(ahead) if task == "dpo" else (ahead - 2 * margins).square() - 0.5 * each
@@ -163,19 +166,19 @@ def expected(task: str, model: Any, head: Tensor, normalizer: RewardNormalizer |
 def test_offline_gradients_equal_transformers(single: Found, llama: Path, task: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    # In float64, so that what is off is ours alone.
+    # The expected values are in float64, so that all rounding errors are aligner's.
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
     found = single[task]
     head = torch.zeros(1, 64) if found["head"] is None else found["head"].double().requires_grad_()
-    loss = expected(task, model, head, found["normalizer"])
+    loss = expected_loss(task, model, head, found["normalizer"])
     loss.backward()
     assert found["before"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert found["stats"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()} | {
         "score.weight": head.grad
     }
-    # Rounding goes with a tensor's largest gradients, and how far with the processor's
-    # instructions: 1e-5 of them with AMX.
+    # Rounding errors are proportional to a tensor's largest gradient. The factor depends on the
+    # processor's instructions: 1e-5 with AMX.
     errors = {
         name: float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
         for name, (_, gradient) in found["gradients"].items()
@@ -190,8 +193,8 @@ def test_offline_losses_do_not_depend_on_the_layout(
     pool: WorkerPool, llama: Path, single: Found, layout: str
 ) -> None:
     for found in pool.run(offline_jobs.two_steps, 2, str(llama), LAYOUTS[layout]):
-        # Before its first update a policy is its own reference: which answer it prefers is
-        # rounding.
+        # Before its first update the policy equals its reference, so rounding determines which
+        # answer it prefers.
         for task in ("dpo", "rpo_sq", "kto"):
             del found[task]["stats"][0]["accuracy"]
         for task in TASKS:
@@ -206,14 +209,12 @@ def test_offline_losses_do_not_depend_on_the_layout(
                 assert torch.equal(found[task]["head"], single[task]["head"])
 
 
-def test_a_new_reward_head_has_the_published_deviation(single: Found) -> None:
+def test_new_reward_head_has_published_deviation(single: Found) -> None:
     head = single["reward_model"]["head"]
     assert float(head.std()) == pytest.approx(65**-0.5, rel=0.3)
 
 
-def test_a_new_reward_models_rewards_of_the_answers_have_mean_0_and_deviation_1(
-    single: Found, llama: Path
-) -> None:
+def test_new_reward_model_has_normalized_rewards(single: Found, llama: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     trunk = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval().model
@@ -228,7 +229,7 @@ def test_a_new_reward_models_rewards_of_the_answers_have_mean_0_and_deviation_1(
     assert float(rewards.std(correction=0)) == pytest.approx(1, rel=1e-4)
 
 
-def test_the_loss_falls(single: Found) -> None:
+def test_second_update_has_lower_loss(single: Found) -> None:
     for task in TASKS:
         first, second = (stats["loss"] for stats in single[task]["stats"])
         assert second < first, task
@@ -238,7 +239,7 @@ def test_the_loss_falls(single: Found) -> None:
 def undisturbed(
     pool: WorkerPool, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, RunPaths]:
-    """A whole run of four steps of two of the tasks."""
+    """Complete runs of four steps, for two tasks."""
     runs = {task: tmp_path_factory.mktemp("whole") / task for task in ("dpo", "reward_model")}
     for task, run in runs.items():
         pool.run(offline_jobs.train, 1, str(llama), task, str(run))
@@ -246,14 +247,14 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("task", ["dpo", "reward_model"])
-def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
+def test_resumed_run_equals_undisturbed_run(
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path, task: str
 ) -> None:
     paths = RunPaths(tmp_path / task)
     pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"stop_after": 2})
     pool.run(offline_jobs.train, 1, str(llama), task, str(paths.root), run={"resume": "true"})
     assert checkpoint_differences(undisturbed[task], paths, 4) == []
-    # A run that ends evaluates where it ends too.
+    # A run that stops also evaluates at the stop.
     trained = [
         {key: step[key] for key in step if not key.startswith("eval/")}
         for step in repeatable(read_metrics(paths.metrics))
@@ -264,7 +265,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
     ]
 
 
-def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_it_goes_on(
+def test_stopped_run_evaluates_on_resume(
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
     paths, best = RunPaths(tmp_path / "dpo"), CheckpointConfig(every=2, best_metric="eval/loss")
@@ -291,7 +292,7 @@ def test_what_is_told_to_stop_keeps_its_checkpoint_first_and_is_evaluated_when_i
     assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
 
 
-def test_checkpoints_by_the_clock_change_nothing_that_is_measured_and_are_resumed_from(
+def test_timed_checkpoints_change_no_metric(
     pool: WorkerPool, llama: Path, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
     paths, often = (
@@ -321,7 +322,7 @@ def test_checkpoints_by_the_clock_change_nothing_that_is_measured_and_are_resume
     assert checkpoint_differences(undisturbed["dpo"], paths, 4) == []
 
 
-def test_what_is_told_to_stop_before_its_first_step_does_none(
+def test_run_stopped_before_first_step_trains_nothing(
     pool: WorkerPool, llama: Path, tmp_path: Path
 ) -> None:
     paths = RunPaths(tmp_path / "sft")
@@ -331,7 +332,7 @@ def test_what_is_told_to_stop_before_its_first_step_does_none(
     assert read_metrics(paths.metrics) == [] and not paths.checkpoints.exists()
 
 
-def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPaths]) -> None:
+def test_offline_run_writes_the_documented_metrics(undisturbed: dict[str, RunPaths]) -> None:
     every = {
         "policy/grad_norm",
         "policy/lr",
@@ -347,7 +348,7 @@ def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPat
             assert step.keys() >= every | {
                 f"{task}/{name}" for name in ("loss", "accuracy", "margin")
             }
-        # Every third step, and at the checkpoints.
+        # Evaluations run every third step and at checkpoints.
         assert [{"eval/loss", "eval/accuracy"} <= step.keys() for step in steps] == [
             False,
             True,
@@ -356,7 +357,7 @@ def test_the_metrics_are_those_that_are_documented(undisturbed: dict[str, RunPat
         ]
 
 
-def test_checkpoints_say_where_the_data_stands(
+def test_checkpoints_record_the_data_position(
     llama: Path, undisturbed: dict[str, RunPaths]
 ) -> None:
     config = configuration(str(llama), {}, "dpo", str(undisturbed["dpo"].root))
@@ -366,7 +367,7 @@ def test_checkpoints_say_where_the_data_stands(
     ]
 
 
-def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
+def test_served_reward_model_keeps_normalization(
     pool: WorkerPool, undisturbed: dict[str, RunPaths], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForSequenceClassification
@@ -377,7 +378,7 @@ def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
     trained = CheckpointReader(paths.checkpoint(4, "reward_model"))
     assert torch.equal(model.score.weight, trained.whole("score.weight"))
     normalizer = RewardNormalizer(**json.loads((tmp_path / "model" / NORMALIZATION).read_text()))
-    # The stream's own answers but those of the held-out pairs.
+    # The stream contains all answers except those of the held-out pairs.
     stream = offline_jobs.run_data(examples("reward_model"), held_out=2, shuffle=True).examples
     answers = [
         answer for pair in stream.take(0, len(stream)) for answer in (pair.chosen, pair.rejected)
@@ -392,21 +393,21 @@ def test_a_trained_reward_model_is_exported_and_served_with_its_normalization(
     assert float(rewards.std(correction=0)) == pytest.approx(1, rel=1e-4)
 
 
-def test_responses_alone_are_learned_from_and_of_these_what_is_said_to_be() -> None:
+def test_mask_contains_only_learned_response_tokens() -> None:
     made = examples("sft")
     for row, example in zip(demonstration_rows(made, pad_token_id=0).mask, made, strict=True):
         assert row.nonzero()[:, 0].tolist() == (learned_places(example) - 1).tolist()
     assert len(learned_places(made[0])) == 9 and learned_places(made[1]).tolist() == [2, 4, 5, 7, 8]
 
 
-def test_a_steps_label_lies_on_its_last_token() -> None:
+def test_step_label_is_at_its_last_token() -> None:
     example = LabeledSteps(torch.arange(2, 9), 2, torch.tensor([3, 6]), torch.tensor([1.0, 0.0]))
     rows = ProcessRewardModel(UNUSED, pad_token_id=0).rows([example])
     assert rows.mask.nonzero().tolist() == [[0, 2], [0, 5]]
     assert rows.labels[0, [2, 5]].tolist() == [1.0, 0.0]
 
 
-def test_a_prompt_gets_the_answer_of_the_row_behind_it() -> None:
+def test_prompt_gets_the_answer_of_the_next_row() -> None:
     rows = demonstration_rows(
         [
             Demonstration(torch.arange(start, start + 5), prompt)
@@ -420,7 +421,7 @@ def test_a_prompt_gets_the_answer_of_the_row_behind_it() -> None:
     assert mixed.mask.sum(1).tolist() == [1, 4, 3]
 
 
-def test_a_margin_counts_for_both_rows_of_its_pair() -> None:
+def test_margin_counts_for_both_rows_of_its_pair() -> None:
     pairs = examples("dpo")[:3]
     rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).rows(
         [*pairs, dataclasses.replace(pairs[0], margin=1.5)]

@@ -1,4 +1,4 @@
-"""Pairs out of samples: which prompts give one."""
+"""Test preference pairs and demonstrations that are built from samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from aligner.training.offline_tasks import demonstration_rows
 from aligner.training.preference_sampling import PairWriter, preferences
 
 
-def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -> None:
+def test_pairs_require_different_texts_and_scores(tmp_path) -> None:
     tokenizer = Tokenizer(
         prepare_model(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"]))
     )
@@ -49,10 +49,10 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
 
     groups = [
         [sample(0, 0, "1"), sample(0, 1, "22", end), sample(0, 2, "333")],
-        [sample(1, 0, "1"), sample(1, 1, "2"), sample(1, 2, "3")],  # all score the same
-        # the best and the worst say the same
+        [sample(1, 0, "1"), sample(1, 1, "2"), sample(1, 2, "3")],  # equal scores
+        # the best and the worst sample have the same text
         [sample(2, 0, "1"), sample(2, 1, "1", end), sample(2, 2, "2")],
-        [sample(3, 0, "1"), sample(3, 1, "", end), sample(3, 2, "2")],  # the worst says nothing
+        [sample(3, 0, "1"), sample(3, 1, "", end), sample(3, 2, "2")],  # the worst sample is empty
     ]
     scores = torch.tensor([0.5, 2.0, -1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 0.0, 0.5])
     samples = [each for group in groups for each in group]
@@ -79,13 +79,13 @@ def test_a_prompt_gives_a_pair_where_one_text_is_better_than_another(tmp_path) -
     records, without = preferences(rollout, scores, 3, tokenizer, pairs="all")
     assert [(each["chosen"], each["rejected"], each["margin"]) for each in records] == [
         *(("22", "1", 1.5), ("22", "333", 3.0), ("1", "333", 1.5)),
-        *(("1", "2", 0.5), ("2", "1", 0.5)),  # the samples that score 1, 0.5 and 0 say 1, 2 and 1
+        *(("1", "2", 0.5), ("2", "1", 0.5)),  # the texts of scores 1, 0.5 and 0 are 1, 2 and 1
         ("1", "2", 0.5),
     ]
     assert without == 1
 
 
-def test_all_pairs_are_every_two_samples_of_a_prompt_of_which_one_is_better() -> None:
+def test_all_pairs_equal_enumeration() -> None:
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0])
     pairs = all_pairs(scores, 4).view(-1, 2).tolist()
     assert pairs == [[1, 3], [1, 0], [1, 2], [3, 0], [3, 2]]
@@ -98,7 +98,7 @@ def test_all_pairs_are_every_two_samples_of_a_prompt_of_which_one_is_better() ->
 
 @dataclass
 class Weighted:
-    """A reward model of which every token tells."""
+    """Reward model whose reward depends on every token."""
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         return (tokens * torch.arange(1, tokens.shape[1] + 1)).cumsum(1).float()
@@ -106,8 +106,7 @@ class Weighted:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Tokenizer:
-    """With three end tokens as Llama 3.1 has them: of a text, of a message that goes on, of a
-    turn."""
+    """Tokenizer with the three end tokens of Llama 3.1: of a text, a message and a turn."""
     config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path_factory.mktemp('run')}"])
     directory = shutil.copytree(prepare_model(config), tmp_path_factory.mktemp("llama") / "model")
     tokenizer = read_tokenizer(directory)
@@ -124,7 +123,7 @@ def llama(tmp_path_factory) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def drawn(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -> Sample:
+def make_sample(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -> Sample:
     response = torch.cat([tokenizer.encode(text), torch.tensor(end, dtype=torch.int64)])
     tokens, length, reason = (
         torch.cat([tokenizer.encode("ab"), response]),
@@ -135,15 +134,13 @@ def drawn(tokenizer: Tokenizer, prompt: int, index: int, text: str, *end: int) -
 
 
 @pytest.mark.promise("sampled-preferences-keep-tokens")
-def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whichever_ended_it(
-    llama, tmp_path
-) -> None:
+def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
     first, other, turn = llama.eos_token_ids
     samples = [
-        drawn(llama, 0, 0, "12", turn),
-        drawn(llama, 0, 1, "3", first),
-        drawn(llama, 1, 0, "4", other),
-        drawn(llama, 1, 1, "567"),  # cut
+        make_sample(llama, 0, 0, "12", turn),
+        make_sample(llama, 0, 1, "3", first),
+        make_sample(llama, 1, 0, "4", other),
+        make_sample(llama, 1, 1, "567"),  # truncated
     ]
     prompts = [Prompt(each.prompt_id, "ab", llama.encode("ab")) for each in samples]
     batch, pending, scores = (
@@ -174,14 +171,14 @@ def test_a_pair_that_was_drawn_is_read_back_and_scored_as_the_same_tokens_whiche
         model.raw(ScoringBatch(list, rows.tokens, rows.lengths)),
         model.raw(ScoringBatch(list, batch.tokens, batch.lengths)),
     )
-    # Another model's: its texts are tokenized, and end as its own do.
+    # Samples of another model: the texts are tokenized, and get the end token of this model.
     pairs = open_preferences(
         DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1
     ).take(0, 2)
     assert [pair.chosen.tokens[-1] for pair in pairs] == [first, first]
 
 
-def test_what_is_kept_of_samples_are_all_or_each_prompts_best_and_none_of_a_low_score() -> None:
+def test_kept_responses_respect_mode_and_min_score() -> None:
     scores = torch.tensor([1.0, 3.0, 3.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0])
     assert kept_responses(scores, 3, "all", None).tolist() == list(range(9))
     assert kept_responses(scores, 3, "all", 2.0).tolist() == [1, 2, 6, 7, 8]
@@ -189,29 +186,31 @@ def test_what_is_kept_of_samples_are_all_or_each_prompts_best_and_none_of_a_low_
     assert kept_responses(scores, 3, "best", 1.0).tolist() == [1, 6]
 
 
-def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(
-    llama, tmp_path
-) -> None:
+def test_demonstration_is_chosen_over_other_texts(llama, tmp_path) -> None:
     first, _, turn = llama.eos_token_ids
     samples = [
-        drawn(llama, 0, 0, "13", turn),
-        drawn(llama, 0, 1, "12", turn),
-        drawn(llama, 1, 0, "4"),
+        make_sample(llama, 0, 0, "13", turn),
+        make_sample(llama, 0, 1, "12", turn),
+        make_sample(llama, 1, 0, "4"),
     ]
-    samples.append(drawn(llama, 1, 1, "", turn))
+    samples.append(make_sample(llama, 1, 1, "", turn))
     (tmp_path / "data.jsonl").write_text(
         '{"prompt": "ab", "response": "12", "by": "me"}\n'
         f'{{"prompt": "ab", "response": "7", "response_tokens": {llama.encode("7").tolist()}}}\n'
     )
     source = DataConfig(path=str(tmp_path / "data.jsonl"), shuffle=False)
-    told, cut = open_prompts(source, llama, 1, answers=True).take(0, 2)
-    assert told.metadata == {
+    demonstrated, truncated = open_prompts(source, llama, 1, answers=True).take(0, 2)
+    assert demonstrated.metadata == {
         "response": "12",
         "by": "me",
         "response_tokens": [*llama.encode("12").tolist(), first],
     }
     rollout = RolloutBatch(
-        [told, told, cut, cut], samples, collate(samples, 0), PendingRows(()), PendingRows(())
+        [demonstrated, demonstrated, truncated, truncated],
+        samples,
+        collate(samples, 0),
+        PendingRows(()),
+        PendingRows(()),
     )
     records, without = preferences(rollout, torch.zeros(4), 2, llama, pairs="demonstration")
     assert [(each["chosen"], each["rejected"]) for each in records] == [("12", "13"), ("7", "4")]
@@ -234,19 +233,21 @@ def test_a_demonstration_is_chosen_over_each_sample_that_says_something_else(
         open_prompts(source, llama, 1, answers=True)
 
 
-def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_an_error(
-    llama, tmp_path
-) -> None:
-    length, further = len(llama.encode("ab34")), drawn(llama, 0, 0, "345")
+def test_responses_keep_masks_of_generated_tokens(llama, tmp_path) -> None:
+    length, further = len(llama.encode("ab34")), make_sample(llama, 0, 0, "345")
     branch = replace(
         further,
         prompt_length=length,
         engine_logprobs=torch.zeros(1),
         weight_versions=torch.zeros(1).long(),
     )
-    told = replace(drawn(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,))
+    episode = replace(
+        make_sample(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,)
+    )
     prompt = Prompt(0, "ab", llama.encode("ab"), {"question": "a", "answer": "b"})
-    rollout = RolloutBatch([prompt], [told], collate([told], 0), PendingRows(()), PendingRows(()))
+    rollout = RolloutBatch(
+        [prompt], [episode], collate([episode], 0), PendingRows(()), PendingRows(())
+    )
     paths = RunPaths(tmp_path)
     writer = PairWriter(paths, llama, has_pairs=False, kept_fields=["question"])
     writer.write(1, [], rollout, torch.ones(1), [])
@@ -265,12 +266,12 @@ def test_responses_alone_are_kept_with_what_of_an_episode_was_drawn_and_none_is_
         length,
     ), "a branch with what it read"
     assert (read.tokens.tolist(), read.learned.tolist()) == (
-        told.tokens.tolist(),
+        episode.tokens.tolist(),
         [False, False, True, False],
     )
 
 
-def test_a_reference_that_was_drawn_keeps_the_token_that_ended_it(llama) -> None:
+def test_sampled_reference_keeps_its_end_token(llama) -> None:
     first, _, turn = llama.eos_token_ids
     text = llama.encode("12").tolist()
     given = [{"reference_tokens": [*text, turn]}, {"reference_tokens": text}, {}]

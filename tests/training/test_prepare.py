@@ -1,3 +1,5 @@
+"""Test the checks of records before a run starts."""
+
 from __future__ import annotations
 
 import json
@@ -21,30 +23,30 @@ JUDGE = (
 )
 
 
-def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(
+def test_record_without_template_field_is_refused(
     tmp_path: Path,
 ) -> None:
     records = [{"prompt": "abc", "rubric": "Be kind."}, {"prompt": "xyz", "answer": "4"}]
     data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = (
+    message = (
         r"reward\.judge_template: contains \{rubric\}, but the record of prompt 'xyz' has no such"
         r" field; fields of the record: answer\."
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         prepare_run(compose_config([*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}"]))
     data.write_text(json.dumps(records[0]) + "\n")
     held_out.write_text(json.dumps(records[1]) + "\n")
     given = [*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}"]
     evaluated = [*given, "evaluation.every=1", f"evaluation.path={held_out}"]
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         prepare_run(compose_config(evaluated))
     prepare_run(compose_config([*evaluated, "evaluation.function=digit_fraction"]))
     judge = (
         "{judge_url: http://a/v1, judge_model: b, judge_template:"
         " '{rubric}|{response_a}|{response_b}'}"
     )
-    with pytest.raises(ConfigError, match=told.replace("reward", r"evaluation\.judge")):
+    with pytest.raises(ConfigError, match=message.replace("reward", r"evaluation\.judge")):
         prepare_run(
             compose_config(
                 [*evaluated, "evaluation.function=digit_fraction", f"+evaluation.judge={judge}"]
@@ -53,7 +55,7 @@ def test_a_record_without_a_field_of_the_judges_question_is_refused_beforehand(
     prepare_run(compose_config(given))
 
 
-def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are_refused_beforehand(
+def test_unscored_or_unknown_task_is_refused(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "data.jsonl"
@@ -91,7 +93,7 @@ def test_a_task_that_nobody_scores_and_a_weight_for_a_task_that_there_is_not_are
         prepare(sums, "b={kind: function, function: digit_fraction, task_weights: {sumz: 0}}")
 
 
-def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path) -> None:
+def test_record_without_kept_field_is_refused(tmp_path: Path) -> None:
     more = (
         "algorithm=preferences",
         "rollout.samples_per_prompt=2",
@@ -116,7 +118,7 @@ def test_a_field_that_responses_are_kept_with_is_in_every_record(tmp_path: Path)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))
 
 
-def test_records_with_unparsable_answers_are_reported_with_their_lines(
+def test_unparsable_answers_are_reported_with_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"

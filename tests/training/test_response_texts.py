@@ -1,4 +1,4 @@
-"""Rewards, evaluations and files get the text of a response as it stands behind its prompt."""
+"""Test that rewards, evaluations and files contain the exact text after a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWERS = (" four", "four", " a\n b", "\n4")
 
 
 def samples(tokenizer: Tokenizer) -> list[Sample]:
-    """A sample of each answer behind the same prompt, with an end of sequence last."""
+    """Return one sample per answer to the same prompt, with an end-of-sequence token."""
     prompt = tokenizer.encode("2+2=", begins=True)
     found = []
     for index, text in enumerate(ANSWERS):
@@ -52,7 +52,7 @@ def samples(tokenizer: Tokenizer) -> list[Sample]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reward_server_scores_the_text_behind_the_prompt(tmp_path: Path, kind: str) -> None:
+def test_reward_server_scores_text_after_prompt(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     batch = collate(samples(tokenizer), 0)
     requests: list[ScoringRequest] = []
@@ -78,7 +78,7 @@ def test_reward_server_scores_the_text_behind_the_prompt(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_scores_the_text_behind_the_prompt(tmp_path: Path, kind: str) -> None:
+def test_evaluation_scores_text_after_prompt(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", begins=True))
     drawn = samples(tokenizer)
@@ -91,7 +91,7 @@ def test_evaluation_scores_the_text_behind_the_prompt(tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("answer", ("4", "The answer is 4.", r"\boxed{4}", "#### 4", "5"))
 def test_leading_space_of_a_response_does_not_change_its_score(answer: str) -> None:
-    """Of exact_match and gsm8k, and of math, which compares `final_answer`."""
+    """Checks exact_match, gsm8k and `final_answer`, which math compares."""
     for function in ("exact_match", "gsm8k"):
         scorer = resolve_scorer(function, "reward.function")
         alone, behind = (
@@ -107,7 +107,7 @@ def test_leading_space_of_a_response_does_not_change_its_score(answer: str) -> N
 def test_sampled_preferences_are_read_back_with_the_same_tokens(
     tmp_path: Path, kind: str, uses_tokens: bool
 ) -> None:
-    """From the stored token ids, and from the texts alone."""
+    """Checks reading from the stored token ids and from the texts alone."""
     tokenizer = model(tmp_path, kind)
     prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", begins=True))
     drawn = samples(tokenizer)

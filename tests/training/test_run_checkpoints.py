@@ -1,3 +1,5 @@
+"""Test which checkpoints a run keeps, deletes, sets aside and resumes from."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,12 +34,12 @@ def commit(kept, step, metric=None, **state):
         TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step, **state),
         metric,
     )
-    newest = kept.newest()  # the journal begins after the first of them
+    newest = kept.newest()  # the journal starts after the oldest of them
     kept.prune()
     assert kept.newest() == newest
 
 
-def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
+def test_only_last_checkpoints_are_kept(tmp_path):
     kept = checkpoints(tmp_path, keep=2)
     assert kept.newest() == []
     for step in (2, 4, 10):
@@ -47,7 +49,7 @@ def test_the_last_ones_are_kept_and_the_newest_is_resumed_from(tmp_path):
     assert kept.newest() == [TrainingState(4, 0.05, 4, 32), TrainingState(10, 0.05, 10, 80)]
 
 
-def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
+def test_best_checkpoint_is_kept_and_newest_wins_ties(tmp_path):
     kept = checkpoints(tmp_path, keep=1, best_metric="reward/mean")
     for step, metric in ((1, 0.5), (2, float("nan")), (3, 0.5), (4, 0.4), (5, 0.3)):
         commit(kept, step, metric)
@@ -57,7 +59,7 @@ def test_the_best_by_the_metric_stays_and_the_newest_of_equals(tmp_path):
     assert kept.steps() == [6]
 
 
-def test_what_the_clock_saves_pushes_out_nothing_that_was_asked_for(tmp_path):
+def test_timed_checkpoints_do_not_evict_regular_ones(tmp_path):
     kept = checkpoints(tmp_path, every=4, keep=2)
     found = []
     for step in range(1, 14):
@@ -80,7 +82,7 @@ def test_what_the_clock_saves_pushes_out_nothing_that_was_asked_for(tmp_path):
     assert kept.steps() == [4, 5]
 
 
-def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tmp_path):
+def test_unknown_best_metric_is_refused(tmp_path):
     kept = checkpoints(tmp_path, best_metric="reward/max")
     with pytest.raises(
         AlignerError,
@@ -95,14 +97,14 @@ def test_a_metric_that_the_step_does_not_have_is_named_with_those_that_it_has(tm
 @pytest.mark.parametrize(
     "name", ["eval/loss", "policy/approx_kl", "mismatch/kl", "eval/reference_perplexity"]
 )
-def test_of_a_loss_a_distance_or_a_perplexity_the_lowest_is_the_best(tmp_path, name):
+def test_lowest_loss_kl_or_perplexity_is_the_best(tmp_path, name):
     kept = checkpoints(tmp_path, keep=1, best_metric=name)
     for step, loss in enumerate((0.3, 0.1, 0.2), 1):
         commit(kept, step, loss)
     assert kept.best() == 2
 
 
-def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_path):
+def test_best_checkpoint_is_an_evaluated_step(tmp_path):
     kept = checkpoints(tmp_path, keep=1, best_metric="eval/score")
     for step, stats in enumerate(
         ({"eval/score": 0.2}, {"eval/score": 0.4}, {"reward/mean": 9.0}, {"eval/score": 0.3}), 1
@@ -116,19 +118,19 @@ def test_of_evaluated_steps_the_best_stays_and_the_others_are_not_compared(tmp_p
         kept.check_metric({"eval/loss": 1.0})
 
 
-def test_a_half_written_one_does_not_count(tmp_path):
+def test_unfinished_checkpoint_is_ignored(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)
     (tmp_path / "checkpoints" / "step_4" / "policy").mkdir(parents=True)
     assert kept.newest() == [TrainingState(3, 0.05, 3, 24)]
 
 
-def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_refused(tmp_path):
+def test_manifest_lists_contents_and_other_format_is_refused(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)
     file = tmp_path / "checkpoints" / "step_3" / "manifest.json"
     manifest = json.loads(file.read_text())
-    assert manifest["holds"].keys() == {"policy", "rng", "data"}  # no critic where none was saved
+    assert manifest["holds"].keys() == {"policy", "rng", "data"}  # no critic was saved
     assert manifest["config"] == dataclasses.asdict(kept._config)
     file.write_text(json.dumps(manifest | {"format": 0}))
     with pytest.raises(
@@ -152,7 +154,7 @@ def test_a_manifest_says_what_the_checkpoint_holds_and_one_of_another_format_is_
 
 
 def commit_whole(kept, step):
-    """A checkpoint with every kind of file."""
+    """Commit a checkpoint with every kind of file; return its directory."""
     directory = kept._directory / f"step_{step}"
     for part in ("policy", "critic"):
         (directory / part).mkdir(parents=True)
@@ -202,9 +204,7 @@ def flip(place):
         ("rollouts/rollouts.safetensors", flip(40)),
     ],
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(
-    tmp_path, caplog, file, harm
-):
+def test_damaged_checkpoints_are_set_aside(tmp_path, caplog, file, harm):
     kept = checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         commit_whole(kept, step)
@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(
     for name in ("step_6.damaged.2", "step_4.damaged"):
         assert file in (kept._directory / name / "damage.txt").read_text()
     assert len(caplog.messages) == 2 and all(
-        told.startswith("DAMAGED: ") and file in told for told in caplog.messages
+        message.startswith("DAMAGED: ") and file in message for message in caplog.messages
     )
     with pytest.raises(AlignerError, match=rf"every checkpoint is damaged(.|\n)*step_2: .*{file}"):
         harm(kept._directory / "step_2" / file)
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_used(
     assert kept.steps() == [2]
 
 
-def test_before_a_whole_one_those_whose_manifests_are_damaged_do_not_count_either(tmp_path):
+def test_older_damaged_manifest_is_ignored(tmp_path):
     kept = checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         commit_whole(kept, step)
@@ -249,7 +249,7 @@ def test_checkpoint_with_missing_file_is_not_committed(tmp_path):
     assert kept.steps() == []
 
 
-def test_what_cannot_be_deleted_is_told_once_and_swept_when_it_can(tmp_path, caplog):
+def test_undeletable_checkpoint_is_reported_and_deleted_later(tmp_path, caplog):
     kept = checkpoints(tmp_path, keep=1)
     commit(kept, 1)
     (kept._directory / "step_1_backup").mkdir()
@@ -259,14 +259,14 @@ def test_what_cannot_be_deleted_is_told_once_and_swept_when_it_can(tmp_path, cap
         commit(kept, 2)
         commit(kept, 3)
         assert kept.steps() == [3]
-        # all else of it is gone
+        # Everything else in it was deleted.
         assert [path.name for path in (kept._directory / "step_1").iterdir()] == ["busy"]
     assert (
         len(caplog.messages) == 1
         and "cannot delete old checkpoint" in caplog.messages[0]
         and "step_1: " in caplog.messages[0]
     )
-    (kept._directory / "step_5").mkdir()  # is being written
+    (kept._directory / "step_5").mkdir()  # a checkpoint that is being written
     commit(kept, 4)
     assert sorted(path.name for path in kept._directory.iterdir()) == [
         "step_1_backup",
@@ -276,7 +276,7 @@ def test_what_cannot_be_deleted_is_told_once_and_swept_when_it_can(tmp_path, cap
     ]
 
 
-def test_a_trainer_that_has_lost_its_run_changes_no_checkpoint_and_no_pairs(tmp_path, monkeypatch):
+def test_superseded_trainer_changes_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(claim, "_own", None)
     kept = checkpoints(tmp_path, keep=1)
     for step in (2, 4):

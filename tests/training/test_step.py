@@ -1,4 +1,4 @@
-"""Whole training steps with what the configuration asks for."""
+"""Test whole training steps with routing replay and with distillation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ MIXTURE = [
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_step_whose_routes_are_replayed_is_nearer_to_the_engine_and_says_how_many_differ(
-    pool, tmp_path, minibatches
-):
-    """With a single update, which computes the log-probs from before it itself, and with
-    several."""
+def test_routing_replay_reduces_mismatch(pool, tmp_path, minibatches):
+    """Checks a single update, which computes its own old log-probs, and two updates."""
     overrides = [
         *MIXTURE,
         "algorithm=grpo",
@@ -42,15 +39,14 @@ def test_a_step_whose_routes_are_replayed_is_nearer_to_the_engine_and_says_how_m
         assert "mismatch/routes" not in without
         assert 0 < replayed["mismatch/routes"] < 0.2
         assert replayed["mismatch/logprob_abs"] < without["mismatch/logprob_abs"]
-        # Nothing to speak of is learned: an update, or a reference, that took other experts would
-        # be off.
+        # The learning rate is tiny, so an update or a reference model with other expert routing
+        # would be visible here.
         assert abs(replayed["kl/reference"]) < 1e-4
         assert replayed["policy/ratio_max"] < 1 + 1e-4
 
 
-def test_a_policy_that_is_distilled_goes_where_its_teacher_is(pool, tmp_path):
-    """To even tokens, which the teacher finds likelier; each of a step's two parts is asked about
-    by itself."""
+def test_distilled_policy_approaches_its_teacher(pool, tmp_path):
+    """The teacher prefers even token ids. It scores both parts of a step separately."""
     overrides = [
         "experiment=tiny_ppo",
         "algorithm=on_policy_distillation",

@@ -1,3 +1,5 @@
+"""Test the metrics of a training step."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -27,9 +29,11 @@ from aligner.training.step_metrics import (
 )
 
 
-def measured(engine_over_trainer: list[float]) -> dict[str, float]:
-    """The metrics of a response whose tokens the engine has found so many times as probable, with
-    others before and after."""
+def metrics_of_ratios(engine_over_trainer: list[float]) -> dict[str, float]:
+    """Return the metrics of a response with the given probability ratios, engine over trainer.
+
+    The tokens before and after the response have another ratio.
+    """
     width = len(engine_over_trainer) + 2
     trainer, nothing = torch.full((1, width), -2.0), torch.zeros(1, width)
     engine = trainer + torch.tensor([[9.0, *engine_over_trainer, 9.0]]).log()
@@ -57,8 +61,8 @@ def measured(engine_over_trainer: list[float]) -> dict[str, float]:
     )
 
 
-def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_tokens():
-    metrics = measured([1.0, 1.009, 1.011, 0.989])
+def test_mismatch_covers_only_response_tokens():
+    metrics = metrics_of_ratios([1.0, 1.009, 1.011, 0.989])
     assert metrics["mismatch/fraction_above_1pct"] == 0.5
     assert metrics["response/learned_to_4"] == 1
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
@@ -68,12 +72,12 @@ def test_the_mismatch_is_that_of_the_engine_against_the_trainer_over_response_to
     )
 
 
-def test_the_behavior_kl_is_k3_of_what_drew_the_tokens_against_the_trainer():
+def test_mismatch_kl_is_k3_estimate():
     trainer_over_engine = (2.0, 0.8, 4.0)
     expected = sum(ratio - 1 - math.log(ratio) for ratio in trainer_over_engine) / 3
-    assert measured([1 / ratio for ratio in trainer_over_engine])["mismatch/kl"] == pytest.approx(
-        expected
-    )
+    assert metrics_of_ratios([1 / ratio for ratio in trainer_over_engine])[
+        "mismatch/kl"
+    ] == pytest.approx(expected)
 
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -106,14 +110,14 @@ def two_responses(reference: torch.Tensor) -> Experience:
     )
 
 
-def test_reference_kl_is_positive_where_the_policy_prefers_its_responses():
+def test_reference_kl_sums_log_ratios_per_response():
     reference = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
     metrics = experience_metrics(two_responses(reference))
     assert metrics["kl/reference"] == pytest.approx((2.0 - 0.5 + 0.25) / 2)
 
 
-def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
-    """What is outside the mask does not count."""
+def test_teacher_kl_is_reported_per_token_and_response():
+    """Tokens outside the mask do not count."""
     teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
     experience = two_responses(reference=POLICY)
     assert not any(name.startswith("distill/") for name in experience_metrics(experience))
@@ -122,8 +126,8 @@ def test_the_reverse_kl_to_a_teacher_is_told_a_token_and_a_response():
     assert metrics["distill/response_reverse_kl"] == pytest.approx((1.5 + 0.25) / 2)
 
 
-def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_versions_behind():
-    drawn_by = ([6, 6, 7], [4])  # a sample that new weights came into, and an old one
+def test_staleness_counts_response_tokens():
+    drawn_by = ([6, 6, 7], [4])  # a sample with a weight sync during generation, and an old one
     samples = [
         Sample(
             prompt_id=0,
@@ -145,7 +149,7 @@ def test_staleness_is_told_by_the_share_of_response_tokens_that_are_so_many_vers
     }
 
 
-def test_lengths_are_counted_up_to_powers_of_two():
+def test_length_buckets_are_powers_of_two():
     counts = length_counts("of", [1, 2, 3, 4, 5, 8, 9, 1024])
     assert counts == {
         "of_to_1": 1,
@@ -157,7 +161,7 @@ def test_lengths_are_counted_up_to_powers_of_two():
     }
 
 
-def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
+def test_unscored_prompts_are_counted_and_limited():
     def future(value):
         done: Future = Future()
         done.set_result(torch.tensor(value))
@@ -176,7 +180,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
     scored = whole.scored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
     metrics = rollout_metrics(scored, settings)
-    # What dynamic sampling has left out was drawn, too, as was what has no score.
+    # Samples that dynamic sampling dropped, and samples without a score, were also generated.
     assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (6.0, 2.0)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (
         1.0,
@@ -184,7 +188,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
         1.0,
     )
     assert (metrics["rollout/guessed"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
-    # Of six samples four have a score: what is gone is not told as kept.
+    # Four of six samples have a score; only these count as kept.
     assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (
         3 / 12,
         4 / 6,
@@ -210,7 +214,7 @@ def test_prompts_that_could_not_be_scored_count_and_their_scores_do_not():
             rollout_metrics(scored, dataclasses.replace(settings, **changed))
 
 
-def test_the_rewards_distribution_is_that_of_a_loop_over_the_scores():
+def test_reward_distribution_equals_loop_over_scores():
     generator = torch.Generator().manual_seed(5)
     for prompts, each in ((1, 1), (3, 4), (5, 2), (16, 8)):
         scores = torch.randint(-2, 3, (prompts * each,), generator=generator) / 4
@@ -243,7 +247,7 @@ def test_the_rewards_distribution_is_that_of_a_loop_over_the_scores():
         assert score_metrics(scores, each) == pytest.approx(expected, abs=1e-7)
 
 
-def test_each_source_of_the_reward_has_its_mean_in_the_metrics():
+def test_each_reward_source_reports_its_mean():
     done: Future = Future()
     nan = math.nan
     done.set_result(
@@ -266,7 +270,7 @@ def test_each_source_of_the_reward_has_its_mean_in_the_metrics():
     assert metrics["reward/zero_std_fraction"] == 0
 
 
-def test_branches_stay_with_their_samples_where_a_prompt_has_no_score():
+def test_branches_follow_samples_of_scored_prompts():
     def future(value):
         done: Future = Future()
         done.set_result(value)
@@ -311,7 +315,7 @@ def test_branches_stay_with_their_samples_where_a_prompt_has_no_score():
     ]
 
 
-def test_a_step_leaves_out_a_share_of_its_prompts_and_no_more_than_a_number():
+def test_skippable_prompts_have_share_and_number_limits():
     def allowed(prompts: int, fraction: float, most: int = 8) -> int:
         settings = RolloutConfig(
             prompts_per_step=prompts, max_skipped_fraction=fraction, max_skipped_prompts=most
@@ -329,7 +333,7 @@ def test_a_step_leaves_out_a_share_of_its_prompts_and_no_more_than_a_number():
     assert allowed(8, 1.0) == 8 and allowed(8, 1.0, 0) == 0
 
 
-def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_one_lacks_some():
+def test_update_metrics_are_means_maxima_or_totals():
     done = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.0, "skipped_total": 3.0}
     skipped = {"ratio_max": 1.25, "skipped": 1.0, "skipped_total": 4.0}
     expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
@@ -339,25 +343,24 @@ def test_a_steps_updates_are_means_but_maxima_and_running_counts_and_a_skipped_o
         }
 
 
-def test_a_run_begins_with_what_its_steps_come_to_and_what_several_passes_mean_without_a_ratio():
-    def told(*overrides: str) -> str:
+def test_announcement_reports_epochs_and_ratio_warning():
+    def announce(*overrides: str) -> str:
         return announcement(compose_config(["experiment=tiny_ppo", *overrides]), prompts=90)
 
     assert (
-        told()
+        announce()
         == "online: 90 prompts; 16 prompts per step, 5.6 steps per epoch; run.steps=40 is 7.11"
         " epochs"
     )
-    assert told("algorithm.epochs=4") == told() == told("algorithm=copg")
+    assert announce("algorithm.epochs=4") == announce() == announce("algorithm=copg")
     for name, loss in (("copg", "copg"), ("best_of_n", "cross_entropy"), ("online_dpo", "dpo")):
-        assert f"; algorithm.epochs=4: loss={loss} has no importance ratio" in told(
+        assert f"; algorithm.epochs=4: loss={loss} has no importance ratio" in announce(
             f"algorithm={name}", "algorithm.epochs=4"
         )
 
 
-def test_where_a_run_is_in_its_prompts_is_told_by_what_was_drawn_and_what_has_passed():
-    """Of four prompts: two that were drawn before, one of them twice, and one that is new and could
-    not be scored."""
+def test_draw_metrics_report_epochs_and_pass_rates():
+    """Two of four prompts were sampled before, one of them twice; a new one has no score."""
     before = PassRates.none(4).after([Draw(0, 1, 0, 2, 2.0), Draw(1, 0, 0, 2, 0.0)], memory=1.0)
     before = before.after([Draw(4, 1, 1, 2, 1.0)], memory=1.0)
     draws = [Draw(5, 0, 1, 2, 0.0), Draw(6, 3, 1, 0, 0.0), Draw(7, 1, 1, 2, 1.0)]

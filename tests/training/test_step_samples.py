@@ -1,4 +1,4 @@
-"""What a step's samples become in the files that keep them."""
+"""Test the sample files of training steps."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def sample(tokenizer: Tokenizer, prompt: Prompt, index: int, text: str, **others
     )
 
 
-def learned(rollout: RolloutBatch, rows: list[int], **quantities: float) -> Experience:
-    """Of some rows of the batch, each quantity the row's number plus what is given."""
+def experience_of_rows(rollout: RolloutBatch, rows: list[int], **quantities: float) -> Experience:
+    """Return an experience of some rows; each quantity is the row's number plus the given value."""
     batch = replace(rollout.batch, row_ids=torch.arange(len(rollout.batch.tokens))).select(
         torch.tensor(rows)
     )
@@ -69,10 +69,10 @@ def learned(rollout: RolloutBatch, rows: list[int], **quantities: float) -> Expe
     )
 
 
-def kept(
+def write_and_read(
     directory: Path, tokenizer: Tokenizer, samples: StepSamples, *sources: str
 ) -> list[tuple[dict, dict]]:
-    """The rows that are read back, with their lists."""
+    """Write samples and read them back; return each row with its lists of tokens."""
     recorder = SampleRecorder(
         SampleFiles(RunPaths(directory).sample_files, 8),
         tokenizer,
@@ -85,9 +85,7 @@ def kept(
     return list(zip(rows, lists, strict=True))
 
 
-def test_rows_that_were_selected_shuffled_and_left_out_keep_their_places(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_recorded_rows_keep_sample_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = [
         Prompt(7, "ab", tokenizer.encode("ab"), {"answer": "é"}),
         Prompt(8, "c", tokenizer.encode("c")),
@@ -101,10 +99,12 @@ def test_rows_that_were_selected_shuffled_and_left_out_keep_their_places(
     samples = [sample(tokenizer, *each) for each in texts]
     batch, pending = collate_episodes(samples, tokenizer.pad_token_id), PendingRows(())
     rollout = RolloutBatch([prompt for prompt, *_ in texts], samples, batch, pending, pending)
-    experience = learned(rollout, [3, 1], old_logprobs=0.25, reference_logprobs=0.5, advantages=-4)
+    experience = experience_of_rows(
+        rollout, [3, 1], old_logprobs=0.25, reference_logprobs=0.5, advantages=-4
+    )
     scores = torch.tensor([1.0, 2.0, NAN, 4.0])
     parts = torch.stack([scores - 3, torch.full((4,), 3.0)], 1)
-    found = kept(
+    found = write_and_read(
         tmp_path, tokenizer, StepSamples(rollout, scores, parts, experience), "math", "length"
     )
     rows, lists = zip(*found, strict=True)
@@ -128,9 +128,7 @@ def test_rows_that_were_selected_shuffled_and_left_out_keep_their_places(
     assert lists[0]["trainer_logprob"] == [None] * 2 and lists[0]["version"] == [3, 3]
 
 
-def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_follow_it(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_episode_rows_mark_tokens_and_list_branches(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompt = Prompt(0, "ab", tokenizer.encode("ab"))
     given = torch.tensor([True, True, False, True])
     branch = sample(tokenizer, Prompt(0, "", tokenizer.encode("abx")), 1, "9")
@@ -142,8 +140,8 @@ def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_f
     ]
     batch, pending = collate_episodes(samples, tokenizer.pad_token_id), PendingRows(())
     rollout = RolloutBatch([prompt] * 2, samples, batch, pending, pending)
-    experience = learned(rollout, [0, 1, 2])
-    found = kept(
+    experience = experience_of_rows(rollout, [0, 1, 2])
+    found = write_and_read(
         tmp_path, tokenizer, StepSamples(rollout, torch.tensor([0.0, 1.5]), None, experience)
     )
     assert [(row["sample"], row["branch"], row["advantage"], row["score"]) for row, _ in found] == [
@@ -162,9 +160,7 @@ def test_of_an_episode_what_was_given_is_told_from_what_was_drawn_and_branches_f
         assert [value is not None for value in lists[name]] == given.tolist()
 
 
-def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_replaced_samples_are_recorded_last(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = [
         Prompt(number, text, tokenizer.encode(text)) for number, text in enumerate(("a", "bcd"))
     ]
@@ -173,15 +169,19 @@ def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(
     ]
     replaced = Straggler(prompts[0], (sample(tokenizer, prompts[0], 0, "12345678"),))
     scored: Future[Tensor] = Future()
-    # in the order in which they were drawn
+    # in the order of generation
     scored.set_result(torch.tensor([[1.0, 0.25, 0.75], [2.0, 2.0, 0.0]]))
     scores, batch = (
         PendingRows((scored,), torch.tensor([1])),
         collate_episodes(taken, tokenizer.pad_token_id),
     )
     rollout = RolloutBatch(prompts[1:], taken, batch, scores, PendingRows(()), replaced=(replaced,))
-    found = kept(
-        tmp_path, tokenizer, StepSamples.of(rollout, learned(rollout, [1, 0])), "math", "length"
+    found = write_and_read(
+        tmp_path,
+        tokenizer,
+        StepSamples.of(rollout, experience_of_rows(rollout, [1, 0])),
+        "math",
+        "length",
     )
     assert [
         (row["group"], row["branch"], row["response"], row["score"], row["advantage"])
@@ -191,9 +191,7 @@ def test_what_dynamic_sampling_has_replaced_comes_last_with_its_scores(
     assert [lists["trainer_logprob"] for _, lists in found] == [[0], [1, 1], [None] * 8]
 
 
-def test_what_keeps_a_step_from_being_written_is_raised_before_it_counts(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_write_error_is_raised_when_step_settles(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompt = Prompt(0, "ab", tokenizer.encode("ab"))
     samples, pending = [sample(tokenizer, prompt, 0, "1")], PendingRows(())
     rollout = RolloutBatch(

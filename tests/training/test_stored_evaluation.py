@@ -1,5 +1,4 @@
-"""`aligner evaluate`, as typed: its measures against its own samples and transformers, and what it
-refuses."""
+"""Test `aligner evaluate`: its metrics against its samples and transformers, and its errors."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def aligner_evaluate(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluate]:
-    """Runs the command in this process; its exit code, and what it wrote to standard output and
-    error."""
+    """Function that runs the command in this process; returns exit code, stdout and stderr."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: Any) -> tuple[int, str, str]:
@@ -82,7 +80,7 @@ def token_logprobs(directory: Path, prompt: str, response: list[int]) -> list[fl
     return scores[len(asked) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
-def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
+def test_metrics_equal_those_of_stored_samples(
     model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
 ) -> None:
     output = tmp_path / "samples.jsonl"
@@ -126,7 +124,7 @@ def test_scores_wins_and_the_initial_models_perplexity_are_those_of_the_samples(
     assert metrics["eval/reference_perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_judge_compares_with_the_references_and_an_evaluation_that_is_repeated_asks_nothing(
+def test_repeated_evaluation_uses_judge_cache(
     model: Path,
     initial: Path,
     prompts: Path,
@@ -177,7 +175,7 @@ def test_a_judge_compares_with_the_references_and_an_evaluation_that_is_repeated
     )
 
 
-def test_one_response_a_prompt_is_greedy_and_a_model_ties_with_itself(
+def test_greedy_model_ties_with_itself(
     model: Path, tmp_path: Path, aligner_evaluate: Evaluate
 ) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -207,10 +205,10 @@ def test_without_references_there_is_no_win_rate(
     }
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_generated(
+def test_invalid_input_is_refused_before_generation(
     model: Path, initial: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
 ) -> None:
-    def refused(*arguments: Any) -> str:
+    def usage_error(*arguments: Any) -> str:
         code, out, error = aligner_evaluate(model, "--prompts", prompts, *arguments)
         assert (code, out) == (2, "")
         return error
@@ -219,8 +217,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         "evaluation.judge.judge_url=http://localhost:1/v1",
         "evaluation.judge.judge_model=tester",
     )
-    assert "evaluation.judge.judge_model: missing" in refused(*OPTIONS, asked[0])
-    assert "reward.kind: is not supported by `aligner evaluate`" in refused(
+    assert "evaluation.judge.judge_model: missing" in usage_error(*OPTIONS, asked[0])
+    assert "reward.kind: is not supported by `aligner evaluate`" in usage_error(
         *OPTIONS, "reward.kind=judge"
     )
     plain = tmp_path / "plain.txt"
@@ -231,9 +229,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
         and "evaluation.judge: requires references to compare with; add a `reference` to every prompt"
         in error
     )
-    assert "2 of 3 prompts have no `reference`; the first is 'hello'" in refused(*OPTIONS)
-    assert "--function=digit: must be one of" in refused("--function", "digit")
-    assert "2 samples per prompt with greedy decoding would be identical" in refused(
+    assert "2 of 3 prompts have no `reference`; the first is 'hello'" in usage_error(*OPTIONS)
+    assert "--function=digit: must be one of" in usage_error("--function", "digit")
+    assert "2 samples per prompt with greedy decoding would be identical" in usage_error(
         *OPTIONS, "--samples", 2, "--greedy"
     )
     other = tmp_path / "other"
@@ -244,15 +242,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_generated(
     (other / "tokenizer.json").write_text(
         json.dumps(tokenizer | {"added_tokens": tokenizer["added_tokens"][:1]})
     )
-    assert "differs from the tokenizer of SOURCE" in refused(*OPTIONS, "--reference", other)
+    assert "differs from the tokenizer of SOURCE" in usage_error(*OPTIONS, "--reference", other)
     critic = tmp_path / "critic"
     save_critic(model, str(critic))
-    assert f"error: --reference={critic}: is a value or reward model, which does not" in refused(
-        *OPTIONS, "--reference", critic
+    assert (
+        f"error: --reference={critic}: is a value or reward model, which does not"
+        in usage_error(*OPTIONS, "--reference", critic)
     )
     (critic / "config.json").write_text("[]")
-    assert f"error: --reference={critic}: config.json must be a JSON object" in refused(
+    assert f"error: --reference={critic}: config.json must be a JSON object" in usage_error(
         *OPTIONS, "--reference", critic
     )
     prompts.write_text('{"prompt": "a", "reference": 1}\n')
-    assert "the `reference` of the prompt 'a' must be a string" in refused(*OPTIONS)
+    assert "the `reference` of the prompt 'a' must be a string" in usage_error(*OPTIONS)

@@ -1,5 +1,4 @@
-"""A teacher's word on demonstrations: kept once, found again by who learns, and refused where it is
-of something else."""
+"""Test stored teacher scores of demonstrations: writing, lookup, and refusal of wrong files."""
 
 from __future__ import annotations
 
@@ -61,8 +60,10 @@ def test_stored_scores_equal_the_teachers_logprobs(
     taught = taught_rows(found, rows.mask)
     backwards = torch.cat(list(reversed(ids.split([row.count for row in found[::-1]]))))
     assert torch.equal(taught.ids[rows.mask], backwards) and not taught.ids[~rows.mask].any()
-    told = torch.cat(list(reversed(outcomes.split([row.count for row in found[::-1]]))))
-    torch.testing.assert_close(taught.outcomes[rows.mask], told, rtol=1e-5, atol=1e-5)
+    expected_outcomes = torch.cat(
+        list(reversed(outcomes.split([row.count for row in found[::-1]])))
+    )
+    torch.testing.assert_close(taught.outcomes[rows.mask], expected_outcomes, rtol=1e-5, atol=1e-5)
     model = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.float64)
     for place, each in enumerate(made[::-1]):
         with torch.no_grad():
@@ -79,7 +80,7 @@ def test_stored_scores_equal_the_teachers_logprobs(
     assert len(steps) == 4 and all(0 < step["teacher_scores/covered"] < 1 for step in steps)
 
 
-def test_a_run_that_was_stopped_goes_on_behind_its_last_part(
+def test_resumed_scoring_continues_after_last_part(
     pool: WorkerPool, teacher: Path, tmp_path: Path
 ) -> None:
     paths = RunPaths(tmp_path / "run")
@@ -100,7 +101,7 @@ def test_a_run_that_was_stopped_goes_on_behind_its_last_part(
     ) == len(ids)
 
 
-def test_a_row_is_found_by_its_tokens_and_by_what_is_learned_of_it(tmp_path: Path) -> None:
+def test_row_lookup_uses_tokens_and_learned_mask(tmp_path: Path) -> None:
     made = offline_jobs.with_scores(examples("taught"), tmp_path / "scores")
     scores, some = TeacherScores(tmp_path / "scores"), made[1]
     assert all(
@@ -110,7 +111,7 @@ def test_a_row_is_found_by_its_tokens_and_by_what_is_learned_of_it(tmp_path: Pat
     assert scores.find(torch.cat([some.tokens[:-1], some.tokens[-1:] + 1]), some.is_learned) is None
 
 
-def test_scores_that_are_not_as_they_were_written_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_scores_are_refused(tmp_path: Path) -> None:
     offline_jobs.with_scores(examples("taught"), tmp_path / "scores")
     scores, file = (
         TeacherScores(tmp_path / "scores"),
@@ -131,8 +132,7 @@ def test_scores_that_are_not_as_they_were_written_are_refused_by_name(tmp_path: 
 
 @pytest.fixture
 def student(tmp_path: Path) -> Config:
-    """Of a model that knows 72 characters, taught two sums of which the scores know the first
-    alone."""
+    """Configuration with two demonstrations, of which only the first has teacher scores."""
     (tmp_path / "sums.jsonl").write_text(
         '{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2=", "response": "3"}\n'
     )
@@ -157,7 +157,7 @@ def student(tmp_path: Path) -> Config:
     return config
 
 
-def test_other_data_is_refused_by_its_place_and_left_out_where_bad_records_are(
+def test_record_without_scores_is_refused_or_skipped(
     student: Config,
 ) -> None:
     tokenizer = Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model)
@@ -172,7 +172,7 @@ def test_other_data_is_refused_by_its_place_and_left_out_where_bad_records_are(
     assert only.taught is not None and only.taught.count == 2
 
 
-def test_another_tokenizer_is_refused_by_the_first_tokens_that_differ(student: Config) -> None:
+def test_other_tokenizer_is_refused(student: Config) -> None:
     check(student)
     scores = Path(str(student.teacher.scores))
     AnyTokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "zebra": 2}, unk_token="<pad>")).save(
@@ -190,7 +190,7 @@ def test_another_tokenizer_is_refused_by_the_first_tokens_that_differ(student: C
         open_run_data(student, Tokenizer(RunPaths(Path(str(student.run.dir))).initial_model))
 
 
-def test_tokens_that_the_policy_does_not_know_are_refused(student: Config, tmp_path: Path) -> None:
+def test_token_ids_beyond_vocabulary_are_refused(student: Config, tmp_path: Path) -> None:
     scores = tmp_path / "larger"
     offline_jobs.with_scores(examples("taught"), scores, vocabulary=65)
     config = replace(student, teacher=replace(student.teacher, scores=str(scores)))
@@ -213,7 +213,7 @@ def test_tokens_that_the_policy_does_not_know_are_refused(student: Config, tmp_p
         ({"scores": "nowhere"}, r"teacher\.scores=nowhere: has no index\.json"),
     ],
 )
-def test_what_cannot_be_learned_from_scores_is_refused(
+def test_unusable_score_settings_are_refused(
     student: Config, changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):

@@ -1,4 +1,4 @@
-"""A real headless browser without a network but this machine's, and what it has to complain of."""
+"""A headless browser that reaches only this machine, and the problems that it reports."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _READY_MS = 120_000
 
 @dataclass
 class Tab:
-    """A page, and what became of it."""
+    """A page, its console messages and its requests."""
 
     page: Page
     console: list[str] = field(default_factory=list)
-    """Messages, errors, dialogs and requests that failed."""
+    """Console messages, errors, dialogs and failed requests."""
     requests: list[str] = field(default_factory=list)
 
     def open(self, address: str) -> None:
-        """Go there, and wait until all is drawn that is in sight."""
+        """Open an address, and wait until all visible plots are rendered."""
         self.page.goto(address)
         self.page.wait_for_selector("html[data-ready=true]", state="attached", timeout=_READY_MS)
 
     def photograph(self, file: Path) -> None:
-        """Of the whole page."""
+        """Save a screenshot of the whole page."""
         self.page.screenshot(path=file, full_page=True)
 
     def violations(self) -> list[str]:
-        """What axe finds that keeps someone from using the page: labels, contrast, order, roles."""
+        """Return the accessibility violations that axe reports: labels, contrast, order, roles."""
         from axe_playwright_python.sync_playwright import Axe
 
         found = Axe().run(self.page).response["violations"]
@@ -46,7 +46,7 @@ class Tab:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Chromium, ended with the block; skips the test where there is none."""
+    """Start Chromium for the block; skip the test if Chromium is not installed."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium on PATH (Debian: apt-get install chromium)")
@@ -65,7 +65,7 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def tab(browser: Browser, scheme: str = "light", height: int = HEIGHT) -> Iterator[Tab]:
-    """A tab with cookies of its own."""
+    """Open a tab with separate cookies."""
     context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     context.set_default_timeout(_READY_MS)
     found = Tab(context.new_page())

@@ -1,4 +1,4 @@
-"""`aligner view` as a process of its own, and the one who asks it."""
+"""Runs `aligner view` as a process, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 class Viewer:
-    """Asks the server at a link, with its cookie once `open` was called."""
+    """A client of the server at a link; it sends the server's cookie after `open`."""
 
     def __init__(self, link: str, pid: int | None = None) -> None:
         self.link, self.pid, parts = link, pid, urlsplit(link)
@@ -59,7 +59,7 @@ class Viewer:
 
 @contextmanager
 def serving(*directories: Path) -> Iterator[Viewer]:
-    """The server of some directories; ended as Ctrl-C does."""
+    """Serve directories during the block, then interrupt the server as Ctrl-C does."""
     command = [sys.executable, "-m", "aligner", "view", *map(str, directories)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(

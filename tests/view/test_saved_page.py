@@ -1,3 +1,5 @@
+"""Saved reports (`aligner report`): plots, escaped texts, traces, and refused paths."""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +25,7 @@ from tests.view.written_runs import HOSTILE, PHASES, STEPS, begin, write_metrics
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run that has measured everything, with texts that would be scripts."""
+    """A run with all metrics, and texts that contain scripts."""
     paths = begin(
         tmp_path_factory.mktemp("report") / "run",
         "experiment=tiny_ppo",
@@ -46,18 +48,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 
 def plots(paths: RunPaths) -> dict[str, int]:
-    """The plots of a page, with the traces that each should have."""
+    """Return the expected number of traces of each plot on a run's page."""
     drawn = [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
     return {plot.key: len(plot.traces) for plot in drawn}
 
 
-def written(page: Path) -> str:
-    """A page without the library that every page holds."""
+def page_without_plotly(page: Path) -> str:
+    """Return the page without the plotting library."""
     return page.read_text().replace(plotly_script().read_text(), "")
 
 
 def plots_of(page: str) -> set[str]:
-    """The plots whose data a page holds."""
+    """Return the keys of the plots whose data the page contains."""
     return {
         plot["key"]
         for data in re.findall(r'<script type="application/json".*?>(.*?)</script>', page)
@@ -65,24 +67,24 @@ def plots_of(page: str) -> set[str]:
     }
 
 
-def named(plots: Any, key: str) -> Plot:
+def find_plot(plots: Any, key: str) -> Plot:
     return next(plot for plot in plots if plot.key == key)
 
 
-def test_what_a_model_writes_is_text_on_the_page(run: RunPaths) -> None:
-    page = written(run.report)
+def test_model_texts_are_escaped_in_report(run: RunPaths) -> None:
+    page = page_without_plotly(run.report)
     assert "<script>alert" not in page and "<img" not in page
     assert markupsafe.escape(HOSTILE[:20]) in page
     assert "\x1b" not in page and "\u202e" not in page and r"\x1b[2J\u202e\x00" in page
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(run: RunPaths) -> None:
-    page = written(run.report)
+def test_report_loads_nothing_from_network(run: RunPaths) -> None:
+    page = page_without_plotly(run.report)
     assert "default-src &#39;none&#39;; script-src &#39;sha256-" in page
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
 
 
-def test_the_trace_is_written_with_the_page(run: RunPaths) -> None:
+def test_trace_is_written_with_report(run: RunPaths) -> None:
     trace = checked_trace(run.trace)
     assert {role: len(events) for role, events in trace.items()} == {
         "trainer": 2 * 5 * STEPS,
@@ -92,8 +94,8 @@ def test_the_trace_is_written_with_the_page(run: RunPaths) -> None:
     assert {event["args"]["step"] for event in trace["critic"]} == set(range(1, STEPS + 1))
 
 
-def test_busy_shares_are_shown_without_what_is_waited(run: RunPaths) -> None:
-    utilization = named(timeline_plots(read_spans(run)), "utilization")
+def test_utilization_excludes_waiting_time(run: RunPaths) -> None:
+    utilization = find_plot(timeline_plots(read_spans(run)), "utilization")
     assert [note["text"] for note in utilization.layout["annotations"]] == [
         "<b>20 %</b>",
         "<b>40 %</b>",
@@ -108,31 +110,31 @@ def test_busy_shares_are_shown_without_what_is_waited(run: RunPaths) -> None:
     ("times", "expected"),
     [
         (1, {"0": [25, 100] * 15, "1": [50, 0] * 15, "10": [25, 0] * 15}),
-        # each bar is the mean of two steps
+        # Each bar is the mean of two steps.
         (10, {"0": [62.5] * 150, "1": [25] * 150, "10": [12.5] * 150}),
     ],
 )
-def test_the_tokens_of_every_step_add_up_whichever_staleness_it_lacks(
+def test_staleness_shares_add_up_in_every_step(
     run: RunPaths, times: int, expected: dict[str, list[float]]
 ) -> None:
-    shares = named(metric_plots(read_metrics(run.metrics) * times), "staleness_shares")
+    shares = find_plot(metric_plots(read_metrics(run.metrics) * times), "staleness_shares")
     assert {bar["name"]: bar["y"] for bar in shares.traces} == expected
 
 
-def test_a_length_at_which_responses_are_lost_is_seen(run: RunPaths) -> None:
-    drawn, learned = named(metric_plots(read_metrics(run.metrics)), "lengths").traces
+def test_length_plot_shows_lengths_excluded_from_training(run: RunPaths) -> None:
+    drawn, learned = find_plot(metric_plots(read_metrics(run.metrics)), "lengths").traces
     assert (drawn["name"], drawn["x"], drawn["y"]) == ("generated", ["2", "5-8"], [45, 30])
     assert (learned["name"], learned["x"], learned["y"]) == ("trained on", ["2", "5-8"], [45, 0])
 
 
-def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> None:
+def test_report_of_offline_run_has_only_measured_plots(tmp_path: Path) -> None:
     data = f"data.path={tmp_path / 'pairs.jsonl'}"
     paths = begin(
         tmp_path / "run", "experiment=tiny_ppo", "algorithm=dpo", data, "data.max_response_tokens=8"
     )
     write_metrics(paths, ["dpo/loss", "dpo/accuracy", "eval/loss"])
     write_report(paths.root)
-    page = written(paths.report)
+    page = page_without_plotly(paths.report)
     times = {f"time/{phase}" for phase in (*PHASES, "step")}
     assert plots_of(page) == {"loss", "accuracy", "step_time"} | times
     assert plots(paths) == {"loss": 2, "accuracy": 1, "step_time": len(PHASES) + 1} | dict.fromkeys(
@@ -141,15 +143,15 @@ def test_an_offline_run_has_the_plots_of_what_it_measured(tmp_path: Path) -> Non
     assert not paths.trace.exists() and "<h2>Samples" not in page and "30 of 30 steps<" in page
 
 
-def test_a_run_that_was_killed_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+def test_report_of_run_without_steps_is_written(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     write_report(paths.root)
-    page = written(paths.report)
+    page = page_without_plotly(paths.report)
     assert "No step has been recorded yet" in page and "0 of 30 steps so far" in page
     assert "digit_fraction" in page and plots_of(page) == set()
 
 
-def test_a_run_that_goes_on_has_the_steps_so_far(tmp_path: Path) -> None:
+def test_report_of_running_run_has_recorded_steps(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     write_metrics(paths, ["reward/mean"], steps=1)
     write_timeline(paths, 1)
@@ -157,7 +159,7 @@ def test_a_run_that_goes_on_has_the_steps_so_far(tmp_path: Path) -> None:
         with file.open("a") as unfinished:
             unfinished.write('{"step": 2, "rew')
     write_report(paths.root, tmp_path / "page.html")
-    page = written(tmp_path / "page.html")
+    page = page_without_plotly(tmp_path / "page.html")
     assert not paths.report.exists()
     assert "1 of 30 steps so far" in page
     assert plots_of(page) == {"utilization", "timeline", "reward", "step_time"} | {
@@ -165,7 +167,7 @@ def test_a_run_that_goes_on_has_the_steps_so_far(tmp_path: Path) -> None:
     }
 
 
-def test_many_steps_are_drawn_as_means_of_steps_in_a_row() -> None:
+def test_many_steps_are_plotted_as_means() -> None:
     metrics = [
         {"step": step, "reward/mean": step, **({"eval/score": 1.0} if step == 4 else {})}
         for step in range(1, 8)
@@ -181,7 +183,7 @@ def test_many_steps_are_drawn_as_means_of_steps_in_a_row() -> None:
     )
 
 
-def test_what_is_no_run_or_has_no_place_is_refused_by_name(
+def test_report_of_missing_run_or_to_bad_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="nowhere: no such directory"):

@@ -1,3 +1,5 @@
+"""Pages of the web viewer: access, run list, curves, samples, logs, hostile and damaged runs."""
+
 from __future__ import annotations
 
 import json
@@ -32,7 +34,7 @@ MESSAGES = [
 
 
 def answers(step: int) -> list[dict[str, object]]:
-    """Two prompts, two samples each; the later the better."""
+    """Return two prompts with two samples each; later steps have higher scores."""
     texts = [
         ("what is one", f"it is one at {step}"),
         ("what is one", "no idea"),
@@ -49,8 +51,8 @@ def answers(step: int) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, one that has failed, one of before all samples were kept, a hostile one, and
-    one that is damaged."""
+    """A finished run, a failed run with only a few stored samples, a run with hostile texts, and a
+    run with a damaged configuration."""
     root = tmp_path_factory.mktemp("runs")
     finished = begin(root / "finished", "experiment=tiny_ppo", name="finished")
     write_metrics(
@@ -123,7 +125,7 @@ def viewer(runs: Path) -> Iterator[Viewer]:
 
 
 def paths_of(answer: Answer) -> dict[str, str]:
-    """The runs of the list: their pages by their names."""
+    """Return the page of each run in the list by the run's name."""
     found = re.findall(r'<td class="name"><a href="(/runs/\w+)"[^>]*>([^<]*)<', answer.text)
     return {unescape(name): path for path, name in found}
 
@@ -134,7 +136,7 @@ def pages(viewer: Viewer) -> dict[str, str]:
 
 
 def rows(answer: Answer) -> list[str]:
-    """The responses of a table of samples."""
+    """Return the responses in a table of samples."""
     assert answer.status == 200, answer.text
     return [
         unescape(text)
@@ -144,15 +146,13 @@ def rows(answer: Answer) -> list[str]:
     ]
 
 
-def test_only_who_has_the_key_and_asks_for_this_host_sees_anything_and_nobody_writes(
-    viewer: Viewer,
-) -> None:
+def test_viewer_requires_key_and_local_host_and_is_read_only(viewer: Viewer) -> None:
     stranger = Viewer(viewer.link)
     assert stranger.get("/").status == 403 and stranger.get("/static/view.js").status == 403
     assert stranger.get("/?key=wrong%20%ff").status == 403
     assert stranger.get("/", Cookie=f"{viewer._cookie.split('=')[0]}=wrong").status == 403
     assert viewer.get("/", Host="evil.example").status == 400
-    # as behind ssh -L
+    # The host name of a request through `ssh -L`.
     assert viewer.get("/", Host=viewer.host.replace("127.0.0.1", "localhost")).status == 200
     assert viewer.get("/", method="POST").status == viewer.get("/", method="PUT").status == 405
     opened = stranger.open()
@@ -160,7 +160,7 @@ def test_only_who_has_the_key_and_asks_for_this_host_sees_anything_and_nobody_wr
     assert "HttpOnly" in opened.headers["set-cookie"] and "SameSite" in opened.headers["set-cookie"]
 
 
-def test_scripts_are_the_servers_files_alone(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_pages_run_only_scripts_of_the_server(viewer: Viewer, pages: dict[str, str]) -> None:
     for path in ("/", pages["finished"]):
         page = viewer.get(path)
         policy = dict(
@@ -179,7 +179,7 @@ def test_scripts_are_the_servers_files_alone(viewer: Viewer, pages: dict[str, st
     )
 
 
-def test_runs_are_listed_with_their_state_sorted_and_filtered(
+def test_run_list_shows_state_and_can_be_sorted_and_filtered(
     viewer: Viewer, pages: dict[str, str]
 ) -> None:
     assert set(pages) == {
@@ -197,12 +197,12 @@ def test_runs_are_listed_with_their_state_sorted_and_filtered(
         == {"failed"}
     )
     assert next(iter(paths_of(viewer.get("/?sort=step")))) == "failed"
-    assert list(paths_of(viewer.get("/?sort=-step")))[-1] == "damaged"  # of which none is known
+    assert list(paths_of(viewer.get("/?sort=-step")))[-1] == "damaged"  # its step is unknown
     assert viewer.get("/?sort=__class__").status == 400
     assert "None of the 4 runs matches the filter" in viewer.get("/?q=nothing").text
 
 
-def test_every_metric_has_a_curve_with_steps_and_time(
+def test_every_metric_has_a_curve_over_steps_and_time(
     viewer: Viewer, pages: dict[str, str]
 ) -> None:
     answer = viewer.get(f"{pages['finished']}/curves.json")
@@ -220,9 +220,7 @@ def test_every_metric_has_a_curve_with_steps_and_time(
     assert [plot["key"] for plot in timeline] == ["utilization", "timeline"]
 
 
-def test_keys_that_were_chosen_are_marked_and_values_are_those_of_the_command_line(
-    tmp_path: Path,
-) -> None:
+def test_configuration_page_marks_automatic_values(tmp_path: Path) -> None:
     begin(
         tmp_path / "run",
         "experiment=tiny_ppo",
@@ -300,9 +298,7 @@ def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str
     ]
 
 
-def test_a_sample_is_shown_with_its_turns_scores_and_tokens(
-    viewer: Viewer, pages: dict[str, str]
-) -> None:
+def test_sample_page_shows_turns_scores_and_tokens(viewer: Viewer, pages: dict[str, str]) -> None:
     page = viewer.get(f"{pages['finished']}/samples/4/0").text
     assert re.findall(r'class="card turn (\w+)"', page) == ["user", "assistant", "tool"]
     assert "calculator" in page and "{&#34;x&#34;: &#34;1+2&#34;}" in page
@@ -341,7 +337,7 @@ def test_a_sample_is_shown_with_its_turns_scores_and_tokens(
     )
 
 
-def test_a_prompt_is_followed_over_the_steps(viewer: Viewer, pages: dict[str, str]) -> None:
+def test_over_time_page_shows_prompt_at_chosen_steps(viewer: Viewer, pages: dict[str, str]) -> None:
     over_time = f"{pages['finished']}/samples/20/0/over-time"
     assert re.findall(r'aria-label="step (\d+)"', viewer.get(over_time).text) == ["1", "3", "20"]
     page = viewer.get(f"{over_time}?steps=2,20,99,x").text
@@ -356,18 +352,14 @@ def test_a_prompt_is_followed_over_the_steps(viewer: Viewer, pages: dict[str, st
     assert plot["traces"][0]["x"] == [1, 2, 3, 4, 20]
 
 
-def test_a_run_that_kept_a_few_samples_shows_those_and_says_so(
-    viewer: Viewer, pages: dict[str, str]
-) -> None:
+def test_run_with_few_stored_samples_is_marked(viewer: Viewer, pages: dict[str, str]) -> None:
     page = viewer.get(f"{pages['failed']}/samples")
     assert len(rows(page)) <= 1 and "stored only a few samples of some steps" in page.text
     assert viewer.get(f"{pages['failed']}/samples/1/0").status in (200, 404)
 
 
-def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(
-    viewer: Viewer, pages: dict[str, str]
-) -> None:
-    # without colours
+def test_log_page_shows_log_ends_and_no_other_files(viewer: Viewer, pages: dict[str, str]) -> None:
+    # Color codes are removed.
     assert ">ready\n" in viewer.get(f"{pages['failed']}/logs?file=reward-0.log").text
     log = viewer.get(f"{pages['finished']}/logs").text
     assert "all is well" in log and "first line" not in log and "bytes are not shown" in log
@@ -381,13 +373,11 @@ def test_the_ends_of_logs_are_shown_and_nothing_else_of_the_disk(
     assert re.search(r"critic.*?gone.*?<td class=\"number\">2</td>", health, re.DOTALL)
     health = viewer.get(f"{pages['finished']}/health").text
     assert "rollout/skipped" in health and "WARNING: slow" in health
-    assert "leaked" not in health  # Triton's helpers say so in every run
+    assert "leaked" not in health  # Triton's helper processes log this in every run
 
 
 @pytest.mark.promise("viewer-treats-texts-as-text")
-def test_what_models_tools_and_people_write_is_text_on_every_page(
-    viewer: Viewer, pages: dict[str, str]
-) -> None:
+def test_untrusted_texts_are_escaped_on_every_page(viewer: Viewer, pages: dict[str, str]) -> None:
     run = next(path for name, path in pages.items() if "script" in name)
     samples = [
         f"/samples/{place}{more}"
@@ -418,9 +408,7 @@ def test_what_models_tools_and_people_write_is_text_on_every_page(
     )
 
 
-def test_a_damaged_or_missing_run_has_a_page_that_says_so(
-    viewer: Viewer, pages: dict[str, str]
-) -> None:
+def test_damaged_or_missing_run_is_reported_on_page(viewer: Viewer, pages: dict[str, str]) -> None:
     for path in (f"{pages['damaged']}/configuration", f"{pages['damaged']}/health"):
         answer = viewer.get(path)
         assert answer.status == 500 and "config.yaml" in answer.text
@@ -430,14 +418,14 @@ def test_a_damaged_or_missing_run_has_a_page_that_says_so(
     )
 
 
-def test_what_a_run_adds_is_seen_while_it_goes_on(tmp_path: Path) -> None:
+def test_viewer_shows_new_data_of_running_run(tmp_path: Path) -> None:
     with serving(tmp_path) as viewer:
         viewer.open()
         assert "No runs yet" in viewer.get("/").text
         paths = begin(tmp_path / "new", "experiment=tiny_ppo", name="new")
         page = paths_of(viewer.get("/"))["new"]
         assert viewer.get(f"{page}/curves.json").json() == []
-        for steps in (1, 3, 2):  # the last as where a run went on from an earlier checkpoint
+        for steps in (1, 3, 2):  # the last: a run that resumed from an earlier checkpoint
             paths.metrics.unlink(missing_ok=True)
             write_metrics(paths, ["reward/mean"], steps)
             reward = next(
@@ -449,9 +437,7 @@ def test_what_a_run_adds_is_seen_while_it_goes_on(tmp_path: Path) -> None:
         assert len(rows(viewer.get(f"{page}/samples"))) == 4
 
 
-def test_a_directory_that_is_not_there_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["view", str(tmp_path / "nowhere")])
     assert "nowhere: no such directory" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""Viewer and reports in a real browser: accessibility, keyboard, live curves, and speed."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 __all__ = ["runs"]
-"""The fixture of the tests without a browser."""
+"""The fixture of `test_view.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.promise("viewer-pages-are-usable")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_silent_and_can_be_used_by_all(
+def test_every_page_is_accessible_without_console_messages(
     browser: Browser, runs: Path, tmp_path: Path, scheme: str
 ) -> None:
-    """Of finished, failed, hostile and damaged runs, of two that are compared, and where there is
-    none."""
+    """Pages of finished, failed and hostile runs, of two compared runs, and without any run."""
     (tmp_path / "empty").mkdir()
     found = {}
     with serving(runs) as viewer, serving(tmp_path / "empty") as empty:
@@ -81,9 +82,7 @@ def test_every_page_is_silent_and_can_be_used_by_all(
 
 
 @pytest.mark.promise("viewer-pages-are-usable")
-def test_the_keyboard_reaches_everything_and_its_place_is_seen(
-    browser: Browser, runs: Path
-) -> None:
+def test_keyboard_reaches_controls_with_visible_focus(browser: Browser, runs: Path) -> None:
     with serving(runs) as viewer, tab(browser) as opened:
         page = opened.page
         opened.open(viewer.link)
@@ -108,14 +107,12 @@ def test_the_keyboard_reaches_everything_and_its_place_is_seen(
         assert "3 of 5" in page.inner_text("[data-inspector]") and '"one"' in page.inner_text(
             "[data-inspector]"
         )
-        assert page.inner_text(".legend").split() == ["-2", "0"]  # the largest of five
+        assert page.inner_text(".legend").split() == ["-2", "0"]  # the largest of five values
         page.select_option(".tokens select", label="from environment")
         assert page.inner_text(".legend").split() == ["0", "1"]
 
 
-def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_curves_are_searchable_smoothed_and_updated_live(browser: Browser, tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     write_metrics(paths, ["reward/mean", "odd/metric"], steps=5)
     with serving(tmp_path) as viewer, tab(browser) as opened:
@@ -136,14 +133,14 @@ def test_curves_are_searched_smoothed_and_drawn_over_time_and_follow_the_run(
         assert page.evaluate(f"{drawn}[1].x") == [1.5, 3, 4.5, 6, 7.5]
         MetricsWriter(paths).write(6, {"reward/mean": 0.5, "time/step": 1.5})
         page.wait_for_selector("text=6 / 30")
-        # what waits for an expression evaluates it in the page, which may not
+        # `wait_for_function` cannot be used: the page's policy forbids evaluating an expression.
         page.wait_for_timeout(4000)
         assert page.evaluate(f"{drawn}[1].x.length") == 6
         assert opened.console == []
 
 
 @pytest.mark.promise("report-draws-every-plot")
-def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_path: Path) -> None:
+def test_report_draws_every_plot_without_network(browser: Browser, tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo", name=HOSTILE)
     bounds = [f"eval/score{end}" for end in ("_low", "_high")]
     write_metrics(
@@ -172,7 +169,7 @@ def test_a_saved_page_draws_every_plot_without_a_network(browser: Browser, tmp_p
 
 
 @pytest.mark.promise("viewer-handles-a-million-samples")
-def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> None:
+def test_page_of_a_million_samples_loads_within_a_second(tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     rows = [
         {"prompt": f"what is {n % 50}, and why", "response": f"it is {n} " * 20, "score": n / 500}
@@ -188,12 +185,12 @@ def test_the_first_page_of_a_million_samples_takes_a_second(tmp_path: Path) -> N
     with serving(tmp_path) as viewer:
         viewer.open()
         samples = f"{paths_of(viewer.get('/'))['run']}/samples"
-        assert min(timed(viewer, samples) for _ in range(3)) < 1
-        assert min(timed(viewer, f"{samples}?sort=-score&page=100") for _ in range(3)) < 2
+        assert min(cpu_seconds(viewer, samples) for _ in range(3)) < 1
+        assert min(cpu_seconds(viewer, f"{samples}?sort=-score&page=100") for _ in range(3)) < 2
 
 
-def timed(viewer: Viewer, path: str) -> float:
-    """Seconds of a core until the page is there: those of the clock are the machine's load, too."""
+def cpu_seconds(viewer: Viewer, path: str) -> float:
+    """Return the server's CPU seconds for a page; wall time would depend on the machine's load."""
     server = psutil.Process(viewer.pid)
     began = sum(server.cpu_times()[:2])
     assert "of 1,000,000 samples" in viewer.get(path).text

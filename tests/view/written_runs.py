@@ -1,4 +1,4 @@
-"""Run directories as a run leaves them, written at once."""
+"""Writes run directories with the files of a real run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARES = (
     {"staleness/share_0": 0.25, "staleness/share_1": 0.5, "staleness/share_10": 0.25},
 )
 LENGTHS = ({"response/drawn_to_2": 3.0, "response/learned_to_2": 3.0}, {"response/drawn_to_8": 2.0})
-"""By turns, so that what a step lacks is none."""
+"""SHARES and LENGTHS alternate between steps: a key that a step lacks must count as 0."""
 
 _NUMBERS = ("engine_logprob", "trainer_logprob", "reference_logprob", "advantage")
 _SAMPLES = pa.schema(
@@ -55,7 +55,7 @@ _TOKENS = pa.schema(
 
 
 def begin(root: Path, *overrides: str, name: str = "run") -> RunPaths:
-    """A run directory with its configuration."""
+    """Create a run directory with its configuration."""
     paths = RunPaths(root)
     root.mkdir(parents=True)
     paths.logs.mkdir()
@@ -65,7 +65,7 @@ def begin(root: Path, *overrides: str, name: str = "run") -> RunPaths:
 
 
 def end(paths: RunPaths, exit_code: int = 0, reason: str | None = None) -> None:
-    """What its launcher has to say at the end."""
+    """Write the launcher's final state of the run."""
     roles = {"trainer": RoleState(1, True), "critic": RoleState(1, True, restarts=2)}
     LauncherState(
         1, 1, "elsewhere", 1.7e9, roles, ended=1.7e9 + 60, exit_code=exit_code, reason=reason
@@ -73,7 +73,7 @@ def end(paths: RunPaths, exit_code: int = 0, reason: str | None = None) -> None:
 
 
 def write_metrics(paths: RunPaths, keys: Sequence[str], steps: int = STEPS) -> None:
-    """Waves, a metric each."""
+    """Write a sine wave for each metric, and the times of the phases."""
     writer = MetricsWriter(paths)
     for step in range(1, steps + 1):
         stats = {key: 0.5 + 0.4 * math.sin(step / 5 + place) for place, key in enumerate(keys)}
@@ -87,8 +87,8 @@ def write_metrics(paths: RunPaths, keys: Sequence[str], steps: int = STEPS) -> N
 
 
 def write_timeline(paths: RunPaths, steps: int) -> None:
-    """Two trainers; a critic that begins a step's values while they wait for samples; a generator
-    beside their training."""
+    """Write the timelines of two trainers, of a critic that computes values while the trainers wait
+    for samples, and of a generator that runs during training."""
     times = iter(range(10_000))
     files = [
         paths.timeline / f"{rank}.jsonl"
@@ -122,7 +122,7 @@ def write_timeline(paths: RunPaths, steps: int) -> None:
 def write_samples(
     paths: RunPaths, step: int, rows: Sequence[Mapping[str, Any]], *, tokens: bool = True
 ) -> None:
-    """A step's sample files: of each row what is given, a token a word of its response."""
+    """Write the sample files of a step, with one token per word of a response."""
     directory = paths.root / "samples"
     directory.mkdir(exist_ok=True)
     whole, by_token = [], []

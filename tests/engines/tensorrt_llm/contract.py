@@ -1,9 +1,9 @@
-"""What `aligner.engines.tensorrt_llm` calls of TensorRT-LLM and expects there; nothing of
-TensorRT-LLM is imported.
+"""The part of TensorRT-LLM's API that `aligner.engines.tensorrt_llm` uses; this file imports
+nothing of TensorRT-LLM.
 
-The fake has every entry, takes its signatures from the table and refuses other keywords; where the
-package is installed, a test compares it with the table. Only one attribute of workers is not in it,
-`engine`, since it exists on instances alone.
+The fake has every symbol, takes its signatures from this table, and refuses other keywords. If the
+package is installed, a test compares it with the table. One attribute of workers is missing,
+`engine`, because it exists only on instances.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 VERSIONS: Final = ("1.2", "1.3")
-"""Releases that the table speaks of."""
+"""Releases that the table describes."""
 REQUIRED: Final = "required"
-"""As a default: the parameter has none."""
+"""Marks a parameter without a default."""
 UNCOMPARED: Final = "uncompared"
-"""As a default: there is one, which nothing here relies on."""
+"""Marks a parameter whose default is not compared, because aligner does not rely on it."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that may be given by keyword, its default, and the releases that have it."""
+    """A keyword parameter, its default, and the releases that have it."""
 
     name: str
     default: Any = UNCOMPARED
@@ -31,14 +31,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A class, method or attribute, by its importable path; only the parameters that matter here
-    are listed."""
+    """A class, method or attribute with its importable path, and those of its parameters that
+    aligner uses."""
 
     path: str
     parameters: tuple[Parameter, ...] = ()
     fields: str | None = None
-    """Path of the pydantic model whose fields are keywords too, where a signature ends in **kwargs.
-    """
+    """Path of the pydantic model whose fields are further keywords, if a signature ends in
+    **kwargs."""
     versions: tuple[str, ...] = VERSIONS
 
     def keywords(self, version: str) -> Mapping[str, Parameter]:
@@ -133,7 +133,7 @@ SYMBOLS: Final = (
         "tensorrt_llm.executor.result.CompletionOutput",
         _all(token_ids=UNCOMPARED, logprobs=UNCOMPARED, finish_reason=UNCOMPARED),
     ),
-    # In the workers.
+    # Symbols of the workers.
     Symbol("tensorrt_llm.llmapi.rlhf_utils.WorkerExtension.update_weights", _all(ipc_handles=None)),
     Symbol("tensorrt_llm.executor.ray_gpu_worker.RayWorkerWrapper.report_device_id"),
     Symbol("tensorrt_llm._torch.pyexecutor.py_executor.PyExecutor.reset_prefix_cache"),
@@ -151,12 +151,12 @@ MEMORY_TAGS: Final = (
     ),
     *("spec_resource_manager", "kv_cache"),
 )
-"""What memory is released and resumed by; releases that also have `model_weights` and
-`draft_model_weights` list them."""
+"""Tags that select the memory to release and resume; releases since 1.3 also have
+`WEIGHT_TAGS_SINCE_1_3`."""
 KV_CACHE: Final = "kv_cache"
 WEIGHT_TAGS_SINCE_1_3: Final = ("model_weights", "draft_model_weights")
 
 
 def symbol(path: str) -> Symbol:
-    """The table's entry for a path."""
+    """Return the table's symbol with this path."""
     return next(entry for entry in SYMBOLS if entry.path == path)

@@ -1,9 +1,9 @@
-"""A TensorRT-LLM without GPUs: it refuses keywords that the contract's table does not list, and it
-does generate.
+"""A fake TensorRT-LLM without GPUs: it refuses keywords that are not in the contract, and it
+generates.
 
-Its signatures are those of `contract.py`. Its workers cut their share out of the tensors that they
-are handed, fuse it, and nothing else is kept; for generating, the shares are put together again and
-run by transformers.
+Its signatures are those of `contract.py`. Its workers cut their slices out of the tensors that they
+receive, fuse them, and keep nothing else. To generate, the fake reassembles the slices and runs
+them with transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Field:
 
 
 def bind(path: str, version: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters' values. Raises ValueError for keywords that the release does not know."""
+    """Return the values of all parameters; raise ValueError for keywords that the release does not
+    have."""
     try:
         bound = signature(path, version).bind(*args, **kwargs)
     except TypeError as error:
@@ -63,8 +64,8 @@ def bind(path: str, version: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def model_of(path: str, version: str) -> type:
-    """A class that takes and keeps the parameters of a symbol, like a pydantic model that forbids
-    others."""
+    """Return a class that accepts and stores a symbol's parameters, like a pydantic model that
+    forbids extra fields."""
 
     def init(self: Any, **kwargs: Any) -> None:
         vars(self).update(bind(path, version, (), kwargs))
@@ -119,7 +120,8 @@ def _cut_axis(name: str) -> int | None:
 
 
 def _fused(name: str) -> tuple[str, str] | None:
-    """The worker's parameter that a tensor is a part of, and which one."""
+    """Return the worker's fused parameter and the tensor's part in it; None if the tensor is not
+    fused."""
     for whole, parts in _FUSED.items():
         for part in parts:
             if f".{part}." in name:
@@ -128,7 +130,7 @@ def _fused(name: str) -> tuple[str, str] | None:
 
 
 class Executor:
-    """What a worker's `engine` is to extensions."""
+    """The part of a worker's `engine` that extensions use."""
 
     def __init__(self, llm: FakeLLM, reload: Any) -> None:
         self._llm = llm
@@ -138,8 +140,8 @@ class Executor:
 
     @contextlib.contextmanager
     def control_action(self) -> Iterator[None]:
-        # TensorRT-LLM would wait until they end; with an update that is to hold them back, that is
-        # never.
+        # TensorRT-LLM would wait until the running requests end; an update that holds them back
+        # would wait forever.
         assert not self._llm.running, "weights change under running requests"
         yield
 
@@ -148,7 +150,7 @@ class Executor:
 
 
 class Worker:
-    """What a Ray worker is, as far as extensions and updates can tell."""
+    """The part of a Ray worker that extensions and updates use."""
 
     def __init__(self, llm: FakeLLM, rank: int, size: int) -> None:
         self.llm, self.rank, self.size, self.device_id = llm, rank, size, rank
@@ -176,7 +178,7 @@ class Worker:
 
     def share(self, name: str) -> Tensor:
         parameter, part = _fused(name) or (name, "")
-        if part:  # out of the one fused tensor, as the kernels read it
+        if part:  # from the fused tensor, as the kernels read it
             parts = [
                 self.parameters[parameter][other] for other in _FUSED[parameter.split(".")[-2]]
             ]
@@ -280,7 +282,7 @@ class Output:
                 reason = "length"
             elif self._aborted:
                 reason = "cancelled"
-                logprobs.pop()  # a canceled request's last token may come alone
+                logprobs.pop()  # a cancelled request's last token may lack its log-prob
             if (
                 self._streaming
                 and reason is None
@@ -290,13 +292,13 @@ class Output:
                 sent = len(tokens)
         if reason == "stop" and not params.include_stop_str_in_output:
             tokens.pop()
-        if reason == "cancelled" and len(tokens) - sent > 1:  # what was not sent yet is lost
+        if reason == "cancelled" and len(tokens) - sent > 1:  # unsent tokens are lost
             tokens, logprobs = tokens[:sent], logprobs[:sent]
         await self._chunks.put((tokens[sent:], logprobs[sent:], reason))
 
 
 class FakeLLM:
-    """AsyncLLM."""
+    """The fake of AsyncLLM."""
 
     version = ""
     honors_seeds = logprobs_by_id = True
@@ -325,8 +327,10 @@ class FakeLLM:
     async def setup_async(self) -> FakeLLM:
         path, _, name = self.arguments["ray_worker_extension_cls"].rpartition(".")
         extension = getattr(importlib.import_module(path), name)
-        taken = [one for one in dir(extension) if not one.startswith("__") and hasattr(Worker, one)]
-        assert not taken, f"the worker has {taken} already"
+        conflicts = [
+            one for one in dir(extension) if not one.startswith("__") and hasattr(Worker, one)
+        ]
+        assert not conflicts, f"the worker has {conflicts} already"
         kind = type("ExtendedWorker", (Worker, extension), {})
         size = self.arguments["tensor_parallel_size"]
         self.workers = [kind(self, rank, size) for rank in range(size)]
@@ -392,7 +396,7 @@ class FakeLLM:
         self.workers = []
 
     def _whole_model(self) -> Any:
-        """transformers' model, not yet with weights."""
+        """Return the model of transformers, without loaded weights."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_config(
@@ -400,7 +404,7 @@ class FakeLLM:
         )
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """The workers' shares, put together."""
+        """Return whole tensors, assembled from the workers' slices."""
         found = {}
         for name in self.names:
             if name == "lm_head.weight" and name not in self.workers[0].parameters:
@@ -444,7 +448,7 @@ def memory_types(version: str) -> type[enum.Enum]:
 
 
 def modules(version: str) -> dict[str, types.ModuleType]:
-    """The release's modules, by name, as far as the contract goes."""
+    """Return a release's modules by name, with the symbols of the contract."""
     names = ("tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch")
     names = (*names, "_torch.pyexecutor", "_torch.pyexecutor.py_executor")
     names = (*names, "executor", "executor.result", "executor.ray_gpu_worker")
@@ -478,7 +482,7 @@ def modules(version: str) -> dict[str, types.ModuleType]:
 
 @contextlib.contextmanager
 def installed(version: str = "1.3") -> Iterator[list[FakeLLM]]:
-    """Have the fake importable as tensorrt_llm; gives the instances that are made of it."""
+    """Make the fake importable as tensorrt_llm; yield the list of FakeLLM instances."""
     worker = "aligner.engines.tensorrt_llm.worker"
     before = {
         name: sys.modules.pop(name)

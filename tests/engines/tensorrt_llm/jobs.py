@@ -1,4 +1,4 @@
-"""What the worker ranks run: Megatron, and the engine on the same ranks."""
+"""Functions that the tests' ranks run: Megatron, and the engine on the same ranks."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _publisher(
 def publish_and_generate(
     directory: Any, trainer: dict[str, Any], tensor: int, data: int
 ) -> dict[str, Any]:
-    """Train one step, publish, generate; this rank's slices, samples, and, where it drives, the
-    engine's weights.
+    """Train one step, sync weights, and generate.
 
-    And how the engine takes weights, with what is known of that where it is not: layout and bytes.
+    Returns this rank's slices and samples, the engine's weights on a rank that drives an engine,
+    and the engine's layout and group bytes next to those that `weight_format` predicts.
     """
     actor = jobs.policy(str(directory), trainer)
     shape = engines.shape_of(directory)
@@ -109,7 +109,8 @@ def publish_and_generate(
 
 
 def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
-    """What each rank is told when one that does not drive fails to put its tensors together."""
+    """Return each rank's error when a rank that does not drive the engine fails to collect its
+    tensors."""
     with installed():
         engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         update = engine.begin_update(1)
@@ -118,20 +119,21 @@ def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
             update.views([name])
         try:
             update.load([name])
-            said = "nothing"
+            message = "nothing"
         except AlignerError as error:
-            said = str(error)
+            message = str(error)
         update.abort()
         engine.shutdown()
-    return said
+    return message
 
 
 def publish_to_a_broken_worker(
     directory: Any, trainer: dict[str, Any], tensor: int
 ) -> dict[str, Any]:
-    """A publish that one worker can not take, what is said about it, and another publish."""
+    """Run a weight sync that fails on one worker, and then a successful one; return the errors and
+    versions."""
     actor = jobs.policy(str(directory), trainer)
-    shape, said = engines.shape_of(directory), {}
+    shape, outcome = engines.shape_of(directory), {}
     with installed():
         engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         _publisher(actor, engine, shape).publish(1)
@@ -145,14 +147,14 @@ def publish_to_a_broken_worker(
             try:
                 action()
             except AlignerError as error:
-                said[what] = str(error)
-        said["version"] = engine.version
+                outcome[what] = str(error)
+        outcome["version"] = engine.version
         for llm in FakeLLM.made:
             llm.broken_worker = None
         _publisher(actor, engine, shape, 2).publish(3)
-        said["again"] = generate(engine, engines.requests(), SamplingOptions(2))[
+        outcome["again"] = generate(engine, engines.requests(), SamplingOptions(2))[
             0
         ].weight_versions.tolist()
         engine.shutdown()
     worlds.shutdown()
-    return said
+    return outcome

@@ -1,5 +1,4 @@
-"""The table of what is called: the stand-in that is made of it is strict, and the real package fits
-it."""
+"""The TensorRT-LLM contract: the fake enforces it, and an installed package matches it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def run_fake(directory: Path, work, **more):
-    """Run `work(package, llm)` with an instance that is set up."""
+    """Run `work(package, llm)` with a FakeLLM that is set up."""
 
     async def main(package):
         worker = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
@@ -52,7 +51,7 @@ def handles(directory: Path, uuid: str = "CPU-0") -> dict[str, str]:
     return {uuid: b64encode(pickle.dumps(entries)).decode()}
 
 
-def test_a_whole_update_serves(directory):
+def test_fake_generates_after_complete_update(directory):
     async def work(package, llm):
         await llm.update_weights(handles(directory))
         await llm.collective_rpc("update_weights", args=(None,))
@@ -97,7 +96,7 @@ async def _unknown_keyword(package, llm, directory):
         (_unknown_keyword, "unexpected keyword argument 'priority'"),
     ],
 )
-def test_the_stand_in_refuses_misuse(directory, misuse, message):
+def test_fake_refuses_misuse(directory, misuse, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
         run_fake(
             directory, lambda package, llm: misuse(package, llm, directory), sleep_config=object()
@@ -109,7 +108,7 @@ def test_the_stand_in_refuses_misuse(directory, misuse, message):
     [{"top_k": -1}, {"n": 2}, {"temperature": -1.0}, {"max_new_tokens": 5}, {"top_p": 2.0}],
     ids=str,
 )
-def test_the_stand_in_refuses_sampling_that_is_not_possible(arguments):
+def test_fake_refuses_invalid_sampling_params(arguments):
     with (
         installed(),
         pytest.raises(ValueError, match=r"top_k|greedy|temperature|max_new_tokens|top_p"),
@@ -118,7 +117,7 @@ def test_the_stand_in_refuses_sampling_that_is_not_possible(arguments):
 
 
 @pytest.mark.parametrize(("release", "unknown"), [("1.2", "sleep_config"), ("1.3", "enable_sleep")])
-def test_the_stand_in_refuses_the_other_releases_keywords(directory, release, unknown):
+def test_fake_refuses_keyword_of_other_release(directory, release, unknown):
     with (
         installed(release),
         pytest.raises(ValueError, match=f"unexpected keyword argument '{unknown}'"),
@@ -127,7 +126,7 @@ def test_the_stand_in_refuses_the_other_releases_keywords(directory, release, un
 
 
 @pytest.mark.parametrize("release", contract.VERSIONS)
-def test_detection_finds_what_a_release_has(release):
+def test_detection_finds_keywords_and_tags_of_release(release):
     with installed(release):
         accepted = llm_arguments.llm_keywords()
         assert accepted >= set(contract.symbol("tensorrt_llm.AsyncLLM").keywords(release))
@@ -139,7 +138,7 @@ def test_detection_finds_what_a_release_has(release):
 
 
 def drift(entry: contract.Symbol, release: str) -> list[str]:
-    """Where the package that is importable differs from the table."""
+    """Return the differences between the importable package and the table."""
     found = llm_arguments.find(entry.path)
     if found is None:
         return [f"there is no {entry.path}"]
@@ -149,7 +148,8 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
         found, llm_arguments.find(entry.fields) if entry.fields else None
     )
     if entry.fields:
-        accepted = {**accepted, "backend": contract.UNCOMPARED}  # accepted beside the fields
+        # `backend` is a keyword in addition to the fields.
+        accepted = {**accepted, "backend": contract.UNCOMPARED}
     problems = []
     for name, parameter in entry.keywords(release).items():
         if name not in accepted:
@@ -166,7 +166,7 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
 
 @pytest.mark.promise("tensorrt-llm-contract")
 @pytest.mark.parametrize("release", contract.VERSIONS)
-def test_the_stand_in_has_every_entry(release):
+def test_fake_has_every_contract_symbol(release):
     with installed(release):
         entries = [entry for entry in contract.SYMBOLS if release in entry.versions]
         assert [
@@ -178,7 +178,7 @@ def test_the_stand_in_has_every_entry(release):
 
 
 @pytest.mark.promise("tensorrt-llm-contract")
-def test_drift_is_found():
+def test_contract_drift_is_reported():
     path = "tensorrt_llm.llmapi.KvCacheConfig"
     changed = dataclasses.replace(
         contract.symbol(path),
@@ -204,7 +204,7 @@ def test_drift_is_found():
     importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed"
 )
 @pytest.mark.parametrize("entry", contract.SYMBOLS, ids=lambda entry: entry.path)
-def test_the_installed_package_fits_the_table(entry):
+def test_installed_package_matches_contract(entry):
     installed_release = ".".join(import_module("tensorrt_llm").__version__.split(".")[:2])
     release = installed_release if installed_release in contract.VERSIONS else contract.VERSIONS[-1]
     if release in entry.versions:

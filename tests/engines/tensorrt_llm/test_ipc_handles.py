@@ -1,3 +1,5 @@
+"""CUDA IPC handles of the TensorRT-LLM engine: they open as the tensors of the sender."""
+
 from __future__ import annotations
 
 import base64
@@ -10,7 +12,7 @@ from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
 from aligner.errors import AlignerError
 
 
-def test_handles_open_as_the_tensors_they_were_made_of():
+def test_opened_ipc_handles_equal_source_tensors():
     tensors = {
         "rows": torch.arange(6.0).view(2, 3)[1:],
         "transposed": torch.arange(6.0).view(2, 3).T,
@@ -28,6 +30,6 @@ def test_handles_open_as_the_tensors_they_were_made_of():
         assert not opened[name].requires_grad
 
 
-def test_tensors_on_several_devices_are_refused_by_name():
+def test_tensors_on_two_devices_are_refused():
     with pytest.raises(AlignerError, match=r"one \(cpu\), other \(meta\)"):
         ipc_handles({"one": torch.zeros(1), "other": torch.zeros(1, device="meta")}, "GPU-1")

@@ -1,5 +1,4 @@
-"""From Megatron's slices to whole tensors to the workers' own slices: all of the way, in real
-worlds."""
+"""Weight sync from Megatron's slices to TensorRT-LLM's workers, in worlds of several processes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _cut(whole: np.ndarray, cut) -> np.ndarray:
 @pytest.mark.parametrize(
     ("tensor", "data"), [slow(1, 4), (2, 2), slow(4, 1)], ids=["tp1-dp4", "tp2-dp2", "tp4-dp1"]
 )
-def test_workers_hold_the_trainers_weights_bitwise(pool, directory, tensor, data):
+def test_worker_weights_equal_trainer_weights_bitwise(pool, directory, tensor, data):
     results = pool.run(
         jobs.publish_and_generate, 4, directory, {"tensor": 2, "pipeline": 2}, tensor, data
     )
@@ -47,7 +46,7 @@ def test_workers_hold_the_trainers_weights_bitwise(pool, directory, tensor, data
     )
     assert all(result["versions"] == {1} for result in results)
     assert all(result["takes"][0] == result["takes"][1] for result in results)
-    # Samples depend on neither rank nor layout, and the whole replica returns them.
+    # Samples do not depend on rank or layout, and every rank of a replica returns them.
     assert all(result["samples"] == results[0]["samples"] for result in results)
     model = engines.reference_model(directory)
     model.load_state_dict(
@@ -57,23 +56,23 @@ def test_workers_hold_the_trainers_weights_bitwise(pool, directory, tensor, data
     assert all(result["greedy"] == wanted for result in results)
 
 
-def test_a_rank_that_fails_before_it_hands_weights_over_is_named_on_every_rank(pool, directory):
+def test_failed_weight_collection_names_rank_on_all_ranks(pool, directory):
     begin = time.monotonic()
-    said = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
+    messages = pool.run(jobs.load_where_one_rank_fails, 2, directory, 2)
     assert all(
         "collecting weights failed on rank 1" in one
         and "their views were never requested: model.norm.weight" in one
-        for one in said
+        for one in messages
     )
     assert time.monotonic() - begin < 25
 
 
-def test_a_worker_that_fails_fails_the_update_on_every_rank_and_is_named(pool, directory):
-    for said in pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2):
-        assert "RuntimeError: out of memory" in said["publish"]
-        assert said["version"] is None
+def test_failed_worker_fails_update_on_all_ranks(pool, directory):
+    for outcome in pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2):
+        assert "RuntimeError: out of memory" in outcome["publish"]
+        assert outcome["version"] is None
         assert (
             "the weight update to version 2 failed after it had started to overwrite the old"
-            " weights; sync weights to the engine again" in said["generate"]
+            " weights; sync weights to the engine again" in outcome["generate"]
         )
-        assert said["again"] == [3, 3]
+        assert outcome["again"] == [3, 3]

@@ -1,4 +1,5 @@
-"""What is TensorRT-LLM's own: arguments by release, memory in order, updates that fail."""
+"""Properties of the TensorRT-LLM engine only: arguments per release, order of memory calls, failed
+updates."""
 
 from __future__ import annotations
 
@@ -64,9 +65,7 @@ def texts(engine: TensorRTLLMEngine, options: SamplingOptions = GREEDY) -> list[
     return [response(sample) for sample in generate(engine, requests(), options)]
 
 
-def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own(
-    release, directory, monkeypatch
-):
+def test_trainer_cache_is_emptied_before_engine_resumes(release, directory, monkeypatch):
     engine, llm = start(directory)
     publish(engine, directory, 0)
     engine.sleep()
@@ -83,7 +82,7 @@ def test_the_trainers_spare_memory_is_given_back_before_the_engine_takes_its_own
     assert order == ["give back", "resume"] * 2, "for the model, then for keys and values"
 
 
-def test_every_release_gets_the_arguments_that_it_knows(release, directory, wanted):
+def test_llm_arguments_match_release(release, directory, wanted):
     settings = dataclasses.replace(
         engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24
     )
@@ -99,7 +98,7 @@ def test_every_release_gets_the_arguments_that_it_knows(release, directory, want
     )
     assert (given["max_seq_len"], given["max_batch_size"]) == (40, 24)
     assert given["cuda_graph_config"].max_batch_size == 24
-    # 2 (key, value) x 2 layers x 4 heads x 8 dimensions x 4 bytes a token
+    # Bytes per token: 2 (key, value) x 2 layers x 4 heads x 8 dimensions x 4 bytes.
     assert given["kv_cache_config"].max_tokens == (1 << 20) // 512
     publish(engine, directory, 0)
     assert texts(engine) == wanted
@@ -111,7 +110,7 @@ def test_every_release_gets_the_arguments_that_it_knows(release, directory, want
 
 
 @pytest.mark.usefixtures("newest")
-def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_is_off_by_default(
+def test_kv_cache_default_is_memory_share_without_sleep(
     directory,
 ):
     engine, llm = start(directory, dataclasses.replace(engines.SETTINGS, sleep=False))
@@ -127,7 +126,7 @@ def test_without_a_budget_the_cache_takes_a_share_of_the_free_memory_and_sleep_i
     engine.shutdown()
 
 
-def test_an_argument_that_a_release_lacks_is_left_out_or_named():
+def test_unsupported_argument_is_omitted_or_reported():
     wanted = {"model": "m", "load_format": "dummy", "sampler_type": "TRTLLMSampler"}
     known = llm_arguments.known(
         "AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",)
@@ -141,7 +140,7 @@ def test_an_argument_that_a_release_lacks_is_left_out_or_named():
         llm_arguments.sleep_arguments({"model"})
 
 
-def test_without_the_package_the_image_is_named(directory, monkeypatch):
+def test_missing_package_error_names_docs(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     with pytest.raises(
         AlignerError, match=r"TensorRT-LLM cannot be imported .* docs/tensorrt_llm\.md"
@@ -150,7 +149,7 @@ def test_without_the_package_the_image_is_named(directory, monkeypatch):
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
+def test_kv_cache_below_longest_sequence_is_refused(directory):
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
     with pytest.raises(
         ConfigError,
@@ -168,8 +167,8 @@ def test_a_cache_too_small_for_the_longest_sequence_is_refused(directory):
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_prompt_may_be_as_long_as_the_sequence_leaves_room_for(directory):
-    """TensorRT-LLM's own bound on prompts is 1024 tokens, whatever its bound on sequences is."""
+def test_prompt_length_is_limited_only_by_sequence_length(directory):
+    """TensorRT-LLM limits prompts to 1024 tokens by default, whatever its sequence limit is."""
     shape = dataclasses.replace(engines.shape_of(directory), max_positions=4096)
     engine = TensorRTLLMEngine(
         directory, shape, engines.SETTINGS, 0, 7, device="cpu", dtype=torch.float32
@@ -181,7 +180,7 @@ def test_a_prompt_may_be_as_long_as_the_sequence_leaves_room_for(directory):
 
 
 @pytest.mark.usefixtures("newest")
-def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
+def test_configured_context_limits_sequence_length(directory):
     engine, _ = start(directory, context=10)
     publish(engine, directory, 0)
     with pytest.raises(
@@ -192,7 +191,7 @@ def test_the_longest_sequence_may_be_shorter_than_the_models(directory):
 
 
 @pytest.mark.usefixtures("newest")
-def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory, wanted):
+def test_wake_resumes_model_before_update_and_cache_after(directory, wanted):
     engine, llm = start(directory)
     publish(engine, directory, 0)
     assert texts(engine) == wanted
@@ -206,7 +205,7 @@ def test_the_model_comes_back_before_the_update_and_the_cache_after_it(directory
 
 
 @pytest.mark.usefixtures("newest")
-def test_an_engine_that_woke_without_weights_can_sleep_again(directory, wanted):
+def test_engine_without_weights_can_sleep_after_wake(directory, wanted):
     engine, _ = start(directory)
     for version in (0, 1):
         engine.sleep()
@@ -219,7 +218,7 @@ def test_an_engine_that_woke_without_weights_can_sleep_again(directory, wanted):
 
 
 @pytest.mark.usefixtures("newest")
-def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory, wanted):
+def test_old_weights_serve_until_first_load(directory, wanted):
     engine, _ = start(directory)
     publish(engine, directory, 0)
     update = engine.begin_update(1)
@@ -241,7 +240,7 @@ def test_the_old_weights_serve_until_the_first_tensors_are_handed_over(directory
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monkeypatch):
+def test_failed_commit_leaves_no_weight_version(directory, wanted, monkeypatch):
     engine, llm = start(directory)
     update = engine.begin_update(3)
     write(engine, update, directory)
@@ -258,7 +257,7 @@ def test_a_worker_that_fails_to_finish_leaves_no_version(directory, wanted, monk
 
 
 @pytest.mark.usefixtures("newest")
-def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
+def test_missing_worker_reply_fails_update(directory, monkeypatch):
     engine, llm = start(directory)
     workers = llm.workers
     monkeypatch.setattr(llm, "workers", [])
@@ -273,7 +272,7 @@ def test_an_answer_from_every_worker_is_required(directory, monkeypatch):
 
 
 @pytest.mark.usefixtures("newest")
-def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch):
+def test_workers_on_other_gpus_than_ranks_are_refused(directory, monkeypatch):
     monkeypatch.setattr(FakeLLM, "device_uuid", lambda self, rank: f"CPU-{rank + 4}")
     with pytest.raises(
         AlignerError, match="workers run on the GPUs CPU-4, but the replica's ranks run on CPU-0"
@@ -283,7 +282,7 @@ def test_workers_on_other_gpus_than_the_ranks_are_refused(directory, monkeypatch
 
 @pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "does not end"])
-def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
+def test_failed_start_shuts_down_engine(directory, monkeypatch, ends):
     ended = []
 
     async def fail(self):
@@ -311,7 +310,7 @@ def test_an_engine_that_does_not_start_is_ended(directory, monkeypatch, ends):
 
 
 @pytest.mark.usefixtures("newest")
-def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
+def test_workers_are_shut_down_at_process_exit(directory, monkeypatch):
     at_exit = []
     monkeypatch.setattr(atexit, "register", lambda call, *more: at_exit.append(call))
     engine, llm = start(directory)
@@ -321,7 +320,7 @@ def test_the_workers_end_with_the_process_if_not_before(directory, monkeypatch):
     engine.shutdown()
 
 
-def test_a_blocked_event_loop_can_be_closed(monkeypatch):
+def test_blocked_event_loop_closes_in_time(monkeypatch):
     monkeypatch.setattr(client, "_CLOSE_S", 0.1)
     loop, go_on = client.EventLoop("blocked"), threading.Event()
 
@@ -336,7 +335,7 @@ def test_a_blocked_event_loop_can_be_closed(monkeypatch):
 
 
 @pytest.mark.usefixtures("newest")
-def test_logprobs_may_be_plain_numbers(directory):
+def test_plain_float_logprobs_are_accepted(directory):
     engine, llm = start(directory)
     publish(engine, directory, 0)
     by_id = [sample.engine_logprobs.tolist() for sample in generate(engine, requests(), GREEDY)]
@@ -348,7 +347,7 @@ def test_logprobs_may_be_plain_numbers(directory):
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_request_that_fails_is_named(directory, monkeypatch):
+def test_failed_request_is_reported_with_prompt(directory, monkeypatch):
     engine, llm = start(directory)
     publish(engine, directory, 0)
 
@@ -362,7 +361,7 @@ def test_a_request_that_fails_is_named(directory, monkeypatch):
 
 
 @pytest.mark.usefixtures("newest")
-def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, monkeypatch):
+def test_engine_without_tokens_times_out(directory, monkeypatch):
     settings = dataclasses.replace(
         engines.SETTINGS,
         tensorrt_llm=dataclasses.replace(engines.SETTINGS.tensorrt_llm, timeout_s=0.3),
@@ -383,7 +382,7 @@ def test_an_engine_that_gives_no_tokens_is_not_waited_for_forever(directory, mon
 
 
 @pytest.mark.usefixtures("newest")
-def test_an_interrupted_response_draws_again_what_no_message_had_told(directory):
+def test_interrupted_response_resamples_unreported_tokens(directory):
     settings = dataclasses.replace(
         engines.SETTINGS, tensorrt_llm=TensorRTLLMConfig(stream_interval=4), in_flight="interrupt"
     )
@@ -403,7 +402,7 @@ def test_an_interrupted_response_draws_again_what_no_message_had_told(directory)
     engine.shutdown()
 
 
-def test_the_workers_inherit_neither_launcher_nor_world_and_see_their_gpus():
+def test_worker_environment_has_gpus_but_no_launcher_variables():
     before = {
         "HOME": "/h",
         "SLURM_JOB_ID": "1",
@@ -419,7 +418,7 @@ def test_the_workers_inherit_neither_launcher_nor_world_and_see_their_gpus():
     assert [name for name in before if name in after] == ["HOME"]
 
 
-def test_the_environment_is_put_back(monkeypatch):
+def test_environment_is_restored_after_error(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(RuntimeError), environment({"ONLY": "this"}):
         assert dict(os.environ) == {"ONLY": "this"}
@@ -428,7 +427,7 @@ def test_the_environment_is_put_back(monkeypatch):
     assert "ONLY" not in os.environ
 
 
-def test_gpus_are_counted():
+def test_gpu_index_refuses_gpu_uuid():
     assert gpu_index("5") == 5
     with pytest.raises(
         AlignerError,

@@ -1,5 +1,4 @@
-"""vLLM for tests: it takes most of a minute to start, so that those of one model share a
-program."""
+"""Shared vLLM processes: a start takes most of a minute, so tests with one model share one."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from aligner.vllm_environment import vllm_place
 INSTALLED = pytest.mark.skipif(
     not (vllm_place() / "package").is_file(), reason="`aligner install-vllm` was not run"
 )
-"""Of a test that looks at vLLM."""
+"""Marker of a test that inspects the installed vLLM."""
 NEEDED = (pytest.mark.slow, INSTALLED)
-"""Of a test that runs vLLM."""
+"""Markers of a test that runs vLLM."""
 _clients: dict[str, VLLMClient] = {}
 
 
@@ -61,6 +60,6 @@ def _client(
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Engines that begin meanwhile take a program that is there."""
+    """Let engines that start in this context reuse a running vLLM process."""
     with mock.patch.object(vllm_engine, "VLLMClient", _client):
         yield

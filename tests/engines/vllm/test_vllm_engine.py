@@ -1,5 +1,5 @@
-"""vLLM itself: other families than the suite of all engines runs, what it draws, and what is left
-when something is killed."""
+"""The installed vLLM: log-probs of a mixture of experts, sampling distribution, and cleanup after
+kills."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Iterator[VLLMEngine]:
-    """One of its own, which may be killed."""
+    """An engine that is not shared, so that a test may kill it."""
     settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64)
     engine = VLLMEngine(directory, engines.shape_of(directory), settings, 0, seed=7)
     engines.publish(engine, directory, 0)
@@ -53,21 +53,20 @@ def engine(directory: Path) -> Iterator[VLLMEngine]:
 
 
 def scored(directory: str, samples: list[Sample], tensor: int) -> torch.Tensor:
-    """Megatron's log-probs of samples."""
+    """Return Megatron's log-probs of the samples."""
     batch = collate(samples, pad_token_id=0)
     return jobs.policy(directory, {"tensor": tensor, "sequence": tensor > 1}).logprobs(
         batch.tokens, batch.lengths
     )
 
 
-def assert_refused(engine: VLLMEngine, told: str, value: float = 0.5, **other: int) -> None:
-    """An update of a model that differs from vLLM's fails, whichever side has more, and one of what
-    is no number."""
+def assert_refused(engine: VLLMEngine, message: str, value: float = 0.5, **other: int) -> None:
+    """Check that an update with another model's parameters, or with NaN weights, raises."""
     table = engine._table
     engine._table = weight_table(dataclasses.replace(engine._shape, **other))
     update = engine.begin_update(7)
     try:
-        with pytest.raises(AlignerError, match=told):
+        with pytest.raises(AlignerError, match=message):
             for name in stored_tensors(engine._table):
                 update.views([name])[name].fill_(value)
                 update.load([name])
@@ -78,10 +77,10 @@ def assert_refused(engine: VLLMEngine, told: str, value: float = 0.5, **other: i
     assert engine.version is None
 
 
-def drawn(directories: list[Path]) -> list[list[Sample]]:
-    """Samples by both ranks of a replica, of one model's weights after another's; then its workers
-    are killed."""
-    group = dist.new_group(timeout=timedelta(seconds=400))  # the second waits for vLLM to start
+def generate_then_kill_workers(directories: list[Path]) -> list[list[Sample]]:
+    """Generate on both ranks of a replica with the weights of each directory; then kill its
+    workers."""
+    group = dist.new_group(timeout=timedelta(seconds=400))  # rank 1 waits until vLLM has started
     parallel = EngineParallelConfig(tensor=2, data=1)
     settings = dataclasses.replace(
         engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=parallel
@@ -92,10 +91,10 @@ def drawn(directories: list[Path]) -> list[list[Sample]]:
     try:
         shared = _shared_memory(_leader(engine)) if is_first else []
         for version, directory in enumerate(directories):
-            told = (
+            message = (
                 r"vLLM's model received no weights for model\.layers\.3\.input_layernorm\.weight, "
             )
-            assert_refused(engine, told, num_layers=3)
+            assert_refused(engine, message, num_layers=3)
             assert_refused(
                 engine,
                 r"vLLM's model has no parameter for model\.layers\.0\.self_attn\.q_proj\.bias",
@@ -109,7 +108,7 @@ def drawn(directories: list[Path]) -> list[list[Sample]]:
             found.append(
                 engines.generate(engine, wanted, SamplingOptions(14, temperature=jobs.TEMPERATURE))
             )
-        # with no time to clear up, and vLLM may not have noticed yet that it cannot go on
+        # SIGKILL leaves no time for cleanup, and vLLM may not have noticed the dead workers yet.
         if is_first:
             workers = [
                 process
@@ -124,19 +123,19 @@ def drawn(directories: list[Path]) -> list[list[Sample]]:
     finally:
         engine.shutdown()
     if is_first:
-        _is_gone(_leader(engine), shared)
+        _assert_gone(_leader(engine), shared)
     return found
 
 
 @pytest.mark.promise("vllm-logprobs-equal-megatron")
-def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(pool, tmp_path):
-    """Of Qwen3's mixture of experts; a Llama's are looked at in `tests/system/test_vllm_run.py`."""
+def test_logprobs_equal_megatron_after_refused_updates(pool, tmp_path):
+    """Tests Qwen3's mixture of experts; `tests/system/test_vllm_run.py` tests a Llama."""
     directories = [families.save("qwen3_moe", tmp_path / "first"), tmp_path / "second"]
     model = engines.reference_model(directories[0])
     for parameter in model.parameters():
         parameter.data = parameter.data.flip(-1).contiguous()
     model.save_pretrained(directories[1])
-    versions, *others = pool.run(drawn, 2, directories, timeout=500)
+    versions, *others = pool.run(generate_then_kill_workers, 2, directories, timeout=500)
     for version, (directory, samples) in enumerate(zip(directories, versions, strict=True)):
         for other in others:
             assert [sample.tokens.tolist() for sample in other[version]] == [
@@ -152,7 +151,7 @@ def test_logprobs_are_megatrons_also_after_updates_that_were_of_another_model(po
 
 
 @pytest.mark.promise("vllm-logprobs-equal-megatron")
-def test_draws_follow_the_exact_distribution(tmp_path):
+def test_vllm_samples_follow_exact_distribution(tmp_path):
     directory = engines.save_tiny(tmp_path, seed=0, head_dim=32, tied=True)
     (prompt,) = engines.prompts(1)
     model, temperature = engines.reference_model(directory), 1.5
@@ -168,14 +167,14 @@ def test_draws_follow_the_exact_distribution(tmp_path):
     )
     common = expected >= 5
     found = torch.cat((counts[common], counts[~common].sum()[None])).double()
-    wished = torch.cat((expected[common], expected[~common].sum()[None])).double()
+    expected_counts = torch.cat((expected[common], expected[~common].sum()[None])).double()
     freedom = len(found) - 1
-    chi_square = float(((found - wished) ** 2 / wished.clamp(min=1e-9)).sum())
+    chi_square = float(((found - expected_counts) ** 2 / expected_counts.clamp(min=1e-9)).sum())
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, "four standard deviations"
 
 
 def _group(leader: int) -> list[psutil.Process]:
-    """The processes of the program's group that are not dead."""
+    """Return the live processes of the program's process group."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -187,7 +186,7 @@ def _group(leader: int) -> list[psutil.Process]:
 
 
 def _shared_memory(leader: int) -> list[Path]:
-    """What the processes of a group share with each other."""
+    """Return the files in /dev/shm that the processes of a group have mapped."""
     mapped = {region.path for process in _group(leader) for region in process.memory_maps()}
     found = [
         path for path in map(Path, mapped) if path.is_relative_to("/dev/shm") and path.exists()
@@ -196,7 +195,7 @@ def _shared_memory(leader: int) -> list[Path]:
     return found
 
 
-def _is_gone(leader: int, shared: list[Path], within_s: float = 40.0) -> None:
+def _assert_gone(leader: int, shared: list[Path], within_s: float = 40.0) -> None:
     end = time.monotonic() + within_s
     while _group(leader) and time.monotonic() < end:
         time.sleep(0.2)
@@ -209,8 +208,8 @@ def _leader(engine: GenerationEngine) -> int:
 
 
 @pytest.mark.promise("killed-vllm-is-replaced")
-def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine):
-    """A worker of vLLM's is killed in `tests/system/test_vllm_run.py`."""
+def test_killed_vllm_is_reported_and_cleaned_up(directory, engine):
+    """`tests/system/test_vllm_run.py` kills a worker of vLLM."""
     leader = _leader(engine)
     shared = _shared_memory(leader)
     generation = engine.start(engines.requests(), SamplingOptions(30))
@@ -218,13 +217,12 @@ def test_a_program_that_is_killed_is_named_and_nothing_is_left(directory, engine
     with pytest.raises(EngineGone, match="vLLM: its process was killed by SIGKILL"):
         advance(generation)
     engine.shutdown()
-    _is_gone(leader, shared)
+    _assert_gone(leader, shared)
 
 
-def test_an_update_that_finds_the_parent_of_vllms_workers_dead_ends_the_rank_instead_of_failing(
-    directory, engine
-):
-    """One that finds workers dead is in the test of log-probs."""
+def test_update_raises_engine_gone_if_worker_parent_is_dead(directory, engine):
+    """`test_logprobs_equal_megatron_after_refused_updates` covers an update after the workers are
+    killed."""
     leader = _leader(engine)
     shared = _shared_memory(leader)
     worker = max(
@@ -236,7 +234,7 @@ def test_an_update_that_finds_the_parent_of_vllms_workers_dead_ends_the_rank_ins
     with pytest.raises(EngineGone, match="vLLM: "):
         engines.publish(engine, directory, 1)
     engine.shutdown()
-    _is_gone(leader, shared)
+    _assert_gone(leader, shared)
 
 
 _DRIVER = """
@@ -252,10 +250,10 @@ time.sleep(600)
 """
 
 
-def test_when_the_rank_is_killed_the_program_ends_with_all_that_it_has_started(directory):
+def test_vllm_exits_when_its_rank_is_killed(directory):
     command = [sys.executable, "-c", _DRIVER, str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         leader = int(driver.stdout.readline())
         shared = _shared_memory(leader)
         driver.send_signal(signal.SIGKILL)
-    _is_gone(leader, shared)
+    _assert_gone(leader, shared)

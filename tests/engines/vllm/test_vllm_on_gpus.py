@@ -1,4 +1,4 @@
-"""What vLLM's program is given where the ranks are on GPUs, which are pretended."""
+"""Environment and settings of vLLM's process for ranks on (mocked) GPUs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ SHAPE = shape_of("tiny")
 
 
 class OtherRanks(Replica):
-    """A replica of which this process plays every rank in turn, each on the GPU of its number from
-    `first` on."""
+    """A replica whose ranks are all simulated by this process; rank r runs on GPU `first` + r."""
 
     first, hosts = 0, ("one", "one")
 
@@ -36,7 +35,7 @@ class OtherRanks(Replica):
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What programs have been started with."""
+    """Environments and settings of the started programs, which are fakes."""
     started: list[dict[str, Any]] = []
 
     class Program:
@@ -58,8 +57,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_engine.VLLMEngine:
-    """The engine on a rank that is the first of its replica; two ranks each, every rank with a
-    GPU."""
+    """Start the engine on the first rank of its replica; each rank has one GPU."""
     chosen = EngineConfig(
         kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings
     )
@@ -80,7 +78,7 @@ def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_e
         ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
     ],
 )
-def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, visible, seen):
+def test_replica_workers_see_only_gpus_of_their_ranks(pretended, monkeypatch, visible, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -99,7 +97,7 @@ def test_a_replicas_workers_see_its_ranks_gpus_alone(pretended, monkeypatch, vis
     assert not [environment for environment in environments if "LOCAL_RANK" in environment]
 
 
-def test_a_replica_on_two_machines_is_refused(pretended, monkeypatch):
+def test_replica_on_two_machines_is_refused(pretended, monkeypatch):
     monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
     with pytest.raises(
         AlignerError,
@@ -110,9 +108,7 @@ def test_a_replica_on_two_machines_is_refused(pretended, monkeypatch):
 
 
 @pytest.mark.parametrize("sleep", [True, False])
-def test_on_gpus_vllm_records_steps_and_takes_its_share_of_the_memory(
-    pretended, monkeypatch, sleep
-):
+def test_vllm_on_gpu_uses_cuda_graphs_and_memory_share(pretended, monkeypatch, sleep):
     start(monkeypatch, 0, sleep=sleep)._replica.client.shutdown()
     wanted = {
         "enforce_eager": False,
@@ -126,7 +122,7 @@ def test_on_gpus_vllm_records_steps_and_takes_its_share_of_the_memory(
     } == wanted and "kv_cache_memory_bytes" not in settings
 
 
-def test_on_cpus_it_is_given_room_for_what_can_be_asked_and_no_gpu(pretended, monkeypatch):
+def test_vllm_on_cpu_gets_kv_cache_size_and_no_gpu(pretended, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     chosen = EngineConfig(
         kind="vllm", update="in_place", sleep=True, vllm=VLLMConfig(python=sys.executable)

@@ -1,5 +1,4 @@
-"""The memory by which weights reach vLLM's workers; that of a GPU with torch's calls for CUDA IPC
-pretended."""
+"""Memory that transfers weights to vLLM's workers; torch's CUDA IPC calls are mocked."""
 
 from __future__ import annotations
 
@@ -38,13 +37,12 @@ TENSORS = {
 }
 COUNTER = b"/torch_17_4"
 SHARED = (5, bytes(range(64)), 80, 512, COUNTER, 3, b"event" * 8, True)
-"""What torch tells of a storage that it shares."""
+"""Return value of torch's `_share_cuda_` for a storage."""
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two that this process sees; storages of the processor's are shared as if they were a
-    GPU's."""
+    """Mock two visible GPUs; CPU storages are shared as if they were on a GPU."""
     made = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
@@ -72,14 +70,14 @@ def shared_whole(
     )
 
 
-def sent(shared: SharedPieces) -> dict:
-    """Its handle on the other side of a socket."""
+def received_handle(shared: SharedPieces) -> dict:
+    """Return the handle as the receiver of a JSON message sees it."""
     return json.loads(json.dumps(shared.handle))
 
 
-def test_who_opens_a_handle_has_the_tensors_and_keeps_them_when_it_is_closed():
+def test_opened_handle_keeps_tensors_after_close():
     shared = shared_whole(TENSORS)
-    handle = sent(shared)
+    handle = received_handle(shared)
     with opened(handle["memory"], CPU) as memory:
         assert checksum(memory) == handle["checksum"]
         shared.close()
@@ -95,20 +93,20 @@ def test_who_opens_a_handle_has_the_tensors_and_keeps_them_when_it_is_closed():
         pass
 
 
-def test_a_piece_comes_in_a_tensor_of_the_whole_shape_that_has_no_number_elsewhere():
+def test_slice_is_received_in_whole_tensor_padded_with_nan():
     whole = {
         "fused": torch.randn(4, 6),
         "column": torch.randn(5, 3).bfloat16(),
         "all": torch.randn(2),
     }
-    # as of two parts that lie in one tensor
+    # Two slices of one fused tensor.
     pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]
     placed = [
         Placed(name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start))
         for name, axis, start, stop in pieces
     ]
     shared = SharedPieces([*placed, Placed("all", [2], None, 0, whole["all"])], HostMemory)
-    handle = sent(shared)
+    handle = received_handle(shared)
     with opened(handle["memory"], CPU) as memory:
         found = dict(taken(memory, handle["pieces"], CPU))
     shared.close()
@@ -124,17 +122,17 @@ def test_a_piece_comes_in_a_tensor_of_the_whole_shape_that_has_no_number_elsewhe
             )
 
 
-def test_what_a_reader_writes_is_its_own():
+def test_reader_writes_do_not_change_shared_memory():
     shared = shared_whole({"one": torch.ones(8)})
-    with opened(sent(shared)["memory"], CPU) as memory:
+    with opened(received_handle(shared)["memory"], CPU) as memory:
         memory.fill_(9)
-    with opened(sent(shared)["memory"], CPU) as memory:
+    with opened(received_handle(shared)["memory"], CPU) as memory:
         assert torch.equal(tensor_at(memory, "float32", [8], 0), torch.ones(8))
     shared.close()
 
 
-def test_a_checksum_changes_with_any_bit_and_any_two_words_that_change_places(monkeypatch):
-    monkeypatch.setitem(weight_memory._SUMMED, "cpu", 8)  # so that there are several parts
+def test_checksum_detects_bit_flips_and_swapped_words(monkeypatch):
+    monkeypatch.setitem(weight_memory._SUMMED, "cpu", 8)  # several chunks
     draws = random.Random(0)
     memory = torch.randint(
         0, 256, (80,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -145,7 +143,7 @@ def test_a_checksum_changes_with_any_bit_and_any_two_words_that_change_places(mo
         assert checksum(memory) != right
         memory[bit // 8] ^= 1 << bit % 8
     words = memory.view(torch.int32)
-    words[3] = words[17].item() ^ -(2**31)  # they differ in the sign alone
+    words[3] = words[17].item() ^ -(2**31)  # the two words differ only in the sign
     signs = checksum(memory)
     for one, other in [(3, 17), *(draws.sample(range(20), 2) for _ in range(100))]:
         moved = memory.clone()
@@ -155,19 +153,17 @@ def test_a_checksum_changes_with_any_bit_and_any_two_words_that_change_places(mo
 
 
 @pytest.mark.parametrize("count", [1, 3, 1 << 10])
-def test_a_checksum_is_the_sum_of_words_times_places_however_many_are_added_at_a_time(
-    monkeypatch, count
-):
+def test_checksum_does_not_depend_on_chunk_size(monkeypatch, count):
     monkeypatch.setitem(weight_memory._SUMMED, "cpu", count)
     words = [2**31 - 1, -(2**31), 0, -1, 7, 2**31 - 1]
     memory = torch.tensor(words, dtype=torch.int32).view(torch.uint8)
     assert checksum(memory) == sum(place * word for place, word in enumerate(words, 1)) % 2**64
 
 
-def test_a_process_on_the_same_gpu_opens_its_memory(gpus, monkeypatch):
+def test_process_on_same_gpu_opens_cuda_memory(gpus, monkeypatch):
     arguments = []
     shared = shared_whole(TENSORS, functools.partial(DeviceMemory, CPU))
-    handle = sent(shared)
+    handle = received_handle(shared)
     assert handle["memory"]["kind"] == "cuda" and handle["memory"]["device"] == "GPU-a0"
 
     def open_storage(*given):
@@ -189,17 +185,20 @@ def test_a_process_on_the_same_gpu_opens_its_memory(gpus, monkeypatch):
     shared.close()
 
 
-def test_a_process_on_another_gpu_is_refused_by_name(gpus):
-    handle = sent(shared_whole(TENSORS, functools.partial(DeviceMemory, CPU)))
-    told = (
+def test_process_on_other_gpu_is_refused(gpus):
+    handle = received_handle(shared_whole(TENSORS, functools.partial(DeviceMemory, CPU)))
+    message = (
         "the trainer's weights are in the memory of GPU-a0, but this vLLM worker runs on GPU-b0;"
         " both must use the same GPU"
     )
-    with pytest.raises(ValueError, match=told), opened(handle["memory"], torch.device("cuda", 1)):
+    with (
+        pytest.raises(ValueError, match=message),
+        opened(handle["memory"], torch.device("cuda", 1)),
+    ):
         pass
 
 
-def test_both_environments_can_import_it():
+def test_weight_memory_imports_only_torch_and_stdlib():
     tree = ast.parse(Path(inspect.getfile(weight_memory)).read_text())
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     named += [
