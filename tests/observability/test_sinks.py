@@ -326,11 +326,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_recovered_tensorboard_gets_each_step_once(tmp_path: Path) -> None:
     paths = run_paths(configured(tmp_path / "run"))
     away = paths.root / "away"
+    directory_is_complete = threading.Lock()
+
+    def open_sink() -> TensorBoardSink:
+        with directory_is_complete:
+            return TensorBoardSink(paths.tensorboard)
+
     sink = BackgroundSink(
-        "tensorboard",
-        lambda: TensorBoardSink(paths.tensorboard),
-        lambda: read_metrics(paths.metrics),
-        retry_s=0.0,
+        "tensorboard", open_sink, lambda: read_metrics(paths.metrics), retry_s=0.0
     )
     with MetricsWriter(paths, [sink]) as writer:
         writer.truncate_after(0)
@@ -343,8 +346,9 @@ def test_recovered_tensorboard_gets_each_step_once(tmp_path: Path) -> None:
         for step in (3, 4, 5):
             writer.write(step, float32_metrics(step))
         wait_until(lambda: sink.failures >= 2)
-        paths.tensorboard.unlink()
-        away.rename(paths.tensorboard)
+        with directory_is_complete:  # a third attempt would begin a new directory in between
+            paths.tensorboard.unlink()
+            away.rename(paths.tensorboard)
         for step in (6, 7):
             writer.write(step, float32_metrics(step))
     assert (
@@ -416,16 +420,22 @@ class Silent:
         time.sleep(60)
 
     def resume(self, kept: list[Record]) -> None:
-        raise NotImplementedError
+        time.sleep(60)
 
     def close(self, failed: bool) -> None:
-        raise NotImplementedError
+        time.sleep(60)
 
 
-class Broken(Silent):
-    """A server that refuses all writes."""
+class Broken:
+    """A server that refuses all requests."""
 
     def write(self, step: int, record: Record) -> None:
+        raise OSError("refused")
+
+    def resume(self, kept: list[Record]) -> None:
+        raise OSError("refused")
+
+    def close(self, failed: bool) -> None:
         raise OSError("refused")
 
 
@@ -435,11 +445,12 @@ def test_unavailable_tracker_does_not_block_the_run(
 ) -> None:
     sink = BackgroundSink("mlflow", kind, list, close_timeout_s=0.5)
     started = time.monotonic()
+    for step in range(1, 2000):  # more than the queue holds
+        sink.write(step, metrics(step))
     with MetricsWriter(RunPaths(tmp_path / "run"), [sink]) as writer:
-        for step in range(1, 2000):
-            writer.write(step, metrics(step))
+        writer.write(2000, metrics(2000))
     assert time.monotonic() - started < 10
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1999
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2000]
     assert (
         caplog.messages[-1]
         == f"mlflow failed {failures} times and is missing steps; metrics.jsonl has all steps"
