@@ -219,8 +219,8 @@ def test_steps_return_each_response_once_with_its_index(engine, kind):
             assert place not in found
             found[place] = sample
     assert generation.step() == []
-    # With vLLM, several responses may complete between two steps.
-    assert next(iter(found)) == 1 or kind == "vllm"
+    # An external engine computes on its own: several responses may complete between two steps.
+    assert not kind.startswith("embedded") or next(iter(found)) == 1
     assert [len(response(found[place])) for place in range(4)] == [9, 1, 4, 2]
     assert generate(engine, [], SamplingOptions(3)) == []
 
