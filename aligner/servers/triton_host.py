@@ -50,6 +50,7 @@ from aligner.triton_cleanup import (
     claim_triton_files,
     close_triton_memory,
     is_alive,
+    kill_processes,
     remove_claimed_paths,
     remove_triton_files,
     triton_environments,
@@ -305,9 +306,7 @@ class TritonHost:
 
     def _kill_triton(self, processes: Sequence[psutil.Process]) -> None:
         servers = _triton_processes()
-        for process in {*servers, *processes}:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                process.kill()
+        kill_processes([*{*servers, *processes}])
         # What had ended by itself has left stubs that are nobody's children by now, and that take
         # it for alive until it was waited for.
         psutil.wait_procs(servers[:1], timeout=_LOOK_S)
