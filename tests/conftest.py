@@ -17,9 +17,9 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PAR
 
 from tests.worker_pool import GC_THRESHOLD, WorkerPool
 
-# Batch processes do not preempt each other when they wake up. Otherwise a thread of gloo preempts the
-# thread that holds the lock of its connection, and spins until that thread is scheduled again. This
-# takes a fifth of the time of tests with several ranks on two cores.
+# Batch processes do not preempt each other when they wake up. Otherwise a thread of gloo preempts
+# the thread that holds the lock of its connection, and spins until that thread is scheduled again.
+# This takes a fifth of the time of tests with several ranks on two cores.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # A shell's background jobs and `nohup` ignore these signals, and every process that a test starts
@@ -31,7 +31,7 @@ _LONGEST_FIRST = ("system", "servers", "launcher", "gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest folders first, because `make test` assigns one file at a time to a process."""
+    """Run the slowest folders first: `make test` assigns one file at a time to a process."""
     tests = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in _LONGEST_FIRST)
 
