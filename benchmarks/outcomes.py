@@ -6,7 +6,8 @@ in its last checkpoint. The runs are:
 - PPO with one rank
 - PPO with TP2 x PP2 and a critic with TP2
 - PPO that is killed and resumed
-- SFT
+- SFT, and DPO on pairs sampled from the SFT model
+- a multi-turn environment (`experiment=calculator`), and an agent on the same task
 - four algorithms on `experiment=arithmetic`, each synchronous and asynchronous
 
 `--tree DIR` runs the code of another checkout of this project. `--expect FILE` compares with
@@ -38,12 +39,22 @@ _SPLIT = (
     "engine.parallel.tensor=2",
     "engine.parallel.data=2",
 )
+_CALCULATOR = ("experiment=calculator", "run.steps=10", "evaluation.every=10")
 _KILLED = "killed_and_resumed"
 RUNS: Mapping[str, Sequence[str]] = {
     "tiny_ppo": _PPO,
     "tiny_ppo_tp2_pp2": (*_PPO, *_SPLIT, "critic.parallel.tensor=2"),
     _KILLED: (*_PPO, "checkpoint.every=5"),
     "arithmetic_sft": ("experiment=arithmetic_sft",),
+    "arithmetic_iterated_dpo": ("experiment=arithmetic_iterated_dpo", "run.steps=20"),
+    "calculator": _CALCULATOR,
+    "agent": (
+        *_CALCULATOR,
+        "algorithm=grpo",
+        "environment.target=null",
+        "environment.agent=benchmarks.calculator_agent:run",
+        "engine.exact=true",
+    ),
     **{
         f"arithmetic_{name}": (*_SUMS, f"algorithm={name}")
         for name in ("grpo", "dapo", "online_dpo", "ppo_decoupled")
