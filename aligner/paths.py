@@ -1,11 +1,32 @@
 """Where a run keeps its files."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.schema import Config
+
+OPENMP_WAITS = {"GOMP_SPINCOUNT": "20000"}
+"""How long a thread spins between parallel regions, in turns: about a millisecond. One that spins
+on takes the core of another process; to wake one that sleeps costs a tenth of a training step.
+Counts only before torch is imported."""
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have exactly these environment variables meanwhile."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
 
 PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
@@ -55,7 +76,7 @@ class RunPaths:
         `aligner.environments.episode_journal`."""
         self.judge = root / "judge"
         """What judges have said, which a run that begins anew keeps:
-        `aligner.rewards.judge_ledger`."""
+        `aligner.rewards.judge`."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object a training step."""
         self.metrics_checksum = root / "metrics.jsonl.checksum"
@@ -86,7 +107,7 @@ class RunPaths:
         self.end = root / "end.txt"
         """Why the run has ended before its last step, where it did so by what it reached."""
         self.status = root / "status.json"
-        """The launcher's word on its processes: `aligner.launcher.launcher_state`."""
+        """The launcher's word on its processes: `aligner.launcher.run_directory`."""
         self.job_script = root / "job.sh"
         """What `sbatch` is given, of a run that is a Slurm job."""
         self.checkpoints = root / "checkpoints"
@@ -96,7 +117,7 @@ class RunPaths:
         self.initial_model = root / "initial_model"
         """A randomly initialised model (model.source=random)."""
         self.stages = root / "stages"
-        """What each role is at while it starts, a file a role: `aligner.observability.stages`."""
+        """What each role is at while it starts, a file a role: `aligner.observability.timeline`."""
         self.logs = root / "logs"
         """What the run's processes print, a file a process."""
 

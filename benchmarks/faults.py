@@ -68,7 +68,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from aligner.exit_codes import RESUMABLE
+from aligner.errors import RESUMABLE
 from aligner.paths import RunPaths, complete_steps
 from benchmarks import pauses, start_faults
 from benchmarks.fault_draws import GROUPS, RANKS, Fault, mixed_faults, random_faults

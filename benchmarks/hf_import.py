@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import MegatronModelConfig, ParallelConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from aligner.environment_variables import environment
+from aligner.paths import environment
 from benchmarks.leftovers import Leftovers
 from benchmarks.runs import (
     Finished,

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.environment_variables import environment as with_environment
-from aligner.launcher.rank_environment import library_environment
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts, library_environment
+from aligner.paths import environment as with_environment
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,9 @@ from torch.multiprocessing.spawn import spawn
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
-from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
-from aligner.resharding.transport import slice_shape
+from aligner.resharding.transport import Link, slice_shape
 from aligner.resharding.verify import verify
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from benchmarks.models import MODELS, shape_of

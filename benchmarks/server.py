@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 from aligner.placement.addresses import Endpoint, run_access
 from aligner.schema import Config
-from aligner.servers.connection import Connection, RemoteError
+from aligner.servers.remote_client import Connection, RemoteError
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN
 from benchmarks.models import MODELS, write_model
 from benchmarks.processes import Group, Way
@@ -156,7 +156,7 @@ class Direct:
     """The same critic without a server."""
 
     def __init__(self, config_file: Path) -> None:
-        from aligner.algorithms.losses import value_loss
+        from aligner.algorithms.policy_losses import value_loss
         from aligner.megatron.value_model import build_critic
         from aligner.megatron.world import initialize
 

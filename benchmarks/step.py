@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 from benchmarks.figures import paired
 from benchmarks.models import MODELS, write_model, write_tokenizer
 from benchmarks.peer_environment import peer_python

@@ -58,7 +58,7 @@ def make_experience(
 def _loss(
     logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    from aligner.algorithms.losses import policy_loss
+    from aligner.algorithms.policy_losses import policy_loss
 
     return policy_loss(
         logprobs,
@@ -170,9 +170,9 @@ class Publishing:
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
         from aligner.megatron.world import initialize_alone
         from aligner.models.weight_slices import weight_table
-        from aligner.resharding.link import Link
         from aligner.resharding.publisher import Publisher
         from aligner.resharding.transfer_plan import plan_resharding
+        from aligner.resharding.transport import Link
         from aligner.schema import EngineConfig, ParallelConfig
         from benchmarks.models import shape_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import group_options
-from aligner.rewards.judge_ledger import COUNTS as JUDGE_COUNTS
+from aligner.rewards.judge import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import schema_keys
 from aligner.version import __version__
 from aligner.view.metric_descriptions import describe_metric
@@ -142,16 +142,16 @@ def test_keys_in_migration_page_exist() -> None:
 
 METRIC_MODULES = (
     "aligner/algorithms/evaluation_scores.py",
-    "aligner/rewards/judge_ledger.py",
+    "aligner/rewards/judge.py",
     "aligner/training",
 )
 """Files and directories that write metrics under their complete names."""
 STATISTIC_MODULES = (
     "aligner/algorithms/distillation.py",
-    "aligner/algorithms/losses.py",
+    "aligner/algorithms/policy_losses.py",
     "aligner/algorithms/offline_losses.py",
     "aligner/algorithms/online_algorithm.py",
-    "aligner/algorithms/online_losses.py",
+    "aligner/algorithms/policy_losses.py",
     "aligner/algorithms/preference_losses.py",
     "aligner/megatron/optimizer.py",
     "aligner/megatron/policy.py",

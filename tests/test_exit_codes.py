@@ -13,8 +13,10 @@ from aligner.errors import (
     Stopped,
     TransientError,
     UnavailableError,
+    error_of,
+    exit_code,
+    is_stopped,
 )
-from aligner.exit_codes import error_of, exit_code, is_stopped
 
 
 @pytest.mark.parametrize(

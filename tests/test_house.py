@@ -79,7 +79,7 @@ def test_package_has_no_import_cycles() -> None:
 def test_documented_path_from_launch_to_loss_is_imported() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", page, re.MULTILINE)]
-    assert files[0].parent.name == "cli" and files[-1].name == "losses.py" and len(files) > 2
+    assert files[0].parent.name == "cli" and files[-1].name == "policy_losses.py" and len(files) > 2
     for place, file in enumerate(files[1:], start=1):
         parent, _, name = _module(file).rpartition(".")
         named = re.compile(rf"\b{re.escape(parent)}(\.| import .*\b){name}\b")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections. Python's 700 took a tenth of the time of tests."""

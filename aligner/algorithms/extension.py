@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.advantages import ESTIMATORS, Estimate
-from aligner.algorithms.online_losses import LOSSES, LossContext, OnlineLoss
+from aligner.algorithms.policy_losses import LOSSES, LossContext, OnlineLoss
 from aligner.algorithms.selections import SELECTIONS, Select
 from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError

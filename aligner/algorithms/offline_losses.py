@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.distillation import distillation_loss
-from aligner.algorithms.losses import cross_entropy_loss, token_label_loss, total_over
+from aligner.algorithms.policy_losses import cross_entropy_loss, token_label_loss, total_over
 from aligner.algorithms.preference_losses import (
     kto_loss,
     pairwise_reward_loss,

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import Estimate, group_whiten, groups_by_size
+from aligner.algorithms.advantages import Estimate, group_whiten, groups_by_size, masked_whiten
 from aligner.algorithms.distillation import distillation_advantages, distillation_loss
 from aligner.algorithms.extension import find_estimator, find_loss, find_selection
 from aligner.algorithms.kl import approximate_kl
-from aligner.algorithms.online_losses import LossContext, OnlineLoss, ratio_denominator
+from aligner.algorithms.policy_losses import LossContext, OnlineLoss, ratio_denominator
 from aligner.algorithms.score_shaping import ScoreShaping, penalized_rewards
 from aligner.algorithms.selections import SELECTIONS, Select, SelectByScore
-from aligner.algorithms.whitening import masked_whiten
 from aligner.data.types import (
     FINISH_REASONS,
     Experience,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.api.arguments import json_lines
-from aligner.api.child_command import ChildCommand
+from aligner.api.arguments import ChildCommand, json_lines
 from aligner.api.run_handle import Run
 
 

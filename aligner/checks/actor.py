@@ -12,8 +12,7 @@ from aligner.checks.trained_model import (
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import TARGETS
-from aligner.models.weight_slices import weight_table
+from aligner.models.weight_slices import TARGETS, weight_table
 from aligner.schema import ActorConfig, Config
 from aligner.schema.derived import policy_updates, rows_together
 

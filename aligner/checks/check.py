@@ -24,12 +24,12 @@ from aligner.checks import (
     teacher,
 )
 from aligner.errors import ConfigError
-from aligner.models.directory_checks import weight_file_problems
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
     random_reward_models,
     read_shape,
+    weight_file_problems,
 )
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems

@@ -8,9 +8,8 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import first_layers, model_directory
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import frozen_names
 from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
-from aligner.models.weight_slices import TensorSpec
+from aligner.models.weight_slices import TensorSpec, frozen_names
 from aligner.placement.roles import uses_gpus
 from aligner.schema import ActorConfig, Config, MegatronModelConfig, TrainedModelConfig
 from aligner.schema.derived import longest_sequence, longest_sequence_keys

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from aligner.cli.command_table import COMMANDS, parse_arguments
-from aligner.errors import AlignerError, Interrupted, Stopped
-from aligner.exit_codes import exit_code
+from aligner.errors import AlignerError, Interrupted, Stopped, exit_code
 from aligner.files import full_disk
 from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.environment_variables import OPENMP_WAITS
+from aligner.paths import OPENMP_WAITS
 from aligner.version import __version__
 
 _SOURCE = (

@@ -16,8 +16,12 @@ from aligner.config.compose import compose_config, keys_given, load_config
 from aligner.config.defaults import choose
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
-from aligner.models.hub import with_found_models
-from aligner.models.model_source import absent_inputs, model_directory, read_shape
+from aligner.models.model_source import (
+    absent_inputs,
+    model_directory,
+    read_shape,
+    with_found_models,
+)
 from aligner.paths import run_paths
 from aligner.placement.machine import machine_of
 from aligner.schema import Config

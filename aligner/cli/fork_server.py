@@ -26,8 +26,7 @@ from setproctitle import setproctitle
 
 from aligner.cli import run as run_command
 from aligner.cli.rank_processes import ROLES, stored_config
-from aligner.errors import AlignerError
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL, AlignerError
 from aligner.placement.roles import computes_on_devices
 from aligner.schema import Config
 

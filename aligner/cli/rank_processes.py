@@ -10,12 +10,11 @@ from aligner.cli.command_table import load
 from aligner.cli.compositions import composed
 from aligner.config.compose import load_config
 from aligner.config.prerequisites import plan_run
-from aligner.errors import ConfigError, Stopped
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.heartbeats import require_triton
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
-from aligner.observability.stages import tell_stage
+from aligner.observability.timeline import tell_stage
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 

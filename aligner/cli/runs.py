@@ -13,19 +13,18 @@ from aligner.cli.compositions import composed
 from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
-from aligner.launcher.dry_run_launch import launch_dry_run, validate_dry_run
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
-from aligner.launcher.local import start_fork_server
+from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import checked_script, submit
 from aligner.launcher.status import OVER, describe_status, read_status
-from aligner.models.directory_checks import stored_model_notes
 from aligner.models.model_source import (
     ExpectedInputs,
     absent_inputs,
     is_expected,
     model_directory,
+    stored_model_notes,
 )
 from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_needs, memory_table
@@ -107,7 +106,7 @@ def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:
     if config.model.source != "directory" or not (config.model.path or ""):
         return []
     # They import tokenizers and jinja2: for those who validate a stored model.
-    from aligner.data.end_token_report import report_end_tokens
+    from aligner.data.tokenizer import report_end_tokens
     from aligner.data.tokenizer_files import tokenizer_problem
 
     directory = model_directory(config)

@@ -11,7 +11,7 @@ from aligner.config.situation import Choice, Situation, counted
 from aligner.errors import ConfigError
 from aligner.models.layouts import engine_problems, layout_problems, tensor_sizes
 from aligner.models.model_source import critic_shape, reward_shapes, teacher_shapes
-from aligner.placement.device_lists import describe_devices
+from aligner.placement.local_devices import describe_devices
 from aligner.placement.memory.role_memory import GIB, memory_needs
 from aligner.placement.roles import computes_on_devices, role_ranks
 from aligner.schema import Config

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aligner.data.checksums import DamagedError, FileRecord, damage, read_sealed, sealed
 from aligner.data.collectives import dealt, gather_json
-from aligner.data.weight_files import DTYPES
+from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.hugging_face import ARCHITECTURES, read_config, with_architecture
 from aligner.models.shape import ModelShape

@@ -12,8 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import FINISH_REASONS, Sample, kept_by, of_responses
+from aligner.data.types import FINISH_REASONS, KeptTokens, Sample, kept_by, of_responses
 
 T = TypeVar("T")
 

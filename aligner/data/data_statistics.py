@@ -18,15 +18,17 @@ from aligner.data.examples import (
     Preference,
     open_run_data,
 )
-from aligner.data.field_names import (
+from aligner.data.prompts import open_prompts
+from aligner.data.records import (
     FieldChoice,
     FieldsNotChosen,
+    Line,
     choose_fields,
+    convert,
     has_content,
     is_prompt_part,
+    read_lines,
 )
-from aligner.data.prompts import open_prompts
-from aligner.data.records import Line, convert, read_lines
 from aligner.data.tokenizer import Tokenizer, run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aligner.data.conversations import PromptText, all_turns, exchange, prompt_text
 from aligner.data.prompts import (
+    ExampleStream,
     asked_part,
     drawn_tokens,
     exchange_tokens,
@@ -20,7 +21,6 @@ from aligner.data.prompts import (
     within,
 )
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
-from aligner.data.streams import ExampleStream
 from aligner.data.teacher_scores import TaughtRow, TeacherScores
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError

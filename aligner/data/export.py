@@ -26,7 +26,7 @@ from aligner.data.checkpoint_files import (
     read_manifest_file,
 )
 from aligner.data.checksums import FileRecord
-from aligner.data.weight_files import (
+from aligner.data.model_directory import (
     DTYPES,
     TensorEntry,
     assemble,
@@ -36,14 +36,13 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_directory
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NORMALIZATION, directory_config
-from aligner.models.trained_weights import adapter_map
 from aligner.models.weight_headers import (
     file_name,
     tensor_files,
     tied_head_problems,
     weight_problems,
 )
-from aligner.models.weight_slices import Head, TensorSpec, stored_tensors, weight_table
+from aligner.models.weight_slices import Head, TensorSpec, adapter_map, stored_tensors, weight_table
 from aligner.paths import RunPaths, complete_steps
 from aligner.schema import LoraConfig
 

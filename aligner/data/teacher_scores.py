@@ -35,9 +35,8 @@ from aligner.data.checksums import (
     read_sealed,
     sealed,
 )
-from aligner.data.taught_tokens import TaughtTokens
 from aligner.data.tokenizer_files import read_tokenizer
-from aligner.data.types import Rows
+from aligner.data.types import Rows, TaughtTokens
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.paths import TEACHER_SCORES_INDEX

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import KeptTokens, Prompt, Sample
 from aligner.engines.engine_protocol import GenerationRequest
 from aligner.engines.partial_response import PartialResponse
 from aligner.environments.agent_session import AgentTurn

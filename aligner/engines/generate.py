@@ -13,13 +13,12 @@ from typing import Any, BinaryIO
 import torch
 
 from aligner.data.chat_turns import ChatTurns
-from aligner.data.conversations import with_tools
+from aligner.data.conversations import conversation, response_text, transcript, with_tools
 from aligner.data.export import Source
 from aligner.data.prompts import to_chat_prompt, to_prompt
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_files import tokenizer_problem
-from aligner.data.transcripts import conversation, response_text, transcript
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import (
@@ -35,9 +34,9 @@ from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_t
 from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import asked_for, new_file
-from aligner.models.end_tokens import with_all_end_tokens
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
+from aligner.models.vocabulary import with_all_end_tokens
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 

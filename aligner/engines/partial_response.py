@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import FinishReason, Sample, unbegun
+from aligner.data.types import FinishReason, KeptTokens, Sample, unbegun
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL, require_for_heartbeat
 from aligner.launcher.ranks import Rank, Ranks
-from aligner.launcher.server_ports import is_healthy
 from aligner.observability.logs import launcher_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints

@@ -14,16 +14,83 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from types import FrameType, TracebackType
+from typing import IO, NoReturn
 
 import psutil
+from rich.console import Console
 
-from aligner.errors import AlignerError
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL, AlignerError, Interrupted, Stopped
 from aligner.launcher.forks import AdoptedProcess, ForkServer
-from aligner.launcher.orphans import START
 from aligner.launcher.ranks import Rank
+from aligner.observability.console import print_line
 from aligner.triton_cleanup import kill_processes, remove_triton_files
+
+
+class Interrupts:
+    """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells
+    of an early end."""
+
+    def __init__(
+        self, console: Console, goes_on: str = "resume the run with run.resume=auto"
+    ) -> None:
+        """`goes_on` is printed after a stop: how the run resumes."""
+        self._console, self._goes_on = console, goes_on
+        self._received: int | None = None
+        self.told_to_stop = False
+        """Whether the run should end with a checkpoint."""
+
+    def __enter__(self) -> "Interrupts":
+        numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
+        # a launcher that was started with nohup outlives its terminal
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if isinstance(error, Interrupted):
+            print_line(self._console, f"{error}; all processes of the run have exited")
+            if self._received == signal.SIGINT:
+                hint = (
+                    "to save a checkpoint before the run ends, send SIGUSR1 to the launcher instead"
+                    " of Ctrl-C: kill -USR1 PID"
+                )
+                print_line(self._console, hint)
+        elif isinstance(error, Stopped):
+            print_line(self._console, f"stopped; {self._goes_on}")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == STOP_SIGNAL:
+            self.told_to_stop = True
+        else:
+            self._received = self._received or number
+
+    def check(self) -> None:
+        """Raise Interrupted once a signal has come that ends the run at once."""
+        if self._received is not None:
+            raise Interrupted(self._received)
+
+    def check_before_training(self) -> None:
+        """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that
+        would be lost."""
+        self.check()
+        if self.told_to_stop:
+            self.stop("stopped on request before training started")
+
+    def stop(self, why: str) -> NoReturn:
+        """Tell why the run ends early, at once, for its processes may take long to end, and raise
+        Stopped."""
+        print_line(self._console, why)
+        raise Stopped(why)
+
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
 """Environment variable by which a rank knows its launcher."""
@@ -53,7 +120,7 @@ class Processes:
 
     It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as
     tritonserver, is still ended. Where this process is killed, what is left by `stop_timeout_s` is
-    killed by `aligner.launcher.orphans`.
+    killed by `aligner.launcher.processes`.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
@@ -63,7 +130,7 @@ class Processes:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._mark = launch_mark()
         self._watcher = subprocess.Popen(
-            [sys.executable, "-m", "aligner.launcher.orphans", self._mark, str(stop_timeout_s)],
+            [sys.executable, "-m", "aligner.launcher.processes", self._mark, str(stop_timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -260,3 +327,37 @@ def process_start(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])
+
+
+START = "ALIGNER_START"
+"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included: the
+mark of that start."""
+_TIMEOUT_S = 30.0
+"""A process that the kernel does not let go is not waited for any longer."""
+
+
+def end_orphans(mark: str, patience_s: float) -> None:
+    """Give the processes whose mark begins so some time to end by themselves, then kill them and
+    remove what Triton left."""
+    kill_at, seen = time.monotonic() + patience_s, set[int]()
+    while (left := _marked(mark)) and time.monotonic() < kill_at + _TIMEOUT_S:
+        seen.update(process.pid for process in left)
+        if time.monotonic() > kill_at:
+            kill_processes(left)
+        time.sleep(0.1)
+    for pid in seen.difference(process.pid for process in left):
+        remove_triton_files(pid)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or one that has ended
+            if process.environ().get(START, "").startswith(f"{mark}-"):
+                found.append(process)
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    end_orphans(sys.argv[1], float(sys.argv[2]))

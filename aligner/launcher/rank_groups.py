@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from aligner.config.compose import save_config
-from aligner.exit_codes import FINISHED, RESUMABLE
+from aligner.errors import FINISHED, RESUMABLE
 from aligner.launcher.failure import (
     describe_end,
     exhausted_by,
@@ -18,8 +18,8 @@ from aligner.launcher.failure import (
     stacks_note,
 )
 from aligner.launcher.heartbeats import LifeWatch
+from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.ranks import Rank, Ranks, max_restarts
-from aligner.launcher.server_ports import is_healthy
 from aligner.paths import can_resume, run_paths
 from aligner.placement.addresses import Endpoint
 from aligner.schema import Config

@@ -9,11 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.errors import ConfigError
-from aligner.exit_codes import FINISHED, RESUMABLE, is_stopped
-from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
-from aligner.launcher.next_steps import resume_command
-from aligner.launcher.server_ports import is_healthy
+from aligner.errors import FINISHED, RESUMABLE, ConfigError, is_stopped
+from aligner.launcher.failure import resume_command
+from aligner.launcher.rank_environment import is_healthy
+from aligner.launcher.run_directory import LauncherState, RoleState, read_state
 from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW, Pace, describe_step
 from aligner.observability.metrics import read_metrics

@@ -13,19 +13,17 @@ from typing import Any
 from rich.console import Console
 
 from aligner.checks.server import check_certificate
-from aligner.errors import ConfigError, Stopped
-from aligner.exit_codes import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL
+from aligner.errors import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.failure import describe_end, failure_error, rank_error, reported_error
-from aligner.launcher.interrupts import Interrupts
-from aligner.launcher.launcher_state import StateRecorder
+from aligner.launcher.processes import Interrupts
+from aligner.launcher.rank_environment import FreePorts, free_ports, pick_endpoints
 from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, TrainerGroup
 from aligner.launcher.ranks import Rank, Ranks
-from aligner.launcher.run_directory import run_directory
-from aligner.launcher.server_ports import FreePorts, free_ports, pick_endpoints
+from aligner.launcher.run_directory import StateRecorder, run_directory
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
-from aligner.observability.stages import StageWatch, forget_stages
+from aligner.observability.timeline import StageWatch, forget_stages
 from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices

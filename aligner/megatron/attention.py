@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.megatron import attention_tree
+from aligner.megatron import shared_prefixes
 from aligner.megatron.packing import PackedSequences
 from aligner.models import batch_invariant
 from aligner.models.rotary import rotate
@@ -68,7 +68,7 @@ class PackedAttention(nn.Module):
         if self._frequencies is not None:
             query, key = self._rotated(query, key, packed)
         if packed.tree is not None:
-            return attention_tree.attend(query, key, value, packed.tree, self.scale).flatten(1)
+            return shared_prefixes.attend(query, key, value, packed.tree, self.scale).flatten(1)
         if packed.context_group is not None:
             both = gather_from_sequence_parallel_region(
                 torch.cat([key, value], 1), group=packed.context_group

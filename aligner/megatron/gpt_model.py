@@ -27,8 +27,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.megatron.grouped_experts import GroupedExperts
-from aligner.megatron.layers import decoder_submodules, install_head, uses_transformer_engine
+from aligner.megatron.layers import (
+    GroupedExperts,
+    decoder_submodules,
+    install_head,
+    uses_transformer_engine,
+)
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, inverse_frequencies
 from aligner.models.weight_slices import Head, vocabulary_rows

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import KeptTokens
 from aligner.megatron import score_passes
 from aligner.megatron.cpu_backend import add_product, told_of_gradient
 from aligner.models import batch_invariant

@@ -27,11 +27,13 @@ from aligner.errors import AlignerError
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import Adapter, adapter_map, adapter_table
 from aligner.models.weight_slices import (
+    Adapter,
     Head,
     Slice,
     TensorSpec,
+    adapter_map,
+    adapter_table,
     cut_shape,
     trainer_slices,
     weight_table,

@@ -35,7 +35,7 @@ from aligner.data.checkpoint_files import (
 from aligner.data.checksums import DamagedError, FileRecord
 from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, gather_json
-from aligner.data.weight_files import TensorEntry, write_safetensors
+from aligner.data.model_directory import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.files import finish_directory, start_directory, write_file
 from aligner.megatron.named_weights import NamedWeights

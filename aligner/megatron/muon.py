@@ -23,7 +23,7 @@ from aligner import schema
 from aligner.data.checkpoint_files import MOMENTUM
 from aligner.megatron.l2_norm import l2_norm
 from aligner.megatron.named_weights import NamedWeights
-from aligner.models.trained_weights import is_layer_matrix
+from aligner.models.weight_slices import is_layer_matrix
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: the steepest at 0 of those whose steps keep singular values near 1 (Jordan et

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from aligner.data.weight_files import read_slices
+from aligner.data.model_directory import read_slices
 from aligner.megatron.world import World
 from aligner.models.families import Part
 from aligner.models.shape import ModelShape

@@ -3,6 +3,7 @@ steps."""
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from torch import nn
 
 from aligner import schema
 from aligner.data.collectives import gather_json
@@ -27,6 +29,71 @@ from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer_state import optimizer_parts
 from aligner.megatron.world import World
 from aligner.models.families import SCALAR_HEAD
+
+
+class ParameterGather:
+    """The gathers that are under way behind an update, bucket by bucket: a layer waits for those of
+    its own weights.
+
+    megatron-core's own hooks wait for a module's own parameters alone, but experts that are
+    multiplied together are read by the module around them. Here everything is on its way before the
+    update returns, on every rank in the same order, so that whoever else reads weights may `finish`
+    whenever he likes, without the other ranks.
+    """
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
+        """Of chunks whose DDP was made with `overlap_param_gather`."""
+        # Buckets were filled from the last layer on; the first is read first.
+        self._groups = [
+            group
+            for ddp in wrapped
+            for group in reversed(ddp.bucket_groups + ddp.expert_parallel_bucket_groups)
+        ]
+        for ddp in wrapped:
+            ddp.disable_forward_pre_hook(param_sync=False)
+            for module in _readers(ddp.module):
+                trained = (
+                    parameter
+                    for parameter in module.parameters()
+                    if parameter in ddp.param_to_bucket_group
+                )
+                groups = list(
+                    {
+                        id(group): group for group in map(ddp.param_to_bucket_group.get, trained)
+                    }.values()
+                )
+                module.register_forward_pre_hook(
+                    lambda module, inputs, groups=groups: _wait(groups)
+                )
+
+    def start(self) -> None:
+        """Send on what was updated. Collective."""
+        for group in self._groups:
+            group.start_param_sync()
+
+    def finish(self) -> None:
+        """Return when all weights are this version's. Only the thread that trains may call it, and
+        may look at weights."""
+        _wait(self._groups)
+
+
+def _readers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers, and what else has weights around them."""
+    if isinstance(module, nn.ModuleList):
+        yield from module
+    elif next(module.parameters(recurse=False), None) is not None:
+        yield module
+    else:
+        for child in module.children():
+            yield from _readers(child)
+
+
+def _wait(groups: Sequence[Any]) -> None:
+    for group in groups:
+        if group.param_gather_handle is not None:
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+
 
 _NAMED_AT_MOST = 8
 _CLIP_EPSILON = 1e-6

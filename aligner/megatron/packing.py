@@ -21,8 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from aligner.megatron.attention_tree import AttentionTree
-from aligner.megatron.prefixes import Bundle, alone, bundles
+from aligner.megatron.shared_prefixes import AttentionTree, Bundle, alone, bundles
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.taught_tokens import TaughtTokens
-from aligner.data.types import PolicyLoss, Rows, Stats
+from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats, TaughtTokens
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights

@@ -18,15 +18,13 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.optimizer import GuardedStep, build_optimizer
+from aligner.megatron.optimizer import GuardedStep, ParameterGather, build_optimizer
 from aligner.megatron.optimizer_state import OptimizerState
 from aligner.megatron.packing import Cut, PackedBatch, pack_share
-from aligner.megatron.parameter_gather import ParameterGather
 from aligner.megatron.world import World
 from aligner.models import batch_invariant
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import frozen_names
-from aligner.models.weight_slices import Head, weight_table
+from aligner.models.weight_slices import Head, frozen_names, weight_table
 from aligner.schema import ActorConfig, CriticConfig, MegatronModelConfig, TrainedModelConfig
 
 ReadOutput = Callable[[Tensor, PackedBatch], Tensor]

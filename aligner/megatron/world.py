@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Coordinates, coordinates
-from aligner.resharding.rank_store import world_store
+from aligner.resharding.verify import world_store
 from aligner.schema import ParallelConfig
 
 

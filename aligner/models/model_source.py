@@ -2,28 +2,44 @@
 before any weight is read."""
 
 import dataclasses
+import importlib.util
 import json
-from collections.abc import Mapping
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from aligner.errors import ConfigError
-from aligner.models.end_tokens import with_all_end_tokens
-from aligner.models.gguf_header import gguf_shape
+from aligner.errors import AlignerError, ConfigError
+from aligner.files import finish_directory, start_directory
+from aligner.models.families import SCALAR_HEAD
 from aligner.models.hugging_face import (
+    config_notes,
     hugging_face_config,
     read_config,
     read_described_config,
     with_architecture,
 )
-from aligner.models.packaged_models import package_directory, package_version
 from aligner.models.shape import ModelShape
+from aligner.models.vocabulary import with_all_end_tokens
+from aligner.models.weight_headers import (
+    gguf_shape,
+    has_weights,
+    tied_head_problems,
+    weight_problems,
+)
+from aligner.models.weight_slices import weight_table
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config, ModelConfig
 from aligner.schema.data_sources import FUNCTION
 from aligner.schema.options import is_finite_number
-from aligner.schema.references import read_paths
+from aligner.schema.references import map_paths, read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
@@ -286,3 +302,242 @@ def _absent_data(config: Config) -> dict[str, None]:
         for path in paths
         if not path.startswith(FUNCTION) and not Path(path).exists()
     }
+
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SMALL = ["*.json", "*.jinja", "merges.txt"]
+_WEIGHTS = "*.safetensors"
+_WAIT_S = 10.0
+
+
+def with_found_models(config: Config, *, weights: bool) -> Config:
+    """The configuration with directories of the cache instead of names such as `Qwen/Qwen3-0.6B`.
+
+    Without `weights` a model whose weights are not there is found too: enough to check a run. A
+    directory of that name, or a described model (`model.config`) that is still to come, stays as it
+    is. Raises ConfigError as `find_model` does.
+    """
+
+    def found(key: str, path: str) -> str:
+        section = key.partition(".")[0]
+        is_model = key.endswith(".path") and section in ("model", "critic", "reward", "teacher")
+        if not is_model or Path(path).exists() or not _NAME.fullmatch(path):
+            return path
+        is_reward = section == "reward" or (
+            config.reward.kind == "model" and path == config.reward.path
+        )
+        described = (
+            {}
+            if section == "teacher"
+            else config.model.config or (config.reward.config if is_reward else {})
+        )
+        return path if described else str(find_model(path, key, weights=weights))
+
+    return map_paths(config, found)
+
+
+def find_model(name: str, key: str, *, weights: bool = True) -> Path:
+    """The directory in the Hugging Face cache of the model `name`; what is missing there is
+    downloaded.
+
+    `key` is the configuration key that names it. Raises ConfigError where there is no such model,
+    or no way to it.
+    """
+    # A fifth of a second, for those who name a model.
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = [*_SMALL, _WEIGHTS] if weights else _SMALL
+    why = "the cached files lack config.json, tokenizer.json" + (
+        " or .safetensors files" if weights else ""
+    )
+    for settings in (
+        {"local_files_only": True},
+        {"allow_patterns": patterns, "etag_timeout": _WAIT_S},
+    ):
+        try:
+            # Without a network the second gives what the cache has of it.
+            directory = Path(snapshot_download(name, **settings))
+            if _is_whole(directory, weights):
+                return directory
+        # Whatever its HTTP client raises: no network, no such model, no right to it, a full disk.
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise ConfigError(
+        f"{key}={name}: is not a directory, is not complete in the Hugging Face cache"
+        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {why}; run `hf download"
+        f" {name}` on a machine with network access. Then copy the printed directory to this"
+        f" machine and set {key}=DIRECTORY, or copy the full cache and set HF_HUB_CACHE to the"
+        " copy"
+    )
+
+
+def _is_whole(directory: Path, weights: bool) -> bool:
+    """Whether a snapshot has a configuration and a tokenizer and, if they are wanted, all files of
+    weights."""
+    tokenizers = ({"tokenizer.json"}, {"vocab.json", "merges.txt"})
+    has_tokenizer = any(all((directory / name).is_file() for name in set_) for set_ in tokenizers)
+    if not (directory / "config.json").is_file() or not has_tokenizer:
+        return False
+    index = directory / "model.safetensors.index.json"
+    if not weights or not index.is_file():
+        return not weights or (directory / "model.safetensors").is_file()
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError):
+        return False
+    return all((directory / str(file)).is_file() for file in files)
+
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(==[\w.+!-]+)?")
+
+
+def package_directory(package: str) -> Path | None:
+    """Where the files of an importable package are, installed or fetched; None where it is
+    neither."""
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    found = (
+        directory
+        for directory in _fetched().glob(f"*/{package}")
+        if "." not in directory.parent.name
+    )
+    return next(found, None)  # the names of what is still being fetched have dots
+
+
+def package_version(package: str) -> str:
+    """The version of a package that `package_directory` finds."""
+    directory = package_directory(package)
+    if directory is not None and _fetched() in directory.parents:
+        return next(iter(metadata.distributions(path=[str(directory.parent)]))).version
+    return metadata.version(metadata.packages_distributions()[package][0])
+
+
+def fetch_package(requirement: str) -> Path:
+    """Fetch a package, `NAME` or `NAME==VERSION`, without what it depends on; returns where it is
+    unpacked.
+
+    None of its code is run, and it replaces one that was fetched before. Raises ConfigError for
+    another requirement, and AlignerError with what pip, or uv where there is no pip, says.
+    """
+    named = _REQUIREMENT.fullmatch(requirement)
+    if named is None:
+        raise ConfigError(f"{requirement}: must be a package NAME or NAME==VERSION")
+    target = _fetched() / re.sub(r"[-_.]+", "_", named[1].lower())
+    started = start_directory(target)
+    command = [
+        *_installer(),
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--target",
+        str(started),
+        requirement,
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        shutil.rmtree(started)
+        raise AlignerError(
+            f"{requirement}: could not be fetched:"
+            f" {done.stderr.strip() or f'exit code {done.returncode}'}"
+        )
+    finish_directory(started, target)
+    return target
+
+
+def _installer() -> list[str]:
+    """The environments that uv makes have no pip, and uv names itself to what it runs."""
+    # Not find_spec, of which setuptools' own finder concludes that this process is pip.
+    if next(iter(metadata.distributions(name="pip")), None) is not None:
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        raise ConfigError("fetching a package requires pip or uv; install one of them")
+    return [uv, "pip", "install", "--python", sys.executable]
+
+
+def _fetched() -> Path:
+    return cache_directory().absolute() / "packages"
+
+
+@dataclass(frozen=True)
+class _StoredModel:
+    """A model directory that a run reads."""
+
+    key: str
+    """Configuration key that names the directory."""
+    directory: Path
+    use: Literal["language", "reward", "critic"]
+
+
+def weight_file_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+    """Yield damaged weight files and indexes, and tensors that do not match config.json.
+
+    A directory without weight files is skipped: a configuration can be checked before the weights
+    are downloaded, and the run's preparation refuses such a directory. The sections of the
+    configuration report a config.json that cannot be read.
+    """
+    for model in _stored_models(config, expected):
+        if not has_weights(model.directory):
+            continue
+        try:
+            problems = _file_problems(model)
+        except ConfigError as error:
+            problems = [str(error)]
+        for problem in problems:
+            yield f"{model.key}={model.directory}: {problem}"
+
+
+def stored_model_notes(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+    """Yield the notes of `config_notes` about each model directory that the run reads, and about
+    the description of a random model."""
+    if config.model.source == "random":
+        for note in config_notes(config.model.config):
+            yield f"model.config: {note}"
+    for model in _stored_models(config, expected):
+        for note in config_notes(directory_config(model.directory, model.key)):
+            yield f"{model.key}={model.directory}: {note}"
+
+
+def _file_problems(model: _StoredModel) -> list[str]:
+    shape = directory_shape(model.directory, model.key)
+    if model.use == "reward":
+        return weight_problems(model.directory, weight_table(shape, "scalar"))
+    if model.use == "critic":
+        # It is trained: its head may be new, and another head may be left in the files.
+        table = weight_table(shape, "scalar")
+        return weight_problems(model.directory, table, optional=(SCALAR_HEAD.name,), partial=True)
+    problems = weight_problems(model.directory, weight_table(shape))
+    return problems + tied_head_problems(model.directory, shape)
+
+
+def _stored_models(config: Config, expected: ExpectedInputs) -> Iterator[_StoredModel]:
+    """Yield the models whose directories exist and have a supported config.json, each directory
+    once per use."""
+    seen = set()
+    for model in _named_models(config):
+        if str(model.directory) in expected or (model.directory, model.use) in seen:
+            continue
+        seen.add((model.directory, model.use))
+        try:
+            directory_shape(model.directory, model.key)
+        except ConfigError:  # the section of the key reports it
+            continue
+        yield model
+
+
+def _named_models(config: Config) -> Iterator[_StoredModel]:
+    if config.model.source == "directory" and config.model.path is not None:
+        yield _StoredModel("model.path", Path(config.model.path), "language")
+    if config.algorithm.has_critic and config.critic.path is not None:
+        yield _StoredModel("critic.path", Path(config.critic.path), "critic")
+    try:
+        rewards = reward_sources(config.reward) if config.algorithm.generates else ()
+        teachers = teacher_sources(config.teacher) if config.has_teacher else ()
+    except ConfigError:  # their sections report it
+        return
+    for source in model_sources(rewards):
+        yield _StoredModel(f"{source.key}.path", Path(source.path), "reward")
+    for teacher in teachers:
+        yield _StoredModel(f"{teacher.key}.path", Path(teacher.path), "language")

@@ -5,8 +5,7 @@ from dataclasses import astuple, dataclass
 
 from rich.table import Table
 
-from aligner.placement.device_lists import describe_devices
-from aligner.placement.local_devices import local_devices
+from aligner.placement.local_devices import describe_devices, local_devices
 from aligner.placement.roles import (
     computes_on_devices,
     has_generator,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory, run_paths
-from aligner.placement.device_lists import device_list
+from aligner.placement.local_devices import device_list
 from aligner.placement.roles import computes_on_devices, role_of, role_ranks
 from aligner.schema import Config, SlurmRoleConfig
 

@@ -1,10 +1,109 @@
-r"""LaTeX of answers in one notation: `\dfrac12` and `½` become `\frac{1}{2}`."""
+"""LaTeX of answers in one notation: `\\dfrac12` and `½` become `\frac{1}{2}`."""
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from aligner.rewards.boxes import boxes, matching_braces
-from aligner.rewards.characters import plain_characters
+# Hyphens, dashes and minus signs that a model may write for "-".
+_MINUSES = "\u2212\u2010\u2011\u2012\u2013\u2014\u2015\ufe58\ufe63\uff0d"
+_UNICODE_SPACES = (
+    "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+)
+_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f"
+_FULL_WIDTH = {0xFF01 + index: chr(0x21 + index) for index in range(94)}
+_TABLE = (
+    _FULL_WIDTH
+    | {ord(character): "-" for character in _MINUSES}
+    | {ord(character): " " for character in _UNICODE_SPACES}
+    | {ord(character): None for character in _INVISIBLE}
+    | {ord("\u2044"): "/", ord("\u2215"): "/"}
+)
+_VULGAR = {
+    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5",
+    "⅗": "3/5", "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8",
+}  # fmt: skip
+_VULGAR_PATTERN = re.compile(rf"(\d?)([{''.join(_VULGAR)}])")
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+
+
+def plain_characters(text: str) -> str:
+    """Return a text with ASCII minus signs, spaces, digits, fractions and exponents."""
+    text = text.translate(_TABLE)
+    text = _VULGAR_PATTERN.sub(_vulgar_fraction, text)
+    text = _RAISED.sub(lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
+    return _LOWERED.sub(lambda match: "_{" + match[0].translate(_SUBSCRIPTS) + "}", text)
+
+
+def _vulgar_fraction(match: re.Match[str]) -> str:
+    whole, fraction = match.groups()
+    return f"{whole} {_VULGAR[fraction]}" if whole else _VULGAR[fraction]
+
+
+_BOX = re.compile(
+    r"(?:\\(?:boxed|fbox|framebox)\b|(?<![\w\\])boxed(?=\{))\s*(?:(?P<open>\{)|(?P<bare>[^\s{}\\$.,;]+))"
+)
+# Escaped characters are skipped: `\\{` is no brace of LaTeX's groups.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_THINK_END = "</think>"
+
+
+@dataclass(frozen=True)
+class Box:
+    r"""One `\boxed{}`."""
+
+    start: int
+    """Index of its backslash in the text."""
+    end: int
+    """Index behind its closing brace."""
+    content: str
+
+
+def after_reasoning(text: str) -> str:
+    """Return the text after the last `</think>`, and of that the text in the last `<answer>` tags.
+
+    A response without these tags is returned unchanged.
+    """
+    text = text.rpartition(_THINK_END)[2]
+    _, opened, answer = text.rpartition("<answer>")
+    return answer.partition("</answer>")[0] if opened else text
+
+
+def boxes(text: str) -> list[Box]:
+    """Return the outermost boxes with balanced braces, in their order."""
+    closed_by = matching_braces(text)
+    found: list[Box] = []
+    position = 0
+    while match := _BOX.search(text, position):
+        position = match.end()
+        if match["bare"]:
+            found.append(Box(match.start(), match.end(), match["bare"]))
+        elif (end := closed_by.get(match.end() - 1)) is not None:
+            found.append(Box(match.start(), end + 1, text[match.end() : end]))
+            position = end + 1
+    return found
+
+
+def has_open_box(text: str) -> bool:
+    r"""Return whether the last `\boxed{` of the text is never closed."""
+    starts = [match.end() - 1 for match in _BOX.finditer(text) if match["open"]]
+    return bool(starts) and starts[-1] not in matching_braces(text)
+
+
+def matching_braces(text: str) -> dict[int, int]:
+    """Return the index of the closing brace for the index of each opening brace that has one."""
+    closed_by: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closed_by[opened.pop()] = brace.start()
+    return closed_by
+
 
 _UNICODE = {
     "π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",

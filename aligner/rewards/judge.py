@@ -1,36 +1,338 @@
 """A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples
 are scores, or wins."""
 
+import contextlib
 import hashlib
 import json
+import math
 import os
+import re
+import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import permutations
+from dataclasses import asdict, dataclass
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
 from aligner.checks.reward import judge_key_problem
 from aligner.errors import ConfigError
-from aligner.paths import RunPaths
-from aligner.rewards.http_endpoint import HttpEndpoint, Pace
-from aligner.rewards.judge_answers import (
-    JudgeAnswer,
-    by_prompt,
-    different_texts,
-    mean_wins,
-    parsed_answer,
-    question,
-    read_ranking,
-    read_score,
-    read_verdict,
-    read_yes,
-)
-from aligner.rewards.judge_ledger import JudgeLedger, judge_directory, judge_run
+from aligner.paths import PRIVATE, RunPaths
+from aligner.rewards.remote import HttpEndpoint, Pace
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.schema.options import is_finite_number
 from aligner.schema.reward_sources import JudgeSource
+from aligner.schema.templates import filled
+
+_VERDICT = re.compile(r"VERDICT:\W*(A|B|TIE)\b", re.IGNORECASE)
+_ONLY_VERDICT = re.compile(r"\W*(A|B|TIE)\W*", re.IGNORECASE)
+_NUMBERS = r"(\[?\d{1,9}\]?(?:\s*>\s*\[?\d{1,9}\]?)*)"
+_RANKING = re.compile(rf"RANKING:[\s*]*{_NUMBERS}", re.IGNORECASE)
+_ONLY_RANKING = re.compile(rf"\s*{_NUMBERS}\s*")
+_WINS = {"A": 1.0, "B": 0.0, "TIE": 0.5}
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """What the judge said once."""
+
+    content: str | None
+    """None: it was not an answer of the protocol's."""
+    first_token: tuple[tuple[str, float], ...] = ()
+    """The most probable first tokens, with their log-probs, where they were asked for."""
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+
+def parsed_answer(body: Any) -> JudgeAnswer:
+    """That of a decoded `/v1/chat/completions` answer, whatever it is."""
+    try:
+        choice = body["choices"][0]
+        content = choice["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        return JudgeAnswer(None)
+    tokens_in, tokens_out = (
+        _counted(body.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")
+    )
+    return JudgeAnswer(
+        content if isinstance(content, str) else None, _first_token(choice), tokens_in, tokens_out
+    )
+
+
+def _counted(usage: Any, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if type(count) is int and count > 0 else 0
+
+
+def _first_token(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    try:
+        return tuple(
+            (str(each["token"]), float(each["logprob"]))
+            for each in choice["logprobs"]["content"][0]["top_logprobs"]
+        )
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return ()
+
+
+def read_score(text: str, pattern: str, lowest: float, highest: float) -> float | None:
+    """The number in the first group of the pattern's last match, where it is one within the
+    bounds."""
+    found = None
+    for match in re.finditer(pattern, text):
+        found = match
+    try:
+        score = math.nan if found is None else float(found[1])
+    except (TypeError, ValueError):
+        return None
+    return score if lowest <= score <= highest else None
+
+
+def read_yes(first_token: Sequence[tuple[str, float]]) -> float | None:
+    """The probability of yes among yes and no, in any spelling of theirs; None where neither is
+    among the tokens."""
+    sums = {"yes": 0.0, "no": 0.0}
+    for token, logprob in first_token:
+        word = token.strip().lower()
+        if word in sums and is_finite_number(logprob):
+            sums[word] += math.exp(min(logprob, 0.0))
+    both = sum(sums.values())
+    return sums["yes"] / both if both > 0 else None
+
+
+def read_verdict(text: str) -> float | None:
+    """What A has won: 1, 0, or 0.5 for a tie. Of several verdicts the last counts; or the text is
+    one, and nothing else."""
+    if verdicts := _VERDICT.findall(text):
+        return _WINS[verdicts[-1].upper()]
+    only = _ONLY_VERDICT.fullmatch(text)
+    return None if only is None else _WINS[only[1].upper()]
+
+
+def read_ranking(text: str, count: int) -> list[float] | None:
+    """What each of `count` responses is worth, in their order: 1 for the best to 0 for the worst,
+    evenly apart.
+
+    Of several rankings the last counts; or the text is one, and nothing else. All numbers 1 to
+    `count` must be in it once.
+    """
+    rankings = _RANKING.findall(text)
+    only = _ONLY_RANKING.fullmatch(text)
+    if not rankings and only is None:
+        return None
+    numbers = [
+        int(number)
+        for number in re.findall(r"\d+", rankings[-1] if rankings else only[1] if only else "")
+    ]
+    if sorted(numbers) != list(range(1, count + 1)):
+        return None
+    worth = {
+        number: (count - 1 - place) / (count - 1) if count > 1 else 0.5
+        for place, number in enumerate(numbers)
+    }
+    return [worth[number] for number in range(1, count + 1)]
+
+
+def question(template: str, request: ScoringRequest, **ours: object) -> str:
+    """The template with the record's fields, and ours, which come first. What is no text is JSON.
+
+    Raises ScoringError, which names the field, for one that the record does not have.
+    """
+    values = {
+        name: _text(value)
+        for name, value in {**request.metadata, "prompt": request.prompt, **ours}.items()
+    }
+    try:
+        return filled(template, values)
+    except KeyError as missing:
+        has = ", ".join(sorted(request.metadata)) or "none"
+        raise ScoringError(
+            f"the judge template uses {{{missing.args[0]}}}, but the record of prompt"
+            f" {request.prompt!r} lacks this field; fields of the record: {has}"
+        ) from None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def by_prompt(requests: Sequence[ScoringRequest]) -> list[list[int]]:
+    """The places of each prompt's samples: those of the same prompt and the same record."""
+    groups: dict[str, list[int]] = {}
+    for place, request in enumerate(requests):
+        groups.setdefault(_text([request.prompt, dict(request.metadata)]), []).append(place)
+    return list(groups.values())
+
+
+def different_texts(requests: Sequence[ScoringRequest], places: Sequence[int]) -> list[str]:
+    """The responses at these places, which are those of one prompt, each once.
+
+    Raises ScoringError where there is one place, and nothing to compare it with, and where the
+    prompt is not known: texts that came without theirs may be of any.
+    """
+    first = requests[places[0]]
+    if len(places) < 2 or not first.prompt:
+        raise ScoringError(
+            "a judge that compares samples requires the prompt and at least two samples of the"
+            f" prompt, got {len(places)} for prompt {first.prompt!r} and response"
+            f" {first.response!r}. Send all samples of a prompt in one request, with prompt_lengths"
+        )
+    return list(dict.fromkeys(requests[place].response for place in places))
+
+
+def mean_wins(texts: Sequence[str], wins: Mapping[tuple[str, str], float]) -> list[float]:
+    """Of each of a prompt's samples the mean of what it has won against the others; those of one
+    text tie.
+
+    `wins` is what the first of two different texts has won against the second, 0 to 1, by either
+    order in which they were asked about.
+    """
+    sums = [0.0] * len(texts)
+    for one, other in combinations(range(len(texts)), 2):
+        pair = texts[one], texts[other]
+        won = 0.5 if pair[0] == pair[1] else (wins[pair] + 1 - wins[pair[::-1]]) / 2
+        sums[one] += won
+        sums[other] += 1 - won
+    return [total / (len(texts) - 1) for total in sums]
+
+
+COUNTS = ("questions", "from_cache", "asked_again", "unreadable", "tokens_in", "tokens_out", "cost")
+"""Questions that were asked; those of a scoring request whose answers were known; how often one was
+asked again, for its answer could not be read; questions that were given up for that; tokens, and
+what they cost at the configuration's prices."""
+_FILE = "answers.sqlite"
+_WAIT_S = 60.0  # for another process that writes: it takes milliseconds
+_TABLES = (
+    (
+        "CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, tries INTEGER NOT NULL,"
+        " answer TEXT NOT NULL)"
+    ),
+    (
+        "CREATE TABLE IF NOT EXISTS counts (run TEXT, name TEXT, amount REAL NOT NULL, PRIMARY KEY"
+        " (run, name))"
+    ),
+)
+
+
+def judge_directory(source: JudgeSource, paths: RunPaths) -> Path:
+    """Where a judge's answers are kept."""
+    return paths.judge if source.judge_cache is None else Path(source.judge_cache)
+
+
+def judge_run(paths: RunPaths) -> str:
+    """What a run is called in ledgers."""
+    return str(paths.root.absolute())
+
+
+class JudgeLedger:
+    """The newest answer to each question, with how often it was asked, and the counts of each run
+    that asks.
+
+    Threads, replicas and runs may share one. An answer and what it counts are there together or not
+    at all, also where the process is killed.
+    """
+
+    def __init__(self, directory: Path, run: str) -> None:
+        """Of a directory, which is made; `run` is who asks. Raises ScoringError where it cannot be
+        used."""
+        self._path, self._run = directory / _FILE, run
+        self._lock = threading.Lock()
+        with self._telling():
+            directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            self._database = sqlite3.connect(self._path, timeout=_WAIT_S, check_same_thread=False)
+            for table in _TABLES:
+                self._database.execute(table)
+
+    def answer(self, question: str) -> tuple[int, JudgeAnswer] | None:
+        """How often a question was asked, and the last answer; None for one that never was. Raises
+        ScoringError."""
+        with self._telling(), self._lock:
+            row = self._database.execute(
+                "SELECT tries, answer FROM answers WHERE question = ?", (question,)
+            ).fetchone()
+        if row is None:
+            return None
+        fields = json.loads(row[1])
+        fields["first_token"] = tuple((token, logprob) for token, logprob in fields["first_token"])
+        return row[0], JudgeAnswer(**fields)
+
+    def keep(
+        self, question: str, tries: int, answer: JudgeAnswer, counts: Mapping[str, float]
+    ) -> None:
+        """Note the answer to a question that was asked so often, and what to count of it. Raises
+        ScoringError."""
+        with self._telling(), self._lock, self._database:
+            values = question, tries, json.dumps(asdict(answer))
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", values)
+            self._count(counts)
+
+    def count(self, counts: Mapping[str, float]) -> None:
+        """Count some more. Raises ScoringError."""
+        with self._telling(), self._lock, self._database:
+            self._count(counts)
+
+    def close(self) -> None:
+        """Nothing more is asked of it."""
+        self._database.close()
+
+    def _count(self, counts: Mapping[str, float]) -> None:
+        self._database.executemany(
+            "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET amount ="
+            " amount + excluded.amount",
+            [(self._run, name, amount) for name, amount in counts.items()],
+        )
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise ScoringError(
+                f"{self._path}: cannot read or write the judge's answers: {error}; the directory"
+                " (reward.judge_cache) requires free space and a file system with POSIX locks"
+            ) from error
+
+
+class JudgeMeter:
+    """What a run's judges have counted, step by step, as another process than theirs reads it."""
+
+    def __init__(self, directories: Sequence[Path], run: str) -> None:
+        """Of the ledgers in these directories, each named once; what they have counted by now is
+        left out of the steps."""
+        self._directories, self._run = directories, run
+        self._before = self._totals()
+
+    def metrics(self) -> dict[str, float]:
+        """`judge/…` for each of COUNTS, since the call before, and `judge/cost_total`, of all of
+        the run.
+
+        Raises ScoringError where a ledger cannot be read.
+        """
+        totals = self._totals()
+        counted = {f"judge/{name}": totals[name] - self._before[name] for name in COUNTS}
+        self._before = totals
+        return counted | {"judge/cost_total": totals["cost"]}
+
+    def _totals(self) -> dict[str, float]:
+        totals = dict.fromkeys(COUNTS, 0.0)
+        for directory in self._directories:
+            for name, amount in self._counts(directory / _FILE):
+                totals[name] += amount
+        return totals
+
+    def _counts(self, path: Path) -> list[tuple[str, float]]:
+        if not path.exists():
+            return []
+        try:
+            with contextlib.closing(sqlite3.connect(path, timeout=_WAIT_S)) as database:
+                return database.execute(
+                    "SELECT name, amount FROM counts WHERE run = ?", (self._run,)
+                ).fetchall()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):  # it is being made
+                return []
+            raise ScoringError(f"{path}: cannot read the judge's metrics: {error}") from error
+
 
 _CHAT = "/chat/completions"
 _LIKELY_TOKENS = 20

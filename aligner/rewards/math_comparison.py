@@ -4,6 +4,7 @@ Only this process imports math-verify and sympy. Numbers, units, times, collecti
 compared by the rules of `answer_forms`; what remains are expressions, which math-verify parses.
 """
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ import math_verify
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 
+from aligner.child_function import ChildFunction, ChildLost, ChildTooSlow
+from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.answer_forms import (
     Collection,
     Equation,
@@ -27,9 +30,11 @@ from aligner.rewards.answer_forms import (
     parse_equation,
     parse_matrix,
     parse_words,
+    split_unit,
+    units_agree,
+    without_label,
 )
 from aligner.rewards.answer_text import is_comparable, normalized, split_top_level
-from aligner.rewards.answer_units import split_unit, units_agree, without_label
 from aligner.rewards.final_answers import final_answer, gold_answer
 
 # math-verify warns that its own time limits are off.
@@ -466,3 +471,55 @@ def _comma_readings(text: str) -> list[str]:
     if not _GROUPED.search(text) or re.search(r"[(\[{]", re.sub(r"\\text\s*\{[^{}]*\}", "", text)):
         return [text]
     return [_GROUPED.sub(lambda match: match[0].replace(",", ""), text), text]
+
+
+_MEMORY_BYTES = 4 << 30
+
+
+def require_math_verify(key: str) -> None:
+    """Raise ConfigError naming `key`, its place in the configuration, where math-verify is not
+    installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"{key}=math: requires the math-verify package; install it with pip install"
+            " 'aligner[verify]'"
+        )
+
+
+class MathChecker:
+    """Compares responses with answers in a child process; threads take turns."""
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        """Limit each comparison to `seconds` of processor time."""
+        module = "aligner.rewards.math_comparison"
+        self.child = ChildFunction(module, "equal", processor_s=seconds, memory_bytes=_MEMORY_BYTES)
+        self._parser = ChildFunction(
+            module, "is_parsable", processor_s=seconds, memory_bytes=_MEMORY_BYTES
+        )
+
+    def equal(self, answer: str, response: str) -> bool | None:
+        """Return whether the answer of a response equals the record's answer.
+
+        Returns False if the comparison takes too long, and None if the record's answer is empty or
+        has unclosed braces. Raises AlignerError if the child process fails.
+        """
+        try:
+            return self.child(answer, response)
+        except ChildTooSlow:
+            return False
+        except ChildLost as error:
+            raise AlignerError(f"math-verify {error}; see its error output") from error
+
+    def is_parsable(self, answer: str) -> bool:
+        """Return whether a record's answer can be parsed within the time limit."""
+        try:
+            return self._parser(answer)
+        except ChildTooSlow:
+            return False
+        except ChildLost as error:
+            raise AlignerError(f"math-verify {error}; see its error output") from error
+
+    def close(self) -> None:
+        """End the child processes."""
+        self.child.close()
+        self._parser.close()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
-from aligner.rewards.math_checker import require_math_verify
+from aligner.rewards.math_comparison import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.options import callable_place
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
@@ -457,3 +457,47 @@ def _shown(requests: Sequence[ScoringRequest], longest: int | None = None) -> st
         for text in (requests[0].prompt, requests[0].response)
     )
     return f"for prompt {prompt} and response {response}"
+
+
+_REASONING_PROCESSOR_S = 20.0
+"""For making a question again, which takes up to a second, and reading the answer."""
+_REASONING_MEMORY_BYTES = 4 << 30
+
+
+@lru_cache(maxsize=1)
+def _reasoning_verifier() -> ChildFunction:
+    return ChildFunction(
+        "aligner.data.reasoning_questions",
+        "score",
+        processor_s=_REASONING_PROCESSOR_S,
+        memory_bytes=_REASONING_MEMORY_BYTES,
+    )
+
+
+def reasoning_scores(requests: Sequence[ScoringRequest]) -> list[float]:
+    """What each task's `score_answer` says of the answer; 0, with a warning, for one that takes too
+    long to read.
+
+    Raises AlignerError for a prompt that is none of `data.tasks`, and as the task does for any
+    answer.
+    """
+    return [_reasoning_score(request) for request in requests]
+
+
+def _reasoning_score(request: ScoringRequest) -> float:
+    question = request.metadata.get("question")
+    if not isinstance(question, dict) or "made_of" not in question:
+        raise AlignerError(
+            "record lacks field `question`, which the reward function reasoning_gym requires; use"
+            " prompts of data.tasks"
+        )
+    try:
+        return _reasoning_verifier()(request.response, question)
+    except ChildTooSlow as error:
+        _log.warning(
+            "reasoning_gym: scored 0 for the answer %.80r to %s: the verifier %s",
+            request.response,
+            question["made_of"],
+            error,
+        )
+        return 0.0

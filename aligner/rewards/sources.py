@@ -4,7 +4,7 @@ several of these combined."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 from aligner.data.collectives import broadcast_json
 from aligner.data.types import ABSTAINED
 from aligner.errors import AlignerError, UnavailableError
-from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
@@ -31,6 +30,42 @@ from aligner.rewards.scorers import (
 )
 from aligner.schema import RewardConfig
 from aligner.schema.reward_sources import FunctionSource, RemoteSource, Source
+
+Combine: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+"""Combine the scores [P, B] of P sources into [B].
+
+The second argument, bool [P, B], is true where a source has scored; scores are 0 elsewhere, and the
+result has no meaning where no source has scored. The third is the weight of the disagreement."""
+
+
+def _mean(scores: Tensor, there: Tensor) -> Tensor:
+    return scores.sum(0) / there.sum(0)
+
+
+def _variance(scores: Tensor, there: Tensor) -> Tensor:
+    """Over all of a row's scores, not a sample of them."""
+    return _mean(torch.where(there, scores - _mean(scores, there), 0.0).square(), there)
+
+
+COMBINATIONS: Mapping[str, Combine] = {
+    "sum": lambda scores, there, weight: scores.sum(0),
+    "mean": lambda scores, there, weight: _mean(scores, there),
+    "min": lambda scores, there, weight: torch.where(there, scores, torch.inf).amin(0),
+    "mean_minus_std": (
+        lambda scores, there, weight: (
+            _mean(scores, there) - weight * _variance(scores, there).sqrt()
+        )
+    ),
+    "mean_minus_variance": (
+        lambda scores, there, weight: _mean(scores, there) - weight * _variance(scores, there)
+    ),
+}
+"""By the name that `reward.combine` has for them.
+
+`min` is worst-case optimization (WCO) and `mean_minus_variance` uncertainty-weighted optimization
+(UWO) of Coste et al. 2023, "Reward Model Ensembles Help Mitigate Overoptimization"; with
+`mean_minus_std` the weight does not hang on the scores' scale.
+"""
 
 
 @dataclass(frozen=True)

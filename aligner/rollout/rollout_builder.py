@@ -20,8 +20,7 @@ from aligner.rollout.samplers import Sampler
 from aligner.rollout.services import PendingRows, Services
 from aligner.rollout.stragglers import Straggler, divided
 from aligner.schema import RolloutConfig
-from aligner.servers.connection import RefusedError
-from aligner.servers.remote_client import RemoteFuture
+from aligner.servers.remote_client import RefusedError, RemoteFuture
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from aligner.data.pass_rates import PassRates
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.resharding.remote_publisher import RemotePublisher
+from aligner.resharding.publisher import RemotePublisher
 from aligner.resharding.weight_update import PublishStats, WeightPublisher
 from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import PendingRows, Services, together

@@ -13,11 +13,11 @@ from aligner.engines.engine_protocol import (
     SamplingOptions,
 )
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
-from aligner.resharding.remote_publisher import RemotePublisher
+from aligner.resharding.publisher import RemotePublisher
 from aligner.rollout.services import together
 from aligner.schema import EngineParallelConfig
-from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient
+from aligner.servers.remote_client import RemoteError
 
 
 class Sampler(Protocol):

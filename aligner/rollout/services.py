@@ -15,19 +15,18 @@ from torch import Tensor
 from aligner.data.collectives import broadcast_json, is_distributed
 from aligner.data.types import SampleBatch
 from aligner.errors import AlignerError
-from aligner.servers.connection import RefusedError
-from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import INITIAL, CriticState
+from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import (
+    RefusedError,
     RemoteClient,
     RemoteFuture,
     RewardClient,
+    TeacherClient,
     UnscoredError,
     joined_scores,
     wide,
 )
-from aligner.servers.teacher_client import TeacherClient
 
 _SIGN_S = 0.25
 """Between rank 0's words to ranks that wait for it; the shortest `cluster.collective_timeout_s` is

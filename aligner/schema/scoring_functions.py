@@ -8,7 +8,7 @@ from aligner.schema.options import callable_place
 FUNCTIONS: Mapping[str, str] = {
     "digit_fraction": "aligner.rewards.scorers:digit_fraction",
     "environment": "aligner.rewards.scorers:left_to_environment",
-    "reasoning_gym": "aligner.rewards.reasoning_scorer:reasoning_scores",
+    "reasoning_gym": "aligner.rewards.scorers:reasoning_scores",
     "sentiment": "aligner.rewards.scorers:sentiment",
 }
 """The built-in scorers, and where they are."""

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.algorithms.losses import value_loss
+from aligner.algorithms.policy_losses import value_loss
 from aligner.data.claim import write_as, writing
 from aligner.errors import AlignerError
 from aligner.models.model_source import critic_directory
 from aligner.paths import run_paths
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
-from aligner.servers.critic_updates import RunId, SequenceError, UpdateLedger
+from aligner.servers.critic_client import RunId, SequenceError, UpdateLedger
 from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
 from aligner.servers.reward_server import Scoring, build_scoring, narrower
 from aligner.servers.serving import Caller, Endpoints, model_limits, serve_role, tensor

@@ -12,12 +12,18 @@ bounds that.
 
 import asyncio
 import contextlib
+import ctypes
 import hmac
+import json
 import os
+import platform
 import re
 import ssl
+import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +33,116 @@ from yarl import URL
 
 from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
 from aligner.placement.tls import TLSFiles
-from aligner.servers.gateway_settings import READY, GatewaySettings, triton_sockets
+
+READY = "ready"
+"""What the gateway says once it listens."""
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Where the gateway listens, what it asks for, and where Triton is."""
+
+    address: str
+    http: int
+    grpc: int
+    metrics: int
+    sockets: str
+    """Directory of Triton's sockets: see `triton_sockets`."""
+    max_request_bytes: int
+    key: str | None
+    """The run's key; None lets anyone in."""
+    tls: TLSFiles | None = None
+    """gRPC and HTTP are behind TLS."""
+
+    def to_json(self) -> str:
+        """As a line of the gateway's input."""
+        return json.dumps(asdict(self), default=str) + "\n"
+
+    @staticmethod
+    def from_json(line: str) -> "GatewaySettings":
+        """What `to_json` gave."""
+        fields = json.loads(line)
+        if (tls := fields.pop("tls")) is not None:
+            mutual = tls.pop("mutual")
+            tls = TLSFiles(**{name: Path(file) for name, file in tls.items()}, mutual=mutual)
+        return GatewaySettings(**fields, tls=tls)
+
+
+def triton_addresses(directory: Path) -> dict[str, Any]:
+    """Fields of PyTriton's TritonConfig, for a Triton that listens on Unix sockets in a directory,
+    and nowhere else."""
+    protocols = ("http", "grpc", "metrics")
+    return {f"{name}_address": f"unix:{directory}/{name}" for name in protocols} | {
+        f"{name}_port": 1 for name in protocols
+    }
+
+
+def triton_sockets(directory: Path) -> dict[str, str]:
+    """The paths of those sockets: Triton hangs its port on gRPC's."""
+    return {
+        "http": f"{directory}/http",
+        "grpc": f"{directory}/grpc:1",
+        "metrics": f"{directory}/metrics",
+    }
+
+
+_CALLS = {"x86_64": (0xC000003E, 91, 54), "aarch64": (0xC00000B7, 52, 208)}
+"""The numbers of fchmod and setsockopt, by the machine's architecture, which has a number of its
+own in the kernel's filters."""
+_IPPROTO_TCP, _TCP_NODELAY = 6, 1
+_ALLOW, _DO_NOTHING = 0x7FFF0000, 0x00050000
+"""A filter's decisions: run the system call, or return 0 without running it."""
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _PR_SET_NO_NEW_PRIVS = 22, 2, 38
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_forks_privately = False
+
+
+@contextmanager
+def private_children() -> Iterator[None]:
+    """What this process forks inside keeps what it makes to itself, and so do its own children, for
+    good."""
+    global _forks_privately
+    _forks_privately = True
+    try:
+        yield
+    finally:
+        _forks_privately = False
+
+
+def _after_fork() -> None:
+    if not _forks_privately:
+        return
+    os.umask(0o077)
+    # Boost, of which Triton has its shared memory, opens that to everyone in spite of the mask, by
+    # fchmod: here that does nothing. Triton's HTTP server sets TCP_NODELAY, also on a Unix socket,
+    # which has no such option, and warns that this fails: here it does nothing.
+    architecture, fchmod, setsockopt = _CALLS.get(platform.machine(), (0, 0, 0))
+    load, jump_if_equal, return_value = 0x20, 0x15, 0x06
+    instructions = [
+        (load, 0, 0, 4),  # the architecture
+        (jump_if_equal, 0, 8, architecture),  # another one: allow
+        (load, 0, 0, 0),  # the call's number
+        (jump_if_equal, 5, 0, fchmod),
+        (jump_if_equal, 0, 5, setsockopt),  # another call: allow
+        (load, 0, 0, 24),  # the call's second argument
+        (jump_if_equal, 0, 3, _IPPROTO_TCP),
+        (load, 0, 0, 32),  # the call's third argument
+        (jump_if_equal, 0, 1, _TCP_NODELAY),
+        (return_value, 0, 0, _DO_NOTHING),
+        (return_value, 0, 0, _ALLOW),
+    ]
+    filters = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *one) for one in instructions)
+    )
+    program = ctypes.create_string_buffer(
+        struct.pack("HL", len(instructions), ctypes.addressof(filters))
+    )
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _OPEN = frozenset({"ServerLive", "ServerReady", "ModelReady"})

@@ -14,8 +14,7 @@ from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.placement.addresses import Access, Endpoint
-from aligner.servers.connection import TransportError
-from aligner.servers.remote_client import RemoteClient, RemoteFuture
+from aligner.servers.remote_client import RemoteClient, RemoteFuture, TransportError
 from aligner.servers.wire_protocol import GENERATE, response_tensors, text_array, with_responses
 
 _REPLACED_S = 10.0

@@ -33,7 +33,7 @@ from aligner.engines.replicas import (
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
-from aligner.resharding.remote_publisher import WeightReceiver, plan_between_worlds
+from aligner.resharding.publisher import WeightReceiver, plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, model_limits, serve_role, tensor

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.response_decoder import ResponseDecoder
-from aligner.data.tokenizer import read_tokenizer, with_beginning
+from aligner.data.tokenizer import ResponseDecoder, read_tokenizer, with_beginning
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
 from aligner.models.vocabulary import require_policys_tokens

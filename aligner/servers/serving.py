@@ -19,8 +19,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
-from aligner.observability.stages import tell_stage
-from aligner.observability.timeline import open_timeline
+from aligner.observability.timeline import open_timeline, tell_stage
 from aligner.paths import run_paths
 from aligner.placement.addresses import (
     create_access_key,

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.data.taught_tokens import TaughtTokens
-from aligner.data.types import response_mask
+from aligner.data.types import TaughtTokens, response_mask
 from aligner.errors import ConfigError
 from aligner.megatron.policy import FrozenPolicy
 from aligner.megatron.world import initialize, shutdown

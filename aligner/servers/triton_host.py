@@ -6,6 +6,8 @@ import contextlib
 import functools
 import logging
 import os
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -28,16 +30,15 @@ from aligner.errors import AlignerError, TransientError
 from aligner.placement.addresses import Endpoint
 from aligner.placement.tls import TLSFiles
 from aligner.schema import PortsConfig
-from aligner.servers.gateway_settings import (
+from aligner.servers.gateway import (
     READY,
     GatewaySettings,
+    private_children,
     triton_addresses,
     triton_sockets,
 )
-from aligner.servers.private_child import private_children
 from aligner.servers.restart_budget import RestartBudget
 from aligner.servers.tensor_payload import serializer_of
-from aligner.servers.triton_workspace import create_workspace
 from aligner.servers.wire_protocol import (
     REQUEST_NUMBER,
     EndpointError,
@@ -55,6 +56,28 @@ from aligner.triton_cleanup import (
     remove_triton_files,
     triton_environments,
 )
+
+_USABLE = re.compile(r"[\w./+@-]+", re.ASCII)
+"""Paths that PyTriton and Triton can use: PyTriton splits commands at spaces, and writes paths as
+ASCII."""
+_LONGEST = 60
+"""Characters of such a path: those of Unix sockets below the workspace may have 107."""
+_ELSEWHERE = Path("/tmp")
+
+
+def create_workspace() -> Any:
+    """Create a workspace that only this user can read, in PyTriton's directory (below HOME, unless
+    PYTRITON_HOME is set), or in /tmp if Triton cannot use that directory's path."""
+    from pytriton.constants import PYTRITON_HOME
+    from pytriton.utils.workspace import Workspace
+
+    home = str(PYTRITON_HOME)
+    if _USABLE.fullmatch(home) and len(home) <= _LONGEST:
+        return Workspace()
+    workspace = Workspace(_ELSEWHERE / f"aligner-triton-{secrets.token_hex(8)}")
+    workspace.path.chmod(0o700)
+    return workspace
+
 
 _DRAIN_S = 0.5
 """Time at a stop for the last answers to reach their callers, through Triton and the gateway."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import FinishReason, Sample, kept_by, of_responses
+from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by, of_responses
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2

@@ -22,10 +22,14 @@ from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import engine_slices
 from aligner.placement.roles import has_generator
-from aligner.resharding.link import Link
-from aligner.resharding.publisher import Publisher
-from aligner.resharding.remote_publisher import GeneratorCalls, RemotePublisher, plan_between_worlds
+from aligner.resharding.publisher import (
+    GeneratorCalls,
+    Publisher,
+    RemotePublisher,
+    plan_between_worlds,
+)
 from aligner.resharding.transfer_plan import plan_to_engine
+from aligner.resharding.transport import Link
 from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
 from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.rollout.services import together

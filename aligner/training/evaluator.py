@@ -1,6 +1,7 @@
 """Evaluation while training: the newest weights' responses to held-out prompts, scored and
 compared."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,9 +21,9 @@ from aligner.algorithms.evaluation_scores import (
     perplexity,
 )
 from aligner.data.collectives import broadcast_json, broadcast_samples
+from aligner.data.conversations import response_text, turns_with_context
 from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.transcripts import response_text, turns_with_context
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.environments.tool_catalogue import tool_schemas
@@ -38,7 +39,7 @@ from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
 from aligner.rollout.services import PendingRows, Services, together
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
-from aligner.schema.evaluation_suites import Suite
+from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_options
@@ -397,3 +398,59 @@ def build_evaluator(
         writes=writes,
         judge=build_judge(judge, run_paths(config)) if judge is not None and writes else None,
     )
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """One rank's part of evaluating the policy on every suite; every rank calls every method."""
+
+    suites: tuple[Evaluator, ...]
+    every: int
+    last_step: int
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called, and `evaluate` is to follow."""
+        return any(one.has_begun for one in self.suites)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of `step` are to be evaluated: the initial ones, every so many
+        steps', and the last."""
+        return step % self.every == 0 or step == self.last_step
+
+    def draw(self, builder: RolloutBuilder) -> list[list[Sample]]:
+        """Responses to each suite's prompts, as `Evaluator.draw`."""
+        return [one.draw(builder) for one in self.suites]
+
+    def begin(self, step: int, drawn: Future[list[list[Sample]]] | None) -> None:
+        """Have each suite of what is `drawn` of the weights of `step` scored, as `Evaluator.begin`.
+        Collective."""
+        for place, one in enumerate(self.suites):
+            one.begin(step, None if drawn is None else functools.partial(_drawn_of, drawn, place))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics of the weights of `step`, as `Evaluator.evaluate`. Collective."""
+        return {name: value for one in self.suites for name, value in one.evaluate(step).items()}
+
+
+def _drawn_of(drawn: Future[list[list[Sample]]], place: int) -> list[Sample]:
+    return drawn.result()[place]
+
+
+def build_evaluations(
+    config: Config,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    builder: RolloutBuilder,
+    services: Services,
+    tools: Sequence[ListedTool] = (),
+) -> Evaluations | None:
+    """What evaluates the run; None where `evaluation.every` is 0. Raises ConfigError as
+    `build_evaluator`."""
+    if not config.evaluation.every:
+        return None
+    each = (
+        build_evaluator(config, suite, tokenizer, policy, builder, services, tools)
+        for suite in evaluation_suites(config)
+    )
+    return Evaluations(tuple(each), config.evaluation.every, config.run.steps)

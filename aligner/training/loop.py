@@ -12,18 +12,17 @@ from types import FrameType
 import torch
 
 from aligner.data.claim import writing
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL
 from aligner.files import write_file
 from aligner.megatron.world import World
 from aligner.observability.metrics import Record, read_metrics
-from aligner.observability.stages import tell_phase, tell_stage
-from aligner.observability.timeline import PhaseTimer, Timeline
+from aligner.observability.timeline import PhaseTimer, Timeline, tell_phase, tell_stage
 from aligner.paths import run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.training.end_rule import EndRule
-from aligner.training.recorder import Recorder, StepResult
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from aligner.training.step_metrics import Recorder, StepResult
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from aligner.algorithms.online_algorithm import OnlineAlgorithm
 from aligner.data.claim import writing
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream
-from aligner.data.taught_tokens import TaughtTokens
-from aligner.data.types import Experience, SampleBatch
+from aligner.data.types import Experience, SampleBatch, TaughtTokens
 from aligner.megatron.policy import Policy
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
@@ -24,12 +23,12 @@ from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import has_step_rewards, source_names
-from aligner.servers.critic_updates import INITIAL, CriticState
-from aligner.training.evaluations import Evaluations
+from aligner.servers.critic_client import INITIAL, CriticState
+from aligner.training.evaluator import Evaluations
 from aligner.training.loop import TrainingLoop
-from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import (
+    StepResult,
     draw_metrics,
     experience_metrics,
     publish_metrics,

@@ -11,8 +11,8 @@ from torch import Tensor
 from aligner.algorithms.score_shaping import ScoreShaping
 from aligner.algorithms.selections import PAIRS, kept_responses
 from aligner.data.claim import writing
+from aligner.data.conversations import response_text
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.transcripts import response_text
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.observability.metrics import RecordWriter, read_metrics
@@ -23,9 +23,8 @@ from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.rollout.services import Services
 from aligner.schema.reward_sources import source_names
 from aligner.training.loop import TrainingLoop
-from aligner.training.recorder import StepResult
 from aligner.training.run_checkpoints import TrainingState
-from aligner.training.step_metrics import rollout_metrics
+from aligner.training.step_metrics import StepResult, rollout_metrics
 from aligner.training.step_samples import StepSamples
 
 Record = dict[str, Any]

@@ -5,18 +5,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from aligner.algorithms.extension import require_functions
-from aligner.data.end_token_report import end_token_warnings
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.teacher_scores import TeacherScores
-from aligner.data.tokenizer import Tokenizer, run_tokenizer
+from aligner.data.tokenizer import Tokenizer, end_token_warnings, run_tokenizer
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
-from aligner.rewards.answer_checks import CHECKED_VERIFIERS, check_answers
 from aligner.rewards.scorers import resolve_scorer
+from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
 from aligner.schema.keys import only_read

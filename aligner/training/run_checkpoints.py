@@ -26,7 +26,7 @@ from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.schema.keys import shown
-from aligner.training.named_metric import better_sign, check_named
+from aligner.training.end_rule import better_sign, check_named
 from aligner.version import __version__
 
 _log = logging.getLogger(__name__)

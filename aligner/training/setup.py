@@ -25,13 +25,12 @@ from aligner.models.vocabulary import read_vocabulary
 from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
-from aligner.observability.stages import tell_stage
-from aligner.observability.timeline import Timeline, open_timeline
+from aligner.observability.timeline import Timeline, open_timeline, tell_stage
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints, replicas, run_access
 from aligner.placement.roles import has_generator
-from aligner.resharding.remote_publisher import RemotePublisher
-from aligner.rewards.judge_ledger import JudgeMeter, judge_directory, judge_run
+from aligner.resharding.publisher import RemotePublisher
+from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import RemoteSampler, Sampler
@@ -40,31 +39,29 @@ from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
 from aligner.schema.evaluation_suites import evaluated_suites
 from aligner.schema.reward_sources import evaluation_judge, judge_sources, score_parts, source_names
-from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import RunId, UpdateJournal
+from aligner.servers.critic_client import CriticClient, RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
-from aligner.servers.remote_client import RewardClient
-from aligner.servers.teacher_client import TeacherClient
+from aligner.servers.remote_client import RewardClient, TeacherClient
 from aligner.training.engine_setup import build_engine_ends, build_options
-from aligner.training.evaluations import build_evaluations
+from aligner.training.evaluator import build_evaluations
 from aligner.training.loop import StopCondition, TrainingLoop
-from aligner.training.offline import OfflineTrainer
-from aligner.training.offline_tasks import (
+from aligner.training.offline import (
     DirectPreferenceOptimization,
     KahnemanTverskyOptimization,
     OfflineDistillation,
     OfflineTask,
+    OfflineTrainer,
     PairwiseRewardModel,
     ProcessRewardModel,
     SupervisedFineTuning,
+    TeacherScorer,
     pair_members,
 )
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
-from aligner.training.recorder import Recorder
 from aligner.training.run_checkpoints import RunCheckpoints
+from aligner.training.step_metrics import Recorder
 from aligner.training.step_samples import SampleRecorder
-from aligner.training.teacher_scoring import TeacherScorer
 
 
 def train(config: Config) -> bool:

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.data.conversations import response_text, spoken_messages
 from aligner.data.pass_rates import Draw, Origin, draws
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolFormat, format_of
-from aligner.data.transcripts import response_text, spoken_messages
 from aligner.data.types import (
     Experience,
     Prompt,

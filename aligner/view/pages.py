@@ -16,14 +16,18 @@ from aligner.errors import AlignerError
 from aligner.observability.trace import read_spans
 from aligner.view.figures import Plot, curves, metric_plots, timeline_plots
 from aligner.view.rendering import STATIC, configuration, plotly_script, render
-from aligner.view.run_index import UNREADABLE, Overview, RunIndex, ViewedRun, stamp_of
-from aligner.view.run_summary import (
+from aligner.view.run_index import (
+    UNREADABLE,
+    Overview,
+    RunIndex,
+    ViewedRun,
     differences,
     key_figures,
     left_out,
     log_end,
     log_files,
     log_trouble,
+    stamp_of,
 )
 from aligner.view.sample_table import PAGE, SampleFilter, SampleTable
 from aligner.view.shown_text import printable, token_columns, turns

@@ -18,7 +18,7 @@ from aligner.placement.placement_table import placements
 from aligner.schema import Config
 from aligner.schema.keys import shown
 from aligner.schema.reward_sources import describe_sources
-from aligner.view.run_summary import NONE, differences
+from aligner.view.run_index import NONE, differences
 from aligner.view.shown_text import printable
 
 _NOTHING = 5e-5

@@ -20,7 +20,7 @@ from aligner.paths import RunPaths
 from aligner.schema import Config
 from aligner.view.figures import metric_plots, timeline_plots
 from aligner.view.rendering import STATIC, configuration, plotly_script, render, require_packages
-from aligner.view.run_summary import key_figures
+from aligner.view.run_index import key_figures
 from aligner.view.sample_table import SampleFilter, SampleTable
 
 _SAMPLES_OF_FIRST, _SAMPLES_OF_LAST = 3, 6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.online_algorithm import build_online_algorithm
-from aligner.algorithms.online_losses import LossContext, clipped_surrogate
+from aligner.algorithms.policy_losses import LossContext, clipped_surrogate
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, Stats
 from aligner.megatron import world as worlds

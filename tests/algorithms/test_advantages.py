@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aligner.algorithms import advantages
-from aligner.algorithms.whitening import masked_mean, masked_whiten
+from aligner.algorithms.advantages import masked_mean, masked_whiten
 
 SEEDS = st.integers(0, 10_000)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms import advantages, extension, losses
-from aligner.algorithms.whitening import masked_whiten
+from aligner.algorithms import advantages, extension, policy_losses
+from aligner.algorithms.advantages import masked_whiten
 from aligner.data.types import FINISH_REASONS, Sample, collate
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
@@ -231,4 +231,4 @@ def test_total_is_masked_sum_over_denominator():
         AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None
     )
     assert float(context.total(terms, mask)) == 0.75
-    assert losses.total_over(mask, None, None)(terms) == 1.5
+    assert policy_losses.total_over(mask, None, None)(terms) == 1.5

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from aligner.algorithms.losses import policy_loss
-from aligner.algorithms.online_losses import LOSSES, LossContext, clipped_surrogate
+from aligner.algorithms.policy_losses import LOSSES, LossContext, clipped_surrogate, policy_loss
 from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from aligner.algorithms import losses, preference_losses
+from aligner.algorithms import policy_losses, preference_losses
 from aligner.data.types import Stats
 
 Tensors = dict[str, Tensor]
@@ -130,7 +130,7 @@ def label_term(row: Tensors, t: int) -> Tensor:
 
 def clipped(tensors: Tensors, denominator: float | None, **options: Any) -> tuple[Tensor, Stats]:
     proximal = tensors["proximal"] if "behavior_level" in options else None
-    return losses.policy_loss(
+    return policy_losses.policy_loss(
         *(tensors[name] for name in ("new", "old", "advantages", "mask")),
         clip_high=0.3,
         proximal_logprobs=proximal,
@@ -142,28 +142,30 @@ def clipped(tensors: Tensors, denominator: float | None, **options: Any) -> tupl
 
 def cispo(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
     inputs = (tensors[name] for name in ("new", "old", "advantages", "mask"))
-    return losses.cispo_loss(
+    return policy_losses.cispo_loss(
         *inputs, clip_low=0.2, clip_high=0.3, weights=tensors["weights"], denominator=denominator
     )
 
 
 def policy_gradient(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
     inputs = (tensors[name] for name in ("new", "advantages", "mask"))
-    return losses.reinforce_loss(*inputs, weights=tensors["weights"], denominator=denominator)
+    return policy_losses.reinforce_loss(
+        *inputs, weights=tensors["weights"], denominator=denominator
+    )
 
 
 def value(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
-    return losses.value_loss(
+    return policy_losses.value_loss(
         *(tensors[name] for name in ("new", "old", "returns", "mask")), 0.2, denominator
     )
 
 
 def imitation(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
-    return losses.cross_entropy_loss(tensors["new"], tensors["mask"], denominator), {}
+    return policy_losses.cross_entropy_loss(tensors["new"], tensors["mask"], denominator), {}
 
 
 def labels(tensors: Tensors, denominator: float | None) -> tuple[Tensor, Stats]:
-    return losses.token_label_loss(
+    return policy_losses.token_label_loss(
         tensors["new"], tensors["labels"], tensors["mask"], denominator
     ), {}
 
@@ -233,7 +235,7 @@ def test_loss_and_gradient_equal_formula(loss, formula, seed):
 def contrast(
     tensors: Tensors, denominator: float | None, group_size: int = GROUP
 ) -> tuple[Tensor, Stats]:
-    return losses.contrastive_policy_gradient_loss(
+    return policy_losses.contrastive_policy_gradient_loss(
         *(tensors[name] for name in ("new", "reference", "scores", "mask")),
         group_size=group_size,
         kl_coefficient=0.3,
@@ -245,7 +247,7 @@ def test_contrastive_gradient_equals_published_gradient():
     new, reference = (-torch.rand(2, 7, dtype=torch.float64) for _ in range(2))
     scores, beta = tensor([0.7, -0.4], dtype=torch.float64), 0.3
     new.requires_grad_()
-    loss, _ = losses.contrastive_policy_gradient_loss(
+    loss, _ = policy_losses.contrastive_policy_gradient_loss(
         new, reference, scores, torch.ones(2, 7), group_size=2, kl_coefficient=beta, denominator=1
     )
     # The published objective is differentiated through its reward. It has half the coefficient,
@@ -344,7 +346,7 @@ def test_token_weights_give_the_mean_of_row_means():
     tensors["weights"] = 1 / mask.sum(1, keepdim=True).clamp(min=1).double().expand(mask.shape)
     rows = [row for row in range(6) if mask[row].any()]
     means = [
-        losses.policy_loss(
+        policy_losses.policy_loss(
             *(tensors[n][[row]] for n in ("new", "old", "advantages", "mask")), clip_high=0.3
         )
         for row in rows
@@ -359,7 +361,7 @@ def test_token_weights_give_the_mean_of_row_means():
 def test_overflowing_ratio_has_zero_gradient():
     new = torch.zeros(2, 100, requires_grad=True)
     advantages = tensor([[1.0], [0.0]]).expand(2, 100)
-    loss, _ = losses.policy_loss(
+    loss, _ = policy_losses.policy_loss(
         new,
         torch.full((2, 100), -1.0),
         advantages,

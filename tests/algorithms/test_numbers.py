@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.algorithms.advantages import dr_grpo, gae, grpo, rloo
+from aligner.algorithms.advantages import dr_grpo, gae, grpo, masked_mean, masked_whiten, rloo
 from aligner.algorithms.kl import KLController, approximate_kl
-from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.algorithms.policy_losses import policy_loss, value_loss
 from aligner.algorithms.preference_losses import dpo_loss, pairwise_reward_loss
-from aligner.algorithms.whitening import masked_mean, masked_whiten
 
 DIFFERENCES = tensor([-0.3315, -0.0426, 0.6351])
 

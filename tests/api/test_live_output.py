@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from aligner.api.live_output import in_notebook, notebook_bundle
+from aligner.api.run_handle import in_notebook, notebook_bundle
 from aligner.config.compose import compose_config, save_config
 from aligner.paths import RunPaths
 

@@ -11,7 +11,7 @@ import pytest
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.models.packaged_models import package_directory
+from aligner.models.model_source import package_directory
 
 
 def tiny(directory: Path, *overrides: str) -> list[str]:
@@ -348,7 +348,7 @@ def test_gguf_shape_is_read_from_header(tmp_path: Path) -> None:
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
-    from aligner.models.gguf_header import gguf_shape
+    from aligner.models.weight_headers import gguf_shape
 
     file = tmp_path / "model.gguf"
     for content, message in (

@@ -11,7 +11,7 @@ import pytest
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.models import hub
+from aligner.models import model_source
 from aligner.models.model_source import NORMALIZATION, absent_inputs, critic_shape
 from aligner.placement.memory.role_memory import memory_needs
 from aligner.placement.placement_table import placements
@@ -49,9 +49,9 @@ def expect_error(config: Config) -> str:
 
 
 def test_hub_name_of_critic_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_model", lambda name, key, weights: tmp_path / name)
+    monkeypatch.setattr(model_source, "find_model", lambda name, key, weights: tmp_path / name)
     named = compose(tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge")
-    found = hub.with_found_models(with_values(named, {"model.config": {}}), weights=False)
+    found = model_source.with_found_models(with_values(named, {"model.config": {}}), weights=False)
     assert found.critic.path == found.reward.path == str(tmp_path / "org" / "judge")
 
 
@@ -135,7 +135,7 @@ def test_absent_critic_gets_shape_of_policy(
 ) -> None:
     described = ["model.source=directory", "model.path=org/policy"]
     config = compose(tmp_path, *described, "critic.path=org/judge")
-    assert hub.with_found_models(config, weights=False) == config, (
+    assert model_source.with_found_models(config, weights=False) == config, (
         "described models are not looked for on the Hub"
     )
     assert absent_inputs(config)["org/judge"] == absent_inputs(config)["org/policy"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.models.packaged_models import package_directory
+from aligner.models.model_source import package_directory
 from tests.rounds import slow
 
 SMOLLM2 = pytest.mark.skipif(

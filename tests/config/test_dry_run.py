@@ -21,8 +21,7 @@ from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
-from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs
-from aligner.models.packaged_models import package_directory
+from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs, package_directory
 from aligner.models.shape import ModelShape, RopeScaling
 from aligner.paths import cache_directory, run_paths
 from aligner.placement.memory.role_memory import memory_needs

@@ -9,7 +9,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.launcher.next_steps import resume_command
+from aligner.launcher.failure import resume_command
 
 NAMES = (
     *("a b", "#1", "100%t", "a:b", "ü", "日本", "~a", "(1)", "a,b", "[1]", "{1}", "a;b", "a&b"),

@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.paths import run_paths
 from aligner.schema import Config, RunConfig
-from aligner.servers.critic_updates import UpdateJournal
+from aligner.servers.critic_client import UpdateJournal
 
 
 def main(directory: str, where: str) -> None:

@@ -28,7 +28,7 @@ from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import ModelSource as ModelSettings
 from aligner.servers.reward_server import Scoring
 from aligner.servers.validation import Limits
-from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.offline import demonstration_rows
 from aligner.training.preference_sampling import preferences
 from tests.data.chat_models import chat_model
 

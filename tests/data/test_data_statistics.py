@@ -12,8 +12,8 @@ import pytest
 from aligner.config.compose import compose_config
 from aligner.config.situation import DataStatistics
 from aligner.data.data_statistics import measure_data
-from aligner.data.field_names import FieldsNotChosen
 from aligner.data.model_directory import prepare_model
+from aligner.data.records import FieldsNotChosen
 
 
 def measured(

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from aligner.cli import main
-from aligner.data.end_token_report import end_token_warnings, report_end_tokens
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import Source
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, end_token_warnings, report_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.engines.generate import plan_job
 from aligner.errors import ConfigError

@@ -11,8 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from aligner.data.checksums import file_record
 from aligner.data.export import export, find_source, parse_size
-from aligner.data.model_directory import check_model_directory, prepare_model
-from aligner.data.weight_files import TensorEntry, write_safetensors
+from aligner.data.model_directory import (
+    TensorEntry,
+    check_model_directory,
+    prepare_model,
+    write_safetensors,
+)
 from aligner.errors import ConfigError
 from aligner.schema import Config, ModelConfig, RunConfig
 from tests.small_disk import small_disk

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from aligner.data.field_names import FieldsNotChosen, choose_fields
-from aligner.data.records import Record, convert, read_lines
+from aligner.data.records import FieldsNotChosen, Record, choose_fields, convert, read_lines
 from aligner.errors import ConfigError
 
 ALPACA = {"instruction": "Translate to French.", "input": "good evening", "output": "bonsoir"}

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from aligner.data.chat_messages import normalized_messages, without_nulls
-from aligner.data.chat_template import ChatTemplate
+from aligner.data.chat_template import ChatTemplate, normalized_messages, without_nulls
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.control_tokens import PlainEncoder, escape
 from aligner.data.conversations import exchange, prompt_text

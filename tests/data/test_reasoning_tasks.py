@@ -126,7 +126,7 @@ def test_questions_do_not_depend_on_order_or_process() -> None:
 def test_unparsable_answer_scores_zero_and_is_reported() -> None:
     record = json.dumps(records("prime_factorization")["prime_factorization"][0])
     code = (
-        "import json; from aligner.rewards.reasoning_scorer import reasoning_scores as scores\n"
+        "import json; from aligner.rewards.scorers import reasoning_scores as scores\n"
         "from aligner.rewards.scorers import ScoringRequest\n"
         f"print(scores([ScoringRequest('', 'two and two', json.loads({record!r}))]))"
     )

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.data.conversations import response_text, transcript
 from aligner.data.prompts import drawn_tokens
 from aligner.data.records import BadRecord
-from aligner.data.response_decoder import ResponseDecoder
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import ResponseDecoder, Tokenizer
 from aligner.data.tokenizer_files import read_tokenizer
-from aligner.data.transcripts import response_text, transcript
 from aligner.data.types import Sample
 from tests.data.test_tokenizer_kinds import LLAMA
 from tests.data.tokenizer_kinds import KINDS, TEXTS, write_kind

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.kept_tokens import KeptTokens
-from aligner.data.types import Sample, collate, collate_episodes
+from aligner.data.types import KeptTokens, Sample, collate, collate_episodes
 from aligner.rollout.rollout_builder import environment_scores, truncated
 from aligner.servers.wire_protocol import response_tensors, with_responses
 

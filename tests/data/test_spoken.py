@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aligner.data.conversations import spoken_messages
 from aligner.data.tool_calls import format_of
-from aligner.data.transcripts import spoken_messages
 from aligner.data.types import Prompt, Sample
 from tests.data.chat_models import TOKENIZERS, chat_model
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.data.streams import ExampleStream
+from aligner.data.prompts import ExampleStream
 from aligner.errors import ConfigError
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.data.model_directory import read_slices
 from aligner.data.types import Prompt, Sample
-from aligner.data.weight_files import read_slices
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import (
     GenerationEngine,

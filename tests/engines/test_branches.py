@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from aligner.data.chat_turns import Conversation
+from aligner.data.conversations import conversation
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.data.tool_calls import format_of
-from aligner.data.transcripts import conversation
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
 from aligner.engines.episodes import EpisodeEngine

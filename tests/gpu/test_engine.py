@@ -13,9 +13,9 @@ import torch.distributed as dist
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.weight_slices import weight_table
-from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.transport import Link
 from aligner.schema import EngineConfig, ParallelConfig
 from tests.engines.engines import generate, load_directory
 from tests.engines.test_embedded import (

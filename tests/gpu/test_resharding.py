@@ -26,8 +26,8 @@ from aligner.engines.vllm.program.weight_memory import (
     opened,
     taken,
 )
-from aligner.resharding.link import Link
-from aligner.resharding.remote_publisher import Snapshots, on_stream
+from aligner.resharding.publisher import Snapshots, on_stream
+from aligner.resharding.transport import Link
 from tests.gpu.conftest import needs_cuda
 
 pytestmark = needs_cuda

@@ -17,7 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from aligner.exit_codes import RESUMABLE
+from aligner.errors import RESUMABLE
 from aligner.launcher.processes import LAUNCHER_PID, end_with_launcher
 from aligner.launcher.rank_heartbeat import start_heartbeat
 
@@ -37,7 +37,7 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def serve(role: str, run: Path) -> None:
-    from aligner.launcher.server_ports import SERVED_MODELS
+    from aligner.launcher.rank_environment import SERVED_MODELS
 
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
     Ready.model = SERVED_MODELS[role.partition(".")[0]]

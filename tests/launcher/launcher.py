@@ -11,8 +11,7 @@ from pathlib import Path
 
 from aligner.config.compose import compose_config
 from aligner.config.prerequisites import plan_run
-from aligner.errors import AlignerError, Interrupted, Stopped
-from aligner.exit_codes import exit_code
+from aligner.errors import AlignerError, Interrupted, Stopped, exit_code
 from aligner.launcher.local import launch
 
 ROLE = Path(__file__).with_name("fake_role.py")

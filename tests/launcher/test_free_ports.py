@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 
 _CLAIMS = (
-    "from aligner.launcher.server_ports import FreePorts; ports = FreePorts(candidates=[{}]);"
+    "from aligner.launcher.rank_environment import FreePorts; ports = FreePorts(candidates=[{}]);"
     " print(next(ports)); input()"
 )
 

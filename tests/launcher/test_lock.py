@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from aligner.launcher.lock import LockedError, locked, refuse_locked
+from aligner.launcher.run_directory import LockedError, locked, refuse_locked
 from tests.launcher.test_launch import finish, processes_of, start, wait_for
 
-HOLD = """import sys, time; from pathlib import Path; from aligner.launcher.lock import locked
+HOLD = """import sys, time; from pathlib import Path; from aligner.launcher.run_directory import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True); time.sleep(60)"""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aligner.cli.command_table import parse_arguments
 from aligner.config.compose import compose_config
-from aligner.launcher.next_steps import next_steps
+from aligner.launcher.failure import next_steps
 
 PROMPTS = "a b.jsonl"
 

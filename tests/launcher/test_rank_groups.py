@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import load_config
-from aligner.launcher.launcher_state import read_state
+from aligner.launcher.run_directory import read_state
 from tests.launcher.test_launch import finish, start
 
 

@@ -10,7 +10,7 @@ import pytest
 from aligner.cli.rank_processes import ROLES
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launcher.server_ports import (
+from aligner.launcher.rank_environment import (
     SERVED_MODELS,
     free_ports,
     is_healthy,

@@ -15,9 +15,9 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.launcher.heartbeats import LifeWatch
-from aligner.launcher.launcher_state import read_state
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
+from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import read_status
 from tests.launcher.test_launch import finish, processes_of, read_until, start, wait_for
 
@@ -138,7 +138,7 @@ def test_orphan_watcher_ends_with_its_launcher(run: Path) -> None:
     (watcher,) = [
         child
         for child in psutil.Process(launcher.pid).children()
-        if "aligner.launcher.orphans" in child.cmdline()
+        if "aligner.launcher.processes" in child.cmdline()
     ]
     launcher.send_signal(signal.SIGTERM)
     finish(launcher, run)

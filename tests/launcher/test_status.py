@@ -16,7 +16,7 @@ import pytest
 
 from aligner.config.compose import compose_config, save_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launcher.launcher_state import LauncherState, RoleState, read_state
+from aligner.launcher.run_directory import LauncherState, RoleState, read_state
 from aligner.launcher.status import RoleStatus, describe_status, read_status
 from aligner.paths import RunPaths
 from tests.launcher.stand_ins import stand_in

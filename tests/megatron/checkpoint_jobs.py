@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses import value_loss
+from aligner.algorithms.policy_losses import value_loss
 from aligner.data import claim
 from aligner.data.checkpoint_files import MOMENTS, MOMENTUM, WEIGHT, CheckpointReader
 from aligner.data.checksums import FileRecord
@@ -19,7 +19,7 @@ from aligner.megatron import model_checkpoint as checkpoints
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.value_model import ValueModel
-from aligner.models.trained_weights import is_layer_matrix
+from aligner.models.weight_slices import is_layer_matrix
 from aligner.schema import ActorConfig, Config, CriticConfig, LoraConfig, ParallelConfig, RunConfig
 from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from aligner.megatron import gpt_model, grouped_experts, layers, parameter_gather
+from aligner.megatron import gpt_model, layers
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
@@ -271,7 +271,7 @@ def overlapped_steps(
         gpt_model.DistributedDataParallelConfig,
         _ParamAndGradBucketGroup.register_grad_ready,
     )
-    wait = parameter_gather._wait
+    wait = optimizer._wait
     early, waits = [0], [0]
 
     def counted_wait(groups: Sequence[Any]) -> None:
@@ -284,7 +284,7 @@ def overlapped_steps(
         early[0] += before is None and group.grad_reduce_handle is not None
 
     gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
-    _ParamAndGradBucketGroup.register_grad_ready, parameter_gather._wait = counted, counted_wait
+    _ParamAndGradBucketGroup.register_grad_ready, optimizer._wait = counted, counted_wait
     try:
         chosen = {
             "optimizer": {"overlap_grad_reduce": True, **optimizer},
@@ -296,7 +296,7 @@ def overlapped_steps(
             make,
             start,
         )
-        parameter_gather._wait = wait
+        optimizer._wait = wait
 
 
 def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -364,7 +364,7 @@ def grouped_steps(
 
     `grouped` is the number of stacks of expert tensors, and `in_place` how many needed no copy.
     """
-    can_group, together, view = layers.can_group, grouped_experts._together, grouped_experts._view
+    can_group, together, view = layers.can_group, layers._together, layers._view
     found = {"grouped": 0, "in_place": 0}
 
     def counted(tensors: Sequence[Tensor]) -> Tensor:
@@ -372,11 +372,11 @@ def grouped_steps(
         found["in_place"] += view(tensors) is not None
         return together(tensors)
 
-    layers.can_group, grouped_experts._together = lambda config: True, counted
+    layers.can_group, layers._together = lambda config: True, counted
     try:
         return steps(directory, layout, **settings) | found
     finally:
-        layers.can_group, grouped_experts._together = can_group, together
+        layers.can_group, layers._together = can_group, together
 
 
 def overlapped_grouped_steps(

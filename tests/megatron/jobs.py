@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.algorithms.policy_losses import policy_loss, value_loss
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Experience, response_mask
 from aligner.megatron import world as worlds
@@ -365,7 +365,7 @@ def attend(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from aligner.megatron.attention import PackedAttention
-    from aligner.megatron.prefixes import alone
+    from aligner.megatron.shared_prefixes import alone
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     cut = Cut(

@@ -16,9 +16,9 @@ from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.policy import Policy
-from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.transport import Link
 from aligner.schema import EngineParallelConfig
 from tests.megatron import jobs
 from tests.resharding.sink import Sink

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import KeptTokens
 from aligner.megatron import score_passes
 from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 

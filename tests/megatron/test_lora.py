@@ -14,8 +14,7 @@ from torch.func import functional_call
 
 from aligner.data.model_directory import read_shape
 from aligner.megatron.lora import initial_down
-from aligner.models.trained_weights import adapter_map, adapter_table
-from aligner.models.weight_slices import weight_table
+from aligner.models.weight_slices import adapter_map, adapter_table, weight_table
 from aligner.schema import LoraConfig, ParallelConfig
 from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.reference import logprobs

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from aligner.data.model_directory import read_shape
-from aligner.models.trained_weights import frozen_names
-from aligner.models.weight_slices import weight_table
+from aligner.models.weight_slices import frozen_names, weight_table
 from aligner.schema import OptimizerConfig, ParallelConfig
 from tests.megatron import jobs, optimizer_jobs
 from tests.megatron.reference import logprobs

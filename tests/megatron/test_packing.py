@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
-from aligner.megatron.prefixes import alone
+from aligner.megatron.shared_prefixes import alone
 
 CPU = torch.device("cpu")
 CUTS = st.builds(

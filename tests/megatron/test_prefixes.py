@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aligner.megatron.attention_tree import attend
 from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
-from aligner.megatron.prefixes import alone, bundles
+from aligner.megatron.shared_prefixes import alone, attend, bundles
 from aligner.schema import ParallelConfig
 from tests.megatron import jobs
 

@@ -14,13 +14,13 @@ from typing import ClassVar
 
 import pytest
 
-from aligner.models.hub import _is_whole
+from aligner.models.model_source import _is_whole
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
 import sys
 from aligner.errors import ConfigError
-from aligner.models.hub import find_model
+from aligner.models.model_source import find_model
 try:
     print(find_model(sys.argv[1], "model.path", weights=sys.argv[2] == "weights"))
 except ConfigError as error:

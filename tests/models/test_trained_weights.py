@@ -7,8 +7,7 @@ import pytest
 from aligner.checks.actor import lora_problems
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
-from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names
-from aligner.models.weight_slices import weight_table
+from aligner.models.weight_slices import adapter_map, adapter_table, frozen_names, weight_table
 from aligner.schema import ActorConfig, LoraConfig
 
 SIZES = {

@@ -16,7 +16,7 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
-from aligner.models.directory_checks import stored_model_notes
+from aligner.models.model_source import stored_model_notes
 from aligner.models.weight_headers import read_header, tensor_files
 
 INDEX = "model.safetensors.index.json"

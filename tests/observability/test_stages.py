@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.observability.stages import StageWatch, forget_stages, tell_phase, tell_stage
+from aligner.observability.timeline import StageWatch, forget_stages, tell_phase, tell_stage
 from aligner.paths import run_paths
 
 

@@ -12,10 +12,9 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.launcher.local import LocalRanks
-from aligner.launcher.server_ports import FreePorts
+from aligner.launcher.rank_environment import FreePorts
 from aligner.placement import roles
-from aligner.placement.device_lists import describe_devices, numbers
-from aligner.placement.local_devices import local_devices
+from aligner.placement.local_devices import describe_devices, local_devices, numbers
 from aligner.placement.placement_table import placements
 from aligner.schema import Config
 

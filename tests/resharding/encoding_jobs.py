@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.resharding.link import Link
+from aligner.resharding.transport import Link
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.jobs import TIMEOUT, Rank, make_plan
 from tests.resharding.layouts import cut, whole_weights

@@ -22,9 +22,9 @@ from torch.distributed import TCPStore
 from aligner.errors import AlignerError
 from aligner.megatron.world import join
 from aligner.models.weight_slices import Slice, TensorSpec
-from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
+from aligner.resharding.transport import Link
 from aligner.resharding.verify import verify
 from aligner.resharding.weight_update import PublishStats
 from aligner.schema import EngineParallelConfig, ParallelConfig

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.resharding.link import Link
+from aligner.resharding.transport import Link
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.jobs import Rank, make_plan
 

@@ -14,8 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from aligner.errors import AlignerError, EngineGone
-from aligner.resharding.link import Link
-from aligner.resharding.transport import copy_local
+from aligner.resharding.transport import Link, copy_local
 from aligner.resharding.verify import checksum
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding import jobs

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from aligner.errors import AlignerError
-from aligner.resharding.rank_store import open_store, world_store
+from aligner.resharding.verify import open_store, world_store
 from tests import other_user
 from tests.resharding import jobs
 from tests.worker_pool import WorkerPool, free_port

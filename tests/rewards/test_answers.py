@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.errors import ConfigError
-from aligner.rewards import answer_checks
-from aligner.rewards.answer_checks import check_answers, is_plain
+from aligner.rewards import verifiers
+from aligner.rewards.answer_forms import split_unit, units_agree
 from aligner.rewards.answer_text import normalized
-from aligner.rewards.answer_units import split_unit, units_agree
-from aligner.rewards.final_answers import final_answer, gold_answer
-from aligner.rewards.final_number import final_number
-from aligner.rewards.math_checker import MathChecker
-from aligner.rewards.verifiers import gsm8k, math
+from aligner.rewards.final_answers import final_answer, final_number, gold_answer
+from aligner.rewards.math_comparison import MathChecker
+from aligner.rewards.verifiers import check_answers, gsm8k, is_plain, math
 
 TABLE = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open()]
 KINDS = {
@@ -148,7 +146,7 @@ def test_unparsable_gold_answers_are_reported():
 
 
 def test_plain_gold_answers_need_no_child_process(monkeypatch):
-    monkeypatch.setattr(answer_checks, "MathChecker", lambda: _NoChild())
+    monkeypatch.setattr(verifiers, "MathChecker", lambda: _NoChild())
     records = [("1", {"answer": answer}) for answer in ("12", "1/2", "Tuesday", "(B)", "12:30", 7)]
     assert check_answers("math", "reward.function=math", records) == []
 

@@ -14,16 +14,20 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.paths import RunPaths
-from aligner.rewards.http_endpoint import HttpEndpoint, Pace
-from aligner.rewards.judge import Judge, build_judge
-from aligner.rewards.judge_answers import (
+from aligner.rewards.judge import (
+    COUNTS,
+    Judge,
+    JudgeLedger,
+    JudgeMeter,
+    build_judge,
+    judge_run,
     parsed_answer,
     read_ranking,
     read_score,
     read_verdict,
     read_yes,
 )
-from aligner.rewards.judge_ledger import COUNTS, JudgeLedger, JudgeMeter, judge_run
+from aligner.rewards.remote import HttpEndpoint, Pace
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
 from aligner.schema.reward_sources import JudgeSource
 from tests.rewards.judge_server import JudgeServer, Reply, judging, likely, says

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.rewards.ensembles import COMBINATIONS
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.rewards.sources import (
+    COMBINATIONS,
     CombinedReward,
     ModelSource,
     ScoringBatch,

@@ -8,8 +8,8 @@ from decimal import Decimal
 import pytest
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.final_number import final_number
-from aligner.rewards.math_checker import MathChecker
+from aligner.rewards.final_answers import final_number
+from aligner.rewards.math_comparison import MathChecker
 from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
 
 

@@ -14,8 +14,7 @@ from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBuilder, informative, truncated
 from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
-from aligner.servers.connection import RefusedError, RemoteError, TransportError
-from aligner.servers.remote_client import UnscoredError
+from aligner.servers.remote_client import RefusedError, RemoteError, TransportError, UnscoredError
 from tests.rollout.fakes import Digits, Scorers, Stream, teacher_logprobs
 
 EACH = 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses import value_loss
+from aligner.algorithms.policy_losses import value_loss
 from aligner.data.model_directory import read_shape
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import ValueModel

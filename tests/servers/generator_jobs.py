@@ -23,9 +23,8 @@ from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.replicas import Enough, replica_group
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
-from aligner.resharding.link import Link
-from aligner.resharding.publisher import Publisher
-from aligner.resharding.remote_publisher import plan_between_worlds
+from aligner.resharding.publisher import Publisher, plan_between_worlds
+from aligner.resharding.transport import Link
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator_client import request_arrays

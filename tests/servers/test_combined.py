@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aligner.rewards.sources import TextSource
-from aligner.servers.connection import Connection, RemoteError
 from aligner.servers.critic_server import with_rewards
+from aligner.servers.remote_client import Connection, RemoteError
 from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_INFER_WITH_REWARD,

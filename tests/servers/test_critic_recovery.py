@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aligner.servers.connection import TransportError
-from aligner.servers.critic_recovery import CriticRecovery, Phase
-from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
+from aligner.servers.critic_client import CriticRecovery, CriticState, Phase, RunId, UpdateJournal
+from aligner.servers.remote_client import TransportError
 
 TOKENS = {"tokens": np.zeros((1, 2), dtype=np.int64)}
 

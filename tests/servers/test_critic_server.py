@@ -16,11 +16,9 @@ from aligner.errors import AlignerError
 from aligner.paths import RunPaths
 from aligner.placement.addresses import KEY_HEADER
 from aligner.schema import Config, RunConfig
-from aligner.servers.connection import Connection, RemoteError
-from aligner.servers.critic_client import CriticClient
+from aligner.servers.critic_client import CriticClient, CriticState, RunId, UpdateJournal
 from aligner.servers.critic_server import CriticRank
-from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
-from aligner.servers.remote_client import RewardClient
+from aligner.servers.remote_client import Connection, RemoteError, RewardClient
 from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_SAVE,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aligner.errors import AlignerError
-from aligner.servers.critic_updates import RunId, SequenceError, UpdateJournal, UpdateLedger
+from aligner.servers.critic_client import RunId, SequenceError, UpdateJournal, UpdateLedger
 
 
 def test_ledger_accepts_next_update_and_repeat_of_last():

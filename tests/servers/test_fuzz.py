@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from aligner.servers.connection import Connection
+from aligner.servers.remote_client import Connection
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
 from tests.servers import fuzz
 from tests.servers.bad_requests import good

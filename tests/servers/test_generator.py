@@ -18,9 +18,9 @@ from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
-from aligner.servers.connection import RemoteError
 from aligner.servers.generator_client import GeneratorClient, request_arrays
 from aligner.servers.generator_server import Generator, weight_receiver
+from aligner.servers.remote_client import RemoteError
 from aligner.servers.validation import Limits, control_request, validate
 from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
 from tests.engines.engines import generate, load_directory

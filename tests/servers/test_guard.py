@@ -32,7 +32,7 @@ from aligner.placement.addresses import (
     run_access,
 )
 from aligner.schema import Config
-from aligner.servers.connection import Connection, RemoteError
+from aligner.servers.remote_client import Connection, RemoteError
 from aligner.servers.triton_host import Guard
 from aligner.servers.wire_protocol import (
     CONTROL,

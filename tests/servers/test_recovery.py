@@ -9,9 +9,8 @@ import torch
 
 from aligner.errors import AlignerError
 from aligner.placement.addresses import Endpoint
-from aligner.servers.connection import Connection
-from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import CriticState, RunId, UpdateJournal
+from aligner.servers.critic_client import CriticClient, CriticState, RunId, UpdateJournal
+from aligner.servers.remote_client import Connection
 from tests.servers.proxy import BadProxy
 from tests.servers.roles import RunningRole
 from tests.servers.tiny_model import TinyValueModel

@@ -14,8 +14,7 @@ import torch
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from aligner.placement.addresses import Access, Endpoint
-from aligner.servers.connection import RemoteError
-from aligner.servers.remote_client import RewardClient
+from aligner.servers.remote_client import RemoteError, RewardClient
 from aligner.servers.wire_protocol import REQUEST_NUMBER
 from tests.rounds import bounds_seconds
 

@@ -15,8 +15,7 @@ from aligner.data.tokenizer import read_tokenizer
 from aligner.data.types import ABSTAINED
 from aligner.placement.addresses import KEY_HEADER
 from aligner.rewards.sources import ModelSource
-from aligner.servers.connection import RemoteError
-from aligner.servers.remote_client import RewardClient
+from aligner.servers.remote_client import RemoteError, RewardClient
 from aligner.servers.validation import Limits
 from aligner.servers.wire_protocol import PROTOCOL_VERSION, REWARD_MODEL, RequestError
 from tests.servers.bad_requests import REFUSED, spoil

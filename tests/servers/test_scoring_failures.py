@@ -16,8 +16,13 @@ from aligner.placement.addresses import Access, Endpoint
 from aligner.rewards.scorers import ScorerDeadlocked, ScorerTimeout
 from aligner.rewards.sources import TextSource
 from aligner.rollout.services import PendingRows
-from aligner.servers.connection import RefusedError, RemoteError
-from aligner.servers.remote_client import RewardClient, UnscoredError, scores_in
+from aligner.servers.remote_client import (
+    RefusedError,
+    RemoteError,
+    RewardClient,
+    UnscoredError,
+    scores_in,
+)
 from aligner.servers.wire_protocol import REWARD_MODEL
 from tests.servers.role_main import scoring
 

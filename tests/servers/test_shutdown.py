@@ -21,10 +21,8 @@ import tritonclient.grpc
 from aligner.errors import AlignerError
 from aligner.placement.addresses import KEY_HEADER
 from aligner.schema import PortsConfig
-from aligner.servers.connection import Connection, RemoteError, TransportError
-from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import RunId, UpdateJournal
-from aligner.servers.remote_client import RewardClient
+from aligner.servers.critic_client import CriticClient, RunId, UpdateJournal
+from aligner.servers.remote_client import Connection, RemoteError, RewardClient, TransportError
 from aligner.servers.triton_host import TritonHost
 from aligner.servers.wire_protocol import (
     CONTROL,

@@ -11,12 +11,11 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
-from aligner.data.taught_tokens import TaughtTokens
+from aligner.data.types import TaughtTokens
 from aligner.errors import ConfigError
 from aligner.schema.teacher_sources import TeacherSource, teacher_shares
-from aligner.servers.connection import RemoteError
 from aligner.servers.rank_commands import Command
-from aligner.servers.teacher_client import TeacherClient
+from aligner.servers.remote_client import RemoteError, TeacherClient
 from aligner.servers.teacher_server import Teacher, serve_teacher
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import TEACHER_LOGPROBS, RequestError

@@ -14,8 +14,7 @@ import pytest
 
 from aligner.errors import AlignerError
 from aligner.schema import PortsConfig
-from aligner.servers.critic_client import CriticClient
-from aligner.servers.critic_updates import RunId, UpdateJournal
+from aligner.servers.critic_client import CriticClient, RunId, UpdateJournal
 from aligner.servers.restart_budget import RestartBudget
 from aligner.servers.triton_host import TritonHost, _triton_arguments, _write_model
 from tests.servers.roles import RunningRole

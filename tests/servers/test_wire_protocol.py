@@ -15,9 +15,9 @@ from aligner.data.collectives import samples_to_tensors
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.placement.addresses import Endpoint
-from aligner.servers import connection, wire_protocol
-from aligner.servers.connection import Connection, RefusedError, TransportError
+from aligner.servers import remote_client, wire_protocol
 from aligner.servers.generator_client import request_arrays
+from aligner.servers.remote_client import Connection, RefusedError, TransportError
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import (
     CONTROL,
@@ -65,7 +65,7 @@ def test_every_request_tensor_has_a_wire_dtype():
     assert GENERATE in endpoints
     assert {
         spec.dtype for endpoint in endpoints for spec in endpoint.inputs
-    } <= connection._DATATYPES.keys()
+    } <= remote_client._DATATYPES.keys()
 
 
 def test_episode_round_trips_and_bad_branches_are_refused():

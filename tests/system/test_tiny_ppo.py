@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from aligner.data.model_directory import check_model_directory
-from aligner.exit_codes import RESUMABLE
+from aligner.errors import RESUMABLE
 from aligner.observability.metrics import read_records
 from aligner.paths import complete_steps
 from benchmarks.fault_draws import GROUPS, random_faults

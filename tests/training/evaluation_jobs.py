@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.data.model_directory import read_shape
-from aligner.data.streams import ExampleStream
+from aligner.data.prompts import ExampleStream
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Sample
 from aligner.errors import AlignerError
@@ -35,8 +35,7 @@ from aligner.schema import (
 from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.training.engine_setup import build_engine_ends, build_options
-from aligner.training.evaluations import Evaluations, build_evaluations
-from aligner.training.evaluator import Evaluator
+from aligner.training.evaluator import Evaluations, Evaluator, build_evaluations
 
 RESPONSE_TOKENS = 7
 

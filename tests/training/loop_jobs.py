@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.observability.timeline import PhaseTimer, Timeline
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from aligner.training.loop import StopCondition, TrainingLoop
-from aligner.training.recorder import Recorder, StepResult
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from aligner.training.step_metrics import Recorder, StepResult
 
 
 def saves(minutes: float) -> list[bool]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, RunData
-from aligner.data.streams import ExampleStream
-from aligner.data.taught_tokens import TaughtTokens
+from aligner.data.prompts import ExampleStream
 from aligner.data.teacher_scores import TeacherScores, complete, part_name, write_part
 from aligner.data.tokenizer import Tokenizer
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.data.types import TaughtTokens
+from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
 from aligner.rollout.services import Services
@@ -38,10 +38,8 @@ from aligner.schema import (
     TeacherConfig,
 )
 from aligner.servers.reward_server import build_scoring
-from aligner.training.offline import OfflineTrainer
-from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.offline import OfflineTrainer, TeacherScorer, demonstration_rows
 from aligner.training.setup import build_task, build_trainer
-from aligner.training.teacher_scoring import TeacherScorer
 from tests.megatron.jobs import Slices, gradients, slices
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)

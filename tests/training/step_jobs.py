@@ -22,7 +22,7 @@ from aligner.megatron import world as worlds
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
 from aligner.rollout.services import Services
-from aligner.servers.critic_updates import CriticState
+from aligner.servers.critic_client import CriticState
 from aligner.training.online import OnlineTrainer
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.setup import build_trainer

@@ -23,7 +23,7 @@ from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.rewards.sources import RewardNormalizer
 from aligner.schema import CheckpointConfig
-from aligner.training.offline_tasks import (
+from aligner.training.offline import (
     PairwiseRewardModel,
     ProcessRewardModel,
     demonstration_rows,

@@ -24,7 +24,7 @@ from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig
 from aligner.training.evaluator import reference_samples
-from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.offline import demonstration_rows
 from aligner.training.preference_sampling import PairWriter, preferences
 
 

@@ -12,11 +12,11 @@ import torch
 from aligner.data import claim
 from aligner.data.checkpoint_files import Entry, Manifest, Piece
 from aligner.data.checksums import sealed
-from aligner.data.weight_files import TensorEntry, write_safetensors
+from aligner.data.model_directory import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.paths import RunPaths
 from aligner.schema import CheckpointConfig, Config, RunConfig
-from aligner.servers.critic_updates import RunId, UpdateLedger
+from aligner.servers.critic_client import RunId, UpdateLedger
 from aligner.training.preference_sampling import PairWriter
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from tests.small_disk import small_disk

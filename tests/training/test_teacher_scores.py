@@ -21,7 +21,7 @@ from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config
-from aligner.training.offline_tasks import demonstration_rows
+from aligner.training.offline import demonstration_rows
 from tests.megatron.reference import save_llama
 from tests.rounds import typical
 from tests.training import offline_jobs

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from aligner.config.compose import compose_config, save_config
-from aligner.launcher.launcher_state import LauncherState, RoleState
+from aligner.launcher.run_directory import LauncherState, RoleState
 from aligner.observability.metrics import MetricsWriter
 from aligner.observability.timeline import Timeline
 from aligner.paths import RunPaths

@@ -9,8 +9,7 @@ from aligner.config.dry_run.tiny_models import Models, layout_sections
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import first_layers
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import frozen_names
-from aligner.models.weight_slices import Head, TensorSpec, weight_table
+from aligner.models.weight_slices import Head, TensorSpec, frozen_names, weight_table
 from aligner.paths import run_paths
 from aligner.schema import (
     Config,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import KeptTokens
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
 _CHUNK = 128

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.kept_tokens import KeptTokens
+from aligner.data.types import KeptTokens
 from aligner.engines.embedded.decoded_response import DecodedResponse
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.engine_machine import Machine

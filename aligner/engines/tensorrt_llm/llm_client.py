@@ -16,9 +16,9 @@ from aligner.engines.tensorrt_llm.llm_arguments import (
     load_package,
     memory_tags,
 )
-from aligner.environment_variables import environment
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
+from aligner.paths import environment
 from aligner.schema import EngineConfig
 
 NAME = "TensorRT-LLM"

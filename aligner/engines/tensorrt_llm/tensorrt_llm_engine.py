@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
-from aligner.data.weight_files import assemble
+from aligner.data.model_directory import assemble
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places

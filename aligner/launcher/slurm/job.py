@@ -9,7 +9,7 @@ from rich.console import Console
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
-from aligner.launcher.interrupts import Interrupts
+from aligner.launcher.processes import Interrupts
 from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
 from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
 from aligner.launcher.supervisor import Supervisor

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from aligner.errors import AlignerError
 from aligner.launcher.heartbeats import heartbeat_environment
-from aligner.launcher.rank_environment import DEVICES, role_command, world_environment
+from aligner.launcher.rank_environment import DEVICES, FreePorts, role_command, world_environment
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks, log_of
-from aligner.launcher.server_ports import FreePorts
 from aligner.launcher.slurm.slurm_commands import (
     host_names,
     node_addresses,
@@ -25,7 +24,7 @@ from aligner.launcher.slurm.slurm_commands import (
     slurm_command,
 )
 from aligner.paths import run_paths
-from aligner.placement.device_lists import numbers
+from aligner.placement.local_devices import numbers
 from aligner.placement.roles import configured_threads, role_ranks
 from aligner.placement.slurm_layout import (
     Layout,

@@ -13,10 +13,9 @@ from pathlib import Path
 from aligner.config.compose import save_config
 from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import check_directory, dated
-from aligner.errors import AlignerError, ConfigError
-from aligner.exit_codes import STOP_SIGNAL
+from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.launcher.lock import locked, refuse_locked
+from aligner.launcher.run_directory import locked, refuse_locked
 from aligner.launcher.slurm.slurm_commands import (
     TIMEOUT_S,
     NoAnswerError,

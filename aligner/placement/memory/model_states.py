@@ -14,8 +14,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from aligner.models.shape import ModelShape
-from aligner.models.trained_weights import adapter_map, adapter_table, frozen_names, is_layer_matrix
-from aligner.models.weight_slices import Head, TensorSpec, engine_slices, stage_layers, weight_table
+from aligner.models.weight_slices import (
+    Head,
+    TensorSpec,
+    adapter_map,
+    adapter_table,
+    engine_slices,
+    frozen_names,
+    is_layer_matrix,
+    stage_layers,
+    weight_table,
+)
 from aligner.placement.roles import Device
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig, TrainedModelConfig
 

@@ -14,9 +14,9 @@ from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
-from aligner.resharding.link import Link
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import plan_resharding
+from aligner.resharding.transport import Link
 from aligner.schema import EngineParallelConfig
 from tests.engines import engines
 from tests.engines.engines import generate
