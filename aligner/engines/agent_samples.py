@@ -65,7 +65,9 @@ def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
         response.tokens += turn.drawn.tolist()
         response.logprobs += turn.response.engine_logprobs.tolist()
         response.versions += turn.response.weight_versions.tolist()
-        response.kept += (turn.response.kept or KeptTokens.of_all(len(turn.drawn))).each()
+        response.kept += (
+            turn.response.kept or KeptTokens.unrestricted(len(turn.drawn))
+        ).split_ids()
     response.finish_reason = turns[-1].response.finish_reason
     return response.sample()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aligner.data.chat_turns import ChatTurns, Unsafe
+from aligner.data.chat_turns import ChatTurns, NewBranch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.engines.engine_protocol import (
@@ -58,7 +58,7 @@ class EpisodeEngine:
     @cached_property
     def chat(self) -> ChatTurns:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
-        return ChatTurns.of(self.tokenizer)
+        return ChatTurns.for_tokenizer(self.tokenizer)
 
     def forget(self, first: int) -> None:
         """As `DrawsEpisodes`."""
@@ -77,7 +77,7 @@ class EpisodeEngine:
     ) -> "EpisodeGeneration":
         """Begin one episode a request, or go on with the one that it has begun; as
         `GenerationEngine.start`."""
-        turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
+        turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         ends = options.stop_token_ids if turn_end is None else (*options.stop_token_ids, turn_end)
         options = replace(options, stop_token_ids=ends)
         turns = [
@@ -248,7 +248,7 @@ class EpisodeGeneration:
             return
         try:
             found = self._told(episode, outcome.observation)
-            if isinstance(found, Unsafe):
+            if isinstance(found, NewBranch):
                 self._branch(place, found)
             else:
                 self._generation.go_on(episode.at, found)
@@ -261,7 +261,7 @@ class EpisodeGeneration:
             else:
                 self._end(place, "length")
 
-    def _branch(self, place: int, found: Unsafe) -> None:
+    def _branch(self, place: int, found: NewBranch) -> None:
         """Have the engine go on from the whole conversation, worded anew.
 
         Raises AlignerError where that leaves no room, and where the engine cannot.
@@ -269,7 +269,7 @@ class EpisodeGeneration:
         episode, told = self._open[place], self._means.told
         request = replace(episode.request, turn_tokens=self._means.settings.max_turn_tokens)
         request = branch_request(
-            request, found.anew.tokens, len(episode.branches) + 1, self._options
+            request, found.conversation.tokens, len(episode.branches) + 1, self._options
         )
         at = self._generation.add(request)
         self._generation.leave(episode.at)
@@ -314,7 +314,7 @@ class EpisodeGeneration:
             outcome.done or episode.turns == self._means.settings.max_turns
         )
 
-    def _told(self, episode: OpenEpisode, observation: Observation) -> list[int] | Unsafe:
+    def _told(self, episode: OpenEpisode, observation: Observation) -> list[int] | NewBranch:
         """What the policy is told, or why messages cannot be appended to what it has said. Raises
         AlignerError."""
         if isinstance(observation, str):

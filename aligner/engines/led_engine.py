@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from aligner.data.collectives import broadcast_json, broadcast_samples
-from aligner.data.types import Prompt, Sample, unbegun
+from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.engine_protocol import (
     BeginsGenerations,
     BeginsTurns,
@@ -256,5 +256,5 @@ def _told_requests(told: Mapping[str, Any], group: ProcessGroup) -> list[Generat
 def _as_sample(request: GenerationRequest) -> Sample:
     """What it goes on from, a sample without a token where that is nothing."""
     return request.begun or replace(
-        unbegun([request.prompt], 1)[0], sample_index=request.sample_index
+        create_empty_samples([request.prompt], 1)[0], sample_index=request.sample_index
     )

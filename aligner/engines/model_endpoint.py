@@ -123,7 +123,7 @@ class ModelEndpoint(OpenAIServer):
             if self._chat is not None:
                 return self._chat.begin(messages, None, body.chat_template_kwargs).tokens
             return self._tokenizer.encode(
-                "\n\n".join(message["content"] for message in messages), begins=True
+                "\n\n".join(message["content"] for message in messages), add_bos=True
             )
         except AlignerError as error:
             raise Refused(400, str(error)) from error
@@ -176,11 +176,11 @@ class ModelEndpoint(OpenAIServer):
             self._give(ask, [DrawnToken(shown.text, shown.logprob, likeliest)], token)
 
     def _token(self, token: int, logprob: float) -> DrawnToken:
-        return DrawnToken(self._tokenizer.piece(token), logprob)
+        return DrawnToken(self._tokenizer.decode_token(token), logprob)
 
     def _give(self, ask: _Ask, tokens: Sequence[DrawnToken], drawn: Tensor) -> None:
         """Answer with these tokens, int64 [R]."""
-        ended = bool(self._tokenizer.ends(drawn[-1:]))
+        ended = bool(self._tokenizer.is_eos(drawn[-1:]))
         text = self._tokenizer.decode_after(
             ask.read, drawn[:-1] if ended else drawn, skip_special_tokens=False
         )

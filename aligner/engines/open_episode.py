@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Messages
-from aligner.data.types import FinishReason, Sample, unbegun
+from aligner.data.types import FinishReason, Sample, create_empty_samples
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 
@@ -53,7 +53,7 @@ class OpenEpisode:
             len(self.branches) < len(begun.branches) or self.told < len(begun.response)
         )
 
-    def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | Unsafe:
+    def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
         """The tokens of messages that came behind the last turn, or why they cannot be appended to
         it.
 
@@ -72,8 +72,8 @@ class OpenEpisode:
                     " prompt must consist of chat messages"
                 )
         begun = len(self.conversation.tokens) + len(self.turn)
-        found = chat.go_on(self.conversation, self.turn, messages)
-        if isinstance(found, Unsafe):
+        found = chat.append_turn(self.conversation, self.turn, messages)
+        if isinstance(found, NewBranch):
             return found
         self.conversation = found
         return found.tokens[begun:].tolist()
@@ -84,11 +84,16 @@ class OpenEpisode:
         self.sample, self.turns, self.told = sample, self.turns + 1, len(sample.response)
         return self.turn
 
-    def hear(self, found: list[int] | Unsafe) -> None:
+    def hear(self, found: list[int] | NewBranch) -> None:
         """The policy is told these tokens, or reads the whole conversation anew in a branch."""
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             self.branches.append(self.complete("stop", branches=()))
-            self.sample, self.told, self.rewards, self.conversation = None, 0, [], found.anew
+            self.sample, self.told, self.rewards, self.conversation = (
+                None,
+                0,
+                [],
+                found.conversation,
+            )
         else:
             self.told += len(found)
 
@@ -102,10 +107,13 @@ class OpenEpisode:
         work on it."""
         if self.begun is not None:
             return self.begun
-        none = replace(unbegun([self.request.prompt], 1)[0], sample_index=self.request.sample_index)
+        none = replace(
+            create_empty_samples([self.request.prompt], 1)[0],
+            sample_index=self.request.sample_index,
+        )
         return self._told(replace(drawn or self.sample or none, finish_reason="unfinished"), None)
 
-    def repeats(self, found: list[int] | Unsafe) -> bool:
+    def repeats(self, found: list[int] | NewBranch) -> bool:
         """Whether the sample that it goes on from has the same there, and the same rewards
         before."""
         assert self.begun is not None
@@ -114,10 +122,10 @@ class OpenEpisode:
         if not torch.equal(had[: self.told], self._rewards(self.told)):
             return False
         is_at_end = self.told == len(begun.response)
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             following = following if is_at_end else []
             return any(
-                torch.equal(found.anew.tokens, each.tokens[: each.prompt_length])
+                torch.equal(found.conversation.tokens, each.tokens[: each.prompt_length])
                 for each in following[:1]
             )
         given = itertools.takewhile(
@@ -142,7 +150,7 @@ class OpenEpisode:
             (at + 1 for at in places if int(begun.response[at]) in ends and is_drawn(begun, at)),
             last,
         )
-        return None if ended is None else replace(begun.cut(ended, "stop"), branches=())
+        return None if ended is None else replace(begun.truncate(ended, "stop"), branches=())
 
     def _told(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
         """The sample with what the environment has given, and with these branches or all."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from aligner.data.types import FinishReason, KeptTokens, Sample, unbegun
+from aligner.data.types import FinishReason, KeptTokens, Sample, create_empty_samples
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 
@@ -63,7 +63,7 @@ class PartialResponse:
         self.logprobs = begun.engine_logprobs.tolist()
         self.versions = begun.weight_versions.tolist()
         if options.tells_kept or begun.kept is not None:
-            self.kept = (begun.kept or KeptTokens.of_all(len(self.tokens))).each()
+            self.kept = (begun.kept or KeptTokens.unrestricted(len(self.tokens))).split_ids()
         if options.routes and begun.routes is not None:
             self.routes = [begun.routes]
 
@@ -90,7 +90,7 @@ class PartialResponse:
         prompt = self.request.prompt
         # What was told before is not made of numbers again: a turn costs what is new.
         told = self._told or replace(
-            unbegun([prompt], 1)[0], sample_index=self.request.sample_index
+            create_empty_samples([prompt], 1)[0], sample_index=self.request.sample_index
         )
         since, new = len(told.response), range(len(told.response), len(self.tokens))
         tokens, versions = torch.tensor(
@@ -118,7 +118,7 @@ class PartialResponse:
         counts = [0 if ids is NO_IDS else len(ids) for ids in self.kept]
         before = [0] * (len(self.tokens) - len(counts))  # given before anything was drawn
         return (
-            KeptTokens.in_order(torch.tensor(before + counts), torch.cat(self.kept))
+            KeptTokens.from_counts(torch.tensor(before + counts), torch.cat(self.kept))
             if any(counts)
             else None
         )
