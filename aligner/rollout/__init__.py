@@ -1,1 +1,1 @@
-"""From prompts to samples to experience."""
+"""Generation and scoring of samples, synchronously or ahead of training."""

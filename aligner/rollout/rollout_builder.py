@@ -1,4 +1,5 @@
-"""From prompts to samples, with scores, values and a teacher's log-probs on their way."""
+"""Generates a step's samples from prompts, and requests their scores, values and teacher
+log-probs."""
 
 import functools
 import itertools
@@ -32,7 +33,7 @@ from aligner.servers.remote_client import RefusedError, RemoteFuture
 _log = logging.getLogger(__name__)
 
 Compared = Callable[[Tensor, Sequence[Sample]], Tensor]
-"""From the scores [B] of samples to the numbers [B] by which dynamic sampling tells them apart."""
+"""Function from the scores [B] of samples to the numbers [B] that dynamic sampling compares."""
 
 
 def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -41,58 +42,73 @@ def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A step's samples, each prompt's in a row; what the servers were asked about them arrives
-    while other work goes on."""
+    """Samples of a step, consecutive for each prompt.
+
+    Scores, values and teacher log-probs are pending server requests, whose answers arrive during
+    other work.
+    """
 
     prompts: list[Prompt]
-    """One a sample."""
+    """Prompt of each sample."""
     samples: list[Sample]
     batch: SampleBatch
-    """Its rows are the samples, and behind them their branches."""
+    """The samples as rows, followed by the rows of their branches."""
     scores: PendingRows
-    """[B], of the samples."""
+    """Pending scores [B] of the samples."""
     values: PendingRows
-    """[B, S] of the batch's rows; of none without a critic."""
+    """Pending values [B, S] of the batch's rows; empty without a critic."""
     teacher_logprobs: PendingRows = field(default_factory=lambda: PendingRows(()))
-    """[B, S-1], or with a teacher's most probable tokens [B, S-1, 2+2k], of the batch's rows; of
-    none without a teacher."""
+    """Pending teacher log-probs of the batch's rows: [B, S-1], or [B, S-1, 2+2k] with the teacher's
+    top-k log-probs; empty without a teacher."""
     deferred: int = 0
-    """Prompts that were left behind, under way, to be trained on in a later step."""
+    """Number of prompts in flight that are carried over, to be trained on in a later step."""
     skipped: int = 0
-    """Prompts that could not be drawn."""
+    """Number of prompts whose generation failed."""
     left_out: tuple[int, ...] = ()
-    """Response tokens of each sample that dynamic sampling left out, or that has no score."""
+    """Number of response tokens of each sample that dynamic sampling removed, or that has no
+    score."""
     replaced: tuple[Straggler, ...] = ()
-    """The prompts that dynamic sampling left out, with their samples; where these are drawn ahead
-    rank 0's alone."""
+    """Prompts that dynamic sampling removed, with their samples; if samples are generated ahead of
+    training, on rank 0 only."""
     guesses: tuple[int, int] = (0, 0)
-    """Tokens that this rank's engine guessed, and how many of those it drew."""
+    """Number of draft tokens of this rank's engine, and number of those that were accepted."""
     environment_s: float | None = None
-    """Seconds that an episode of this rank's waited for its environment; None without any."""
+    """Time in seconds, per episode of this rank, spent waiting for the environment; None without
+    episodes."""
 
     @property
     def all_scores(self) -> PendingRows:
-        """Of everything that was generated for these samples, what dynamic sampling left out
-        included."""
+        """Pending scores of all samples that were generated for the step, including those that
+        dynamic sampling removed."""
         return replace(self.scores, chosen=None)
 
     def scored_rows(self, least: int = 1) -> Tensor:
-        """Rows, int64 [N], of the samples that have a score, of prompts with at least `least` such
-        samples. Collective.
+        """Return the rows, int64 [N], of the samples with a score. Collective.
 
-        A sample has none if its prompt could not be scored, or if the reward function abstained.
+        A sample has no score if its prompt could not be scored, or if the reward function
+        abstained.
+
+        Args:
+            least: Minimum number of scored samples of a prompt; samples of other prompts are left
+                out.
         """
         scored = self.scores.result().isfinite()
         return (scored & (self._scored_of_prompts(scored) >= least)).nonzero()[:, 0]
 
     def _scored_of_prompts(self, scored: Tensor) -> Tensor:
-        """For each sample, int64 [B], how many samples of its prompt are scored (bool [B])."""
-        of_samples = self.batch.groups[: len(self.samples)]
-        _, places = of_samples.unique_consecutive(return_inverse=True)
-        return torch.zeros_like(places).index_add(0, places, scored.long())[places]
+        """Return for each sample the number of scored samples of its prompt, int64 [B].
+
+        Args:
+            scored: Whether each sample has a score, bool [B].
+        """
+        groups = self.batch.groups[: len(self.samples)]
+        _, prompt_indices = groups.unique_consecutive(return_inverse=True)
+        return torch.zeros_like(prompt_indices).index_add(0, prompt_indices, scored.long())[
+            prompt_indices
+        ]
 
     def scored(self) -> "RolloutBatch":
-        """Without the samples that have no score. Collective."""
+        """Return the rollout without the samples that have no score. Collective."""
         rows = self.scored_rows()
         if len(rows) == len(self.samples):
             return self
@@ -101,23 +117,25 @@ class RolloutBatch:
         )
 
     def select(self, rows: Tensor) -> "RolloutBatch":
-        """Some of the samples (int64 [N]), in that order."""
-        chosen, with_branches = rows.tolist(), self.batch.with_branches(rows)
+        """Return the rollout with only these samples (int64 [N]), in this order."""
+        sample_indices = rows.tolist()
+        batch_rows = self.batch.with_branches(rows)
         return replace(
             self,
-            prompts=[self.prompts[row] for row in chosen],
-            samples=[self.samples[row] for row in chosen],
-            batch=self.batch.select(with_branches),
+            prompts=[self.prompts[row] for row in sample_indices],
+            samples=[self.samples[row] for row in sample_indices],
+            batch=self.batch.select(batch_rows),
             scores=self.scores.select(rows),
-            values=self.values.select(with_branches),
-            teacher_logprobs=self.teacher_logprobs.select(with_branches),
+            values=self.values.select(batch_rows),
+            teacher_logprobs=self.teacher_logprobs.select(batch_rows),
         )
 
     def without_branches(self) -> "RolloutBatch":
-        """The samples alone."""
+        """Return the rollout without the branches of its samples."""
         rows = torch.arange(len(self.samples))
         samples = [replace(sample, branches=()) for sample in self.samples]
-        values, teacher_logprobs = self.values.select(rows), self.teacher_logprobs.select(rows)
+        values = self.values.select(rows)
+        teacher_logprobs = self.teacher_logprobs.select(rows)
         return replace(
             self,
             samples=samples,
@@ -128,16 +146,16 @@ class RolloutBatch:
 
 
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
-    """Response tokens of each sample that is not among the rows, int64 [N]."""
-    among = set(rows.tolist())
+    """Return the number of response tokens of each sample that is not in `rows`, int64 [N]."""
+    selected = set(rows.tolist())
     return tuple(
-        sample.generated_token_count for row, sample in enumerate(samples) if row not in among
+        sample.generated_token_count for row, sample in enumerate(samples) if row not in selected
     )
 
 
 @dataclass
 class _Generated:
-    """What has been generated so far, with what was asked of the servers about it."""
+    """Samples generated so far for a step, with the pending requests to the servers."""
 
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -147,16 +165,16 @@ class _Generated:
 
 
 class RolloutBuilder:
-    """Takes each step's samples from an engine, synchronously: every sample is of the newest
-    weights.
+    """Generates the samples of each step synchronously: all samples come from the newest weights.
 
-    Generation is cut into micro-batches, and a micro-batch's scores, values and teacher's log-probs
-    are asked for before the next one is generated.
+    Generation is split into micro-batches. The scores, values and teacher log-probs of a
+    micro-batch are requested before the next micro-batch is generated.
 
-    With `spare_prompts` so many more prompts are under way than are wanted, and the first that are
-    complete are taken; the others go on with the next ones, from the tokens that they have. A step
-    leaves a prompt behind `max_deferrals` times at most: then it is waited for. Which are taken
-    follows from the engine's steps, not from time.
+    With `spare_prompts`, more prompts are in flight than the step needs. The step takes the first
+    prompts that are complete and carries the others over: a later step continues these partial
+    rollouts from their tokens. A prompt is carried over at most `max_deferrals` times; then the
+    step waits for it. Which prompts are complete depends on the engine's decode steps, never on
+    timing.
     """
 
     def __init__(
@@ -174,64 +192,92 @@ class RolloutBuilder:
         score_parts: int | None = None,
         is_alone: bool = False,
     ) -> None:
-        """With `dynamic_sampling_rounds` prompts whose samples all have the same score are replaced
-        by further ones, in at most so many rounds (DAPO: Yu et al. 2025, section 3.2); `compared`
-        makes what is compared of their scores. With `truncate_token` responses are cut behind it.
-        `score_parts` is `PendingRows.sources` of scores. What is rank 0's `is_alone` tells no other
-        rank, and asks for no values: they are the newest critic's.
+        """Create the builder.
+
+        Args:
+            prompts: Stream of prompts.
+            sampler: Access to the engine.
+            services: Access to the reward, critic and teacher servers.
+            settings: Section `rollout` of the configuration.
+            options: Sampling options of training.
+            pad_token_id: Token id that pads the rows of a batch.
+            dynamic_sampling_rounds: Maximum number of rounds in which prompts whose samples all
+                have the same score are replaced by other prompts (DAPO: Yu et al. 2025, section
+                3.2); 0 replaces none.
+            compared: Function that computes the numbers to compare from the scores.
+            truncate_token: Token id after which responses are truncated; None truncates none.
+            score_parts: `PendingRows.sources` of the scores.
+            is_alone: Whether rank 0 uses the builder without the other ranks. It then requests no
+                values, because these must come from the newest critic.
         """
-        self._prompts, self._sampler, self._services = prompts, sampler, services
-        self._settings, self._options, self._pad_token_id = settings, options, pad_token_id
-        self._rounds, self._compared = dynamic_sampling_rounds, compared
-        self._truncate_token, self.score_parts, self._is_alone = (
-            truncate_token,
-            score_parts,
-            is_alone,
-        )
+        self._prompts = prompts
+        self._sampler = sampler
+        self._services = services
+        self._settings = settings
+        self._options = options
+        self._pad_token_id = pad_token_id
+        self._rounds = dynamic_sampling_rounds
+        self._compared = compared
+        self._truncate_token = truncate_token
+        self.score_parts = score_parts
+        self._is_alone = is_alone
         self.position = 0
-        """Prompts of the stream that were taken, or passed over, so far: what a resumed run sets.
-        """
+        """Number of prompts of the stream that were sampled or passed over so far; set when a run
+        resumes."""
         self._rates: PassRates | None = None
-        """Of the prompts, as the step that is drawn knows them."""
+        """Pass rates of the prompts for the current step."""
         self._under_way: tuple[Straggler, ...] = ()
         self._skipped = 0
-        """Prompts of this step that could not be drawn."""
+        """Number of prompts of the current step whose generation failed."""
 
     @property
     def under_way(self) -> tuple[Straggler, ...]:
-        """The prompts that the last step left behind, in the order of their admission: what a
-        resumed run sets.
+        """Prompts that the last step carried over, in the order of their admission; set when a run
+        resumes.
 
-        Setting raises AlignerError where they have another number of samples than these rollouts
-        take.
+        Raises:
+            AlignerError: On assignment, if a prompt has another number of samples than
+                `rollout.samples_per_prompt`.
         """
         return self._under_way
 
     @under_way.setter
     def under_way(self, stragglers: Sequence[Straggler]) -> None:
-        each = self._settings.samples_per_prompt
-        if others := {len(straggler.samples) for straggler in stragglers} - {each}:
+        samples_per_prompt = self._settings.samples_per_prompt
+        if other_counts := (
+            {len(straggler.samples) for straggler in stragglers} - {samples_per_prompt}
+        ):
             raise AlignerError(
-                f"rollout.samples_per_prompt={each}: the partial rollouts have {max(others)}"
-                f" samples per prompt; resume with rollout.samples_per_prompt={max(others)}"
+                f"rollout.samples_per_prompt={samples_per_prompt}: the partial rollouts have"
+                f" {max(other_counts)} samples per prompt; resume with"
+                f" rollout.samples_per_prompt={max(other_counts)}"
             )
         self._under_way = tuple(stragglers)
 
     def take(self, rates: PassRates | None = None) -> RolloutBatch:
-        """The samples of the next training step, equal on every rank, of prompts as they are drawn
-        at these rates. Collective.
+        """Generate the samples of the next training step, equal on every rank. Collective.
 
-        Raises AlignerError when dynamic sampling, or the stream, does not find enough prompts.
+        Args:
+            rates: Pass rates, by which the curriculum selects prompts; None selects every prompt.
+
+        Raises:
+            AlignerError: Dynamic sampling or the stream did not provide enough prompts.
         """
-        generated, self._skipped, self._rates = _Generated(), 0, rates
+        generated = _Generated()
+        self._skipped = 0
+        self._rates = rates
         self._generate_and_ask(generated, self._settings.prompts_per_step)
+
         rows = (
             self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
         )
         self._under_way = tuple(
-            replace(one, deferrals=one.deferrals + 1) for one in self._under_way
+            replace(straggler, deferrals=straggler.deferrals + 1) for straggler in self._under_way
         )
-        guesses = self._sampler.rest()  # new weights come before the next step
+        guesses = (
+            self._sampler.rest()
+        )  # the engine may free its memory, because a weight sync comes next
+
         samples = [generated.samples[row] for row in rows.tolist()]
         return RolloutBatch(
             [generated.prompts[row] for row in rows.tolist()],
@@ -249,25 +295,39 @@ class RolloutBuilder:
         )
 
     def _others(self, generated: _Generated, rows: Tensor) -> tuple[Straggler, ...]:
-        """The prompts of none of these rows, int64 [B], which are those of whole prompts."""
-        each, taken = self._settings.samples_per_prompt, set(rows.tolist())
-        firsts = [row for row in range(0, len(generated.samples), each) if row not in taken]
+        """Return the prompts that have no sample in `rows`, int64 [B], with their samples.
+
+        The rows select whole prompts.
+        """
+        samples_per_prompt = self._settings.samples_per_prompt
+        selected = set(rows.tolist())
+        first_rows = [
+            row
+            for row in range(0, len(generated.samples), samples_per_prompt)
+            if row not in selected
+        ]
         return tuple(
-            Straggler(generated.prompts[row], tuple(generated.samples[row : row + each]))
-            for row in firsts
+            Straggler(
+                generated.prompts[row], tuple(generated.samples[row : row + samples_per_prompt])
+            )
+            for row in first_rows
         )
 
     def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
-        """Those that were asked for, with what environments gave; of these rows, int64 [B], or
-        all."""
-        added = environment_scores(generated.samples, self._settings.samples_per_prompt)
-        return PendingRows(tuple(generated.scores), rows, added, self.score_parts)
+        """Return the pending scores, including the rewards of the environments, of `rows`, int64
+        [B], or of all samples."""
+        environment_rewards = environment_scores(
+            generated.samples, self._settings.samples_per_prompt
+        )
+        return PendingRows(tuple(generated.scores), rows, environment_rewards, self.score_parts)
 
     def _values(
         self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
-        """Of these rows, int64 [B], and of their samples' branches, of which values are asked for
-        here."""
+        """Return the pending values of `rows`, int64 [B], and of the branches of their samples.
+
+        The values of branches are requested here.
+        """
         if self._is_alone:
             return PendingRows(())
         return self._with_branches(
@@ -277,10 +337,19 @@ class RolloutBuilder:
     def _teacher_logprobs(
         self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
-        """As `_values`, but a teacher is always the same: it is asked whoever draws."""
-        of_rows = zip(rows.tolist(), samples, strict=True)
-        told = [generated.prompts[row].metadata for row, sample in of_rows for _ in sample.branches]
-        ask = functools.partial(self._services.ask_teacher, metadata=told)
+        """Return the pending teacher log-probs of `rows`, int64 [B], and of the branches of their
+        samples.
+
+        Unlike values, they are also requested by a builder that rank 0 uses alone, because the
+        teacher does not change.
+        """
+        samples_by_row = zip(rows.tolist(), samples, strict=True)
+        branch_metadata = [
+            generated.prompts[row].metadata
+            for row, sample in samples_by_row
+            for _ in sample.branches
+        ]
+        ask = functools.partial(self._services.ask_teacher, metadata=branch_metadata)
         return self._with_branches(generated, rows, samples, generated.teacher_logprobs, ask)
 
     def _with_branches(
@@ -291,138 +360,175 @@ class RolloutBuilder:
         asked: Sequence[RemoteFuture[Tensor]],
         ask: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
     ) -> PendingRows:
-        """What was `asked` about all samples, of these rows, int64 [B], and of their branches,
-        about which it asks here."""
+        """Request the answers for the branches, and return them with the pending answers for
+        `rows`.
+
+        Args:
+            generated: Samples generated so far.
+            rows: Rows of the selected samples, int64 [B].
+            samples: The selected samples.
+            asked: Pending answers for all generated samples.
+            ask: Function that requests the answers for a batch of branches.
+        """
         branches = [branch for sample in samples for branch in sample.branches]
         if not branches:
             return PendingRows(tuple(asked), rows)
-        further = ask(collate(branches, self._pad_token_id))
-        places = torch.cat((rows, len(generated.samples) + torch.arange(len(branches))))
-        return PendingRows((*asked, *further), places)
+        branch_answers = ask(collate(branches, self._pad_token_id))
+        answer_rows = torch.cat((rows, len(generated.samples) + torch.arange(len(branches))))
+        return PendingRows((*asked, *branch_answers), answer_rows)
 
     def _generate_and_ask(self, generated: _Generated, count: int) -> None:
-        """Generate the samples of the next `count` prompts or a few more, whole micro-batches, and
-        ask about them."""
+        """Generate at least `count` prompts in whole micro-batches, and request their scores and
+        values."""
         settings = self._settings
         size = settings.prompts_per_micro_batch
         for _ in range(0, count, size):
             complete = self._draw(size)
-            prompts = [one.prompt for one in complete for _ in one.samples]
-            samples = self._cut([sample for one in complete for sample in one.samples])
+            prompts = [straggler.prompt for straggler in complete for _ in straggler.samples]
+            samples = self._cut([sample for straggler in complete for sample in straggler.samples])
             batch = collate(samples, self._pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
-            apart = settings.samples_per_prompt if settings.skippable_prompts else None
+            retry_batch_rows = settings.samples_per_prompt if settings.skippable_prompts else None
+
             generated.prompts += prompts
             generated.samples += samples
             generated.teacher_logprobs += self._services.ask_teacher(batch, metadata)
             if self._is_alone:
-                generated.scores += self._services.ask_scores(batch, metadata, apart)
+                generated.scores += self._services.ask_scores(batch, metadata, retry_batch_rows)
                 continue
-            scores, values = self._services.ask(batch, metadata, apart)
+            scores, values = self._services.ask(batch, metadata, retry_batch_rows)
             generated.scores += scores
             generated.values += values
 
     def _draw(self, count: int) -> list[Straggler]:
-        """The next `count` prompts that are complete; others may stay under way.
+        """Return the next `count` complete prompts; others may remain in flight.
 
-        What the generator refuses is asked for again prompt by prompt; those that are refused again
-        are left out, and others take their places.
+        If the generator refuses a request, each prompt is requested separately. Prompts that are
+        refused again are skipped and replaced by others.
         """
-        was_refused, may_skip = False, self._settings.skippable_prompts if self._is_alone else 0
+        was_refused = False
+        may_skip = self._settings.skippable_prompts if self._is_alone else 0
         while True:
             self._admit(count + self._settings.spare_prompts)
             try:
-                further = self._taken_further(self._under_way, count)
+                stragglers = self._taken_further(self._under_way, count)
                 break
             except RefusedError:
                 if not may_skip:
                     raise
-                left = len(self._under_way)
+                count_before = len(self._under_way)
                 self._leave_out()
-                if self._skipped > may_skip or (was_refused and len(self._under_way) == left):
+                # Give up if too many prompts are skipped, or if the request is refused again
+                # although no single prompt is.
+                if self._skipped > may_skip or (
+                    was_refused and len(self._under_way) == count_before
+                ):
                     raise
                 was_refused = True
-        complete, self._under_way = divided(further, count, self._settings.max_deferrals)
+        complete, self._under_way = divided(stragglers, count, self._settings.max_deferrals)
         return complete
 
     def _admit(self, count: int) -> None:
-        """Have at least `count` prompts under way."""
-        fresh, self.position = self._prompts.select(
+        """Admit prompts until at least `count` are in flight."""
+        new_prompts, self.position = self._prompts.select(
             self.position, max(0, count - len(self._under_way)), self._rates
         )
-        each = self._settings.samples_per_prompt
+        samples_per_prompt = self._settings.samples_per_prompt
         self._under_way += tuple(
-            Straggler(prompt, tuple(create_empty_samples([prompt], each))) for prompt in fresh
+            Straggler(prompt, tuple(create_empty_samples([prompt], samples_per_prompt)))
+            for prompt in new_prompts
         )
 
     def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
-        """The prompts, at least `count` of them complete, and all that may not be left behind
-        again."""
-        each, enough = self._settings.samples_per_prompt, None
+        """Continue generation until `count` prompts are complete, and all that may not be carried
+        over again."""
+        samples_per_prompt = self._settings.samples_per_prompt
+        enough = None
+
+        # With spare prompts, generation stops as soon as `count` prompts and all prompts that may
+        # not be carried over again are complete.
         if count < len(stragglers):
             limit = self._settings.max_deferrals
             enough = Enough(
                 count,
-                tuple(place for place, one in enumerate(stragglers) if one.deferrals >= limit),
+                tuple(
+                    index
+                    for index, straggler in enumerate(stragglers)
+                    if straggler.deferrals >= limit
+                ),
             )
-        samples = [sample for one in stragglers for sample in one.samples]
-        drawn = iter(self._sampler.sample(samples, each, self._options, enough))
-        return [replace(one, samples=tuple(itertools.islice(drawn, each))) for one in stragglers]
+
+        samples = [sample for straggler in stragglers for sample in straggler.samples]
+        generated = iter(self._sampler.sample(samples, samples_per_prompt, self._options, enough))
+        return [
+            replace(straggler, samples=tuple(itertools.islice(generated, samples_per_prompt)))
+            for straggler in stragglers
+        ]
 
     def _leave_out(self) -> None:
-        """Drop the prompts that are refused alone too."""
-        kept = []
+        """Remove the prompts in flight that the generator refuses when requested separately."""
+        accepted = []
         for straggler in self._under_way:
             try:
                 self._taken_further([straggler], 1)
-                kept.append(straggler)
+                accepted.append(straggler)
             except RefusedError as error:
                 _log.warning(
                     "prompt %s is skipped, because generation failed: %s",
                     straggler.prompt.id,
                     error,
                 )
-        self._skipped += len(self._under_way) - len(kept)
-        self._under_way = tuple(kept)
+        self._skipped += len(self._under_way) - len(accepted)
+        self._under_way = tuple(accepted)
 
     def _informative(self, generated: _Generated) -> Tensor:
-        """Rows, int64 [N], of a step's prompts whose scores are not all equal, asking for further
-        ones as needed."""
-        wanted, each = self._settings.prompts_per_step, self._settings.samples_per_prompt
-        for rounds in range(self._rounds + 1):
+        """Return rows, int64 [N], of prompts whose scores are not all equal, after generating more
+        if needed.
+
+        Raises:
+            AlignerError: There are too few such prompts after all rounds.
+        """
+        prompts_per_step = self._settings.prompts_per_step
+        samples_per_prompt = self._settings.samples_per_prompt
+        for round_index in range(self._rounds + 1):
             pending = self._scores(generated)
             scores = (
                 pending.local().view(len(generated.samples), -1)[:, 0]
                 if self._is_alone
                 else pending.result()
             )
-            rows = informative(self._compared(scores, generated.samples), each)
-            found = len(rows) // each
-            if found >= wanted:
-                return rows[: wanted * each]
-            if rounds < self._rounds:
-                self._generate_and_ask(generated, wanted - found)
+            rows = informative(self._compared(scores, generated.samples), samples_per_prompt)
+            informative_count = len(rows) // samples_per_prompt
+            if informative_count >= prompts_per_step:
+                return rows[: prompts_per_step * samples_per_prompt]
+            if round_index < self._rounds:
+                self._generate_and_ask(generated, prompts_per_step - informative_count)
         raise AlignerError(
-            f"algorithm.dynamic_sampling_rounds={self._rounds}: only {found} of"
-            f" {len(generated.samples) // each} prompts have samples with different scores, but a"
-            f" step needs {wanted} such prompts. Allow more rounds, generate more samples per"
-            f" prompt (rollout.samples_per_prompt={each}), or use prompts that the policy solves"
-            " sometimes but not always"
+            f"algorithm.dynamic_sampling_rounds={self._rounds}: only {informative_count} of"
+            f" {len(generated.samples) // samples_per_prompt} prompts have samples with different"
+            f" scores, but a step needs {prompts_per_step} such prompts. Allow more rounds,"
+            f" generate more samples per prompt (rollout.samples_per_prompt={samples_per_prompt}),"
+            " or use prompts that the policy solves sometimes but not always"
         )
 
     def forget(self, first: int) -> None:
-        """No episode of a prompt before the `first` of the stream is begun again."""
+        """Declare that no episode of a prompt before position `first` of the stream will start
+        again."""
         self._sampler.forget(first)
 
     def close(self) -> None:
-        """Shut the engine down. Collective."""
+        """Close the engine. Collective."""
         self._sampler.close()
 
     def generate(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions
     ) -> list[Sample]:
-        """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every
-        rank. Collective."""
+        """Generate samples of any prompts with the current weights, equal on every rank.
+        Collective.
+
+        Returns:
+            The samples, consecutive for each prompt.
+        """
         return self._cut(
             self._sampler.sample(
                 create_empty_samples(prompts, samples_per_prompt), samples_per_prompt, options
@@ -430,7 +536,7 @@ class RolloutBuilder:
         )
 
     def _cut(self, samples: list[Sample]) -> list[Sample]:
-        """Complete samples, behind the token that is to end them."""
+        """Return complete samples, truncated after the first truncation token."""
         if self._truncate_token is None:
             return samples
         return [
@@ -440,35 +546,38 @@ class RolloutBuilder:
 
 
 def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
-    """What environments gave for each of these samples, branches included, float32 [B]; None
-    without any.
+    """Return the rewards of the samples' environments, branches included, float32 [B]; None without
+    any.
 
-    Not a number for all samples of a prompt where it is for one: an episode was lost.
+    If an episode was lost, the rewards of all samples of its prompt are NaN.
     """
-    given = [sample.environment_reward for sample in samples]
-    if all(reward is None for reward in given):
+    rewards = [sample.environment_reward for sample in samples]
+    if all(reward is None for reward in rewards):
         return None
-    sums = torch.stack([torch.zeros(()) if reward is None else reward for reward in given])
+    sums = torch.stack([torch.zeros(()) if reward is None else reward for reward in rewards])
+    # The samples of a prompt are compared with each other, so all of them are lost with one.
     groups = sums.view(-1, samples_per_prompt)
     return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
 
 
 def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows, int64 [N], of the prompts whose scores [B] are not all equal; samples without a score
-    are not compared."""
+    """Return the rows, int64 [N], of the prompts whose scores [B] are not all equal.
+
+    Samples without a score are not compared.
+    """
     high, low = score_bounds(scores, samples_per_prompt)
     rows = torch.arange(len(scores)).view(-1, samples_per_prompt)
     return rows[high.amax(1) > low.amin(1)].flatten()
 
 
 def truncated(sample: Sample, token_id: int, after: int) -> Sample:
-    """The sample up to the first `token_id` among its response's tokens from `after` on; without
-    one it has no end.
+    """Return the sample up to the first `token_id` among its response tokens from index `after` on.
 
-    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
+    A sample without this token is returned whole, with `finish_reason="length"`. Source: Huang et
+    al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
     """
-    found = (sample.tokens[sample.prompt_length + after :] == token_id).nonzero()
-    if not len(found):
+    matches = (sample.tokens[sample.prompt_length + after :] == token_id).nonzero()
+    if not len(matches):
         return replace(sample, finish_reason="length")
-    kept = after + int(found[0]) + 1
-    return sample.truncate(kept, "stop")
+    length = after + int(matches[0]) + 1
+    return sample.truncate(length, "stop")

@@ -1,5 +1,5 @@
-"""Generation beside training: the next steps' samples are drawn while this one's are learned
-from."""
+"""Asynchronous generation: the samples of the next steps are generated while the current step
+trains."""
 
 import json
 from collections import deque
@@ -36,7 +36,8 @@ from aligner.schema import RolloutConfig
 
 Drawn = TypeVar("Drawn")
 
-_TENSORS, _PROMPTS = "rollouts.safetensors", "rollouts.json"
+_TENSORS = "rollouts.safetensors"
+_PROMPTS = "rollouts.json"
 
 
 def _thread(name: str) -> Executor:
@@ -45,43 +46,43 @@ def _thread(name: str) -> Executor:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Where drawing has come to: what a batch, or what was saved with a checkpoint, goes on
-    from."""
+    """Position of the generation in the stream, from which a batch or a resumed run continues."""
 
     position: int = 0
-    """Prompts taken from the stream."""
+    """Number of prompts taken from the stream."""
     under_way: tuple[Straggler, ...] = ()
-    """Those of them that were left behind."""
+    """Prompts that were carried over."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch that has been begun."""
+    """A batch whose generation was submitted."""
 
     step: int
-    """That is to train on it."""
+    """Training step that consumes the batch."""
     drawn: Future[tuple[RolloutBatch, _Progress]]
-    """And where drawing has come to with it."""
+    """Pending batch, and the progress after it."""
 
 
 class RolloutPipeline:
-    """Each step's rollout, drawn up to `max_staleness` steps ahead of it.
+    """Provides the rollout of each step, generated up to `max_staleness` steps ahead of training.
 
-    Invariant: a batch that is trained at version v, by the step that makes version v + 1 of it,
-    holds no sample admitted at a version below v - `max_staleness`. It is kept by admission: batch
-    b is begun when version b - `steps_ahead` serves, and no earlier, where `steps_ahead` is
-    `max_staleness` less the times that a prompt may be left behind; nothing is discarded.
+    Invariant: the batch that is trained at version v, in the step that produces version v + 1, has
+    no sample that was admitted at a version below v - `max_staleness`. Admission ensures this, so
+    that no sample is discarded as too old. The generation of batch b starts when the engine has
+    version b - `steps_ahead`, and no earlier; `steps_ahead` is `max_staleness` minus the number of
+    times that a prompt may be carried over.
 
-    The trainer never waits for a publish: it keeps a copy of its weights, and one thread of rank 0
-    has them served and the batches drawn, one after another: version v, then the batch that it
-    admits, then version v + 1. So a batch is drawn to its end by one version, that of its
-    admission: what draws a sample follows from the step alone, not from what takes how long. With
-    `interrupts` versions are served by a thread of their own, as soon as they are there, also in
-    the middle of a batch.
+    The trainer never waits for a weight sync. It keeps a copy of its weights, and one thread of
+    rank 0 alternates between weight syncs and generation: it publishes version v, generates the
+    batches that this version admits, and then publishes version v + 1. One version, that of its
+    admission, therefore generates a whole batch: the weights of a sample depend on the step, never
+    on timing. With `interrupts`, a separate thread publishes each version as soon as it is
+    available, also during the generation of a batch.
 
-    Neither side runs away: the generator has work for `steps_ahead` steps at most, and the trainer
-    waits when it takes a batch that is not drawn. With `max_staleness` 0 a batch is drawn when it
-    is taken.
+    Neither side can get far ahead of the other: the generator has work for at most `steps_ahead`
+    steps, and the trainer waits when it takes a batch that is not complete. With `max_staleness` 0
+    a batch is generated when it is taken.
     """
 
     def __init__(
@@ -97,75 +98,92 @@ class RolloutPipeline:
         interrupts: bool = False,
         workers: Callable[[str], Executor] = _thread,
     ) -> None:
-        """`rollouts` is every rank's; `ahead` is rank 0's alone, and is not used where
-        `max_staleness` is 0; elsewhere `weights` is a `RemotePublisher`.
+        """Create the pipeline.
 
-        No batch of a step from `steps` on is begun. `workers` makes what does one thing after
-        another beside the caller.
+        Args:
+            rollouts: Builder that all ranks use together.
+            ahead: Builder that rank 0 uses alone; None on other ranks. It is not used if
+                `max_staleness` is 0.
+            weights: Publisher of the weights; a `RemotePublisher` unless `max_staleness` is 0.
+            services: Access to the servers.
+            settings: Section `rollout` of the configuration.
+            steps: Number of steps of the run; no batch is generated for later steps.
+            pad_token_id: Token id that pads the rows of a batch.
+            interrupts: Whether weights are published during the generation of a batch.
+            workers: Function that creates a named executor, which runs its tasks one after another.
         """
-        self._rollouts, self._ahead, self._weights, self._services = (
-            rollouts,
-            ahead,
-            weights,
-            services,
-        )
-        self._settings, self._steps, self._pad_token_id = settings, steps, pad_token_id
+        self._rollouts = rollouts
+        self._ahead = ahead
+        self._weights = weights
+        self._services = services
+        self._settings = settings
+        self._steps = steps
+        self._pad_token_id = pad_token_id
         self._drawing = workers("rollouts") if settings.steps_ahead and ahead else None
+        # Without interrupts, one worker alternates between weight syncs and generation.
         self._serving = workers("weights") if self._drawing and interrupts else self._drawing
         self._served: Future[None] | None = None
-        """The newest version's, on rank 0; None where that was the last one."""
+        """Pending weight sync of the newest version, on rank 0; None after the last version."""
         self._newest = 0
         self._beside: Future[Any] | None = None
-        """What is drawn by the newest version beside the batches, on rank 0: the next version
-        serves after it."""
+        """Pending extra generation with the newest version, on rank 0; the next version is
+        published after it."""
         self._batches: deque[_Batch] = deque()
-        """Rank 0's, in the order of their steps."""
+        """Batches in the order of their steps, on rank 0."""
         self._next = 0
-        """The first step whose batch has not been begun."""
+        """First step whose batch has not been submitted."""
         self._taken = _Progress()
-        """Where the batches that were taken have come to."""
+        """Progress after the batches that were taken."""
         self._held: list[_Batch] = []
-        """What the checkpoint that was begun holds."""
+        """Batches that belong to the checkpoint that is being saved."""
         self._held_from = _Progress()
-        """Where the batches before them had come to."""
+        """Progress before those batches."""
         self.pass_rates: PassRates | None = None
-        """Of the prompts, of the steps that are done: a version's batch is drawn by those at its
-        publish. Every rank's."""
+        """Pass rates of the prompts after the completed steps, on every rank. A batch uses the pass
+        rates from the time at which its weight version was published."""
         self._needed = 0
-        """The first prompt that who goes on from the last checkpoint draws, on rank 0, or is in the
-        middle of."""
+        """Position of the first prompt that a run resumed from the last checkpoint samples or
+        continues, on rank 0."""
 
     @property
     def is_ahead(self) -> bool:
-        """Whether samples are drawn before their step."""
+        """Whether samples are generated ahead of training."""
         return self._settings.steps_ahead > 0
 
     @property
     def publish_stats(self) -> PublishStats | None:
-        """Of the newest publish that this rank has seen the end of."""
+        """Statistics of the newest weight sync that this rank saw complete."""
         return self._weights.stats
 
     def publish_weights(self, version: int, last: bool = False) -> None:
-        """The trainer's weights are `version` now: have them served, and begin the batches that
-        they may draw.
+        """Publish the trainer's weights, and submit the batches that they admit. Collective.
 
-        Every rank calls it. The `last` version begins none, and is served only if it is awaited.
-        Where batches are drawn ahead, the weights are copied by the time this returns, and served
-        later.
+        If samples are generated ahead of training, the weights are copied before this method
+        returns, and published later.
+
+        Args:
+            version: Version of the weights.
+            last: Whether this is the last version: it admits no batch, and is published only if
+                `await_published` waits for it.
         """
         if not self.is_ahead:
             self._weights.publish(version)
             return
         weights = cast(RemotePublisher, self._weights)
+        # All ranks copy their weights, because the next step changes them; only rank 0 continues
+        # below.
         weights.take_snapshot(version)
         self._served = None
         if self._drawing is None or self._serving is None:
             return
+
         self._newest = version
         if last:
             return
+
         served = self._served = self._serving.submit(self._serve, version, self._beside)
         self._beside = None
+        # Admission: this version generates all batches up to `steps_ahead` steps ahead of it.
         while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
             self._batches.append(
                 _Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates))
@@ -173,14 +191,16 @@ class RolloutPipeline:
             self._next += 1
 
     def draw_beside(self, draw: Callable[[RolloutBuilder], Drawn]) -> Future[Drawn] | None:
-        """Have rank 0 draw by the newest version, behind the batches that it has begun and before a
-        newer one serves.
+        """Submit extra generation with the newest version on rank 0; return None on the other
+        ranks.
 
-        Once for each version, where batches are drawn ahead. None on the other ranks.
+        It runs after the batches that were submitted, and before a newer version is published. Call
+        this at most once per version, and only if samples are generated ahead of training.
         """
         if self._drawing is None or self._ahead is None:
             return None
-        served, ahead = self._served, self._ahead
+        served = self._served
+        ahead = self._ahead
         assert served is not None and self._beside is None, (
             "the engine must have the newest weight version and no other extra samples in flight"
         )
@@ -193,7 +213,11 @@ class RolloutPipeline:
         return self._beside
 
     def await_published(self) -> None:
-        """Return once the newest weights serve. Collective; raises AlignerError on every rank."""
+        """Wait until the engine has the newest weights. Collective.
+
+        Raises:
+            AlignerError: The weight sync failed; raised on every rank.
+        """
 
         def wait() -> None:
             if self._serving is not None:
@@ -206,39 +230,44 @@ class RolloutPipeline:
             together(wait)
 
     def take(self) -> RolloutBatch:
-        """The next step's batch, equal on every rank. Collective; raises AlignerError on every
-        rank."""
+        """Return the batch of the next step, equal on every rank. Collective.
+
+        Raises:
+            AlignerError: Generation failed; raised on every rank.
+        """
         if not self.is_ahead:
             rollout = self._rollouts.take(self.pass_rates)
             self._taken = _Progress(self._rollouts.position)
             return rollout
-        taken: list[RolloutBatch] = []
+        rollouts: list[RolloutBatch] = []
 
         def take() -> None:
             if self._ahead is not None:
-                drawn, self._taken = self._batches.popleft().drawn.result()
-                taken.append(drawn)
+                batch_rollout, self._taken = self._batches.popleft().drawn.result()
+                rollouts.append(batch_rollout)
 
         together(take)
-        return self._shared(taken[0] if taken else None)
+        return self._shared(rollouts[0] if rollouts else None)
 
     def close(self) -> None:
-        """End the threads, and the engine. Collective."""
+        """Stop the threads, and close the engine. Collective."""
 
         def end() -> None:
             for worker in (self._drawing, self._serving):
                 if worker is not None:
                     worker.shutdown(cancel_futures=True)
 
-        together(end)  # what they are at may need the other ranks
+        together(end)  # their current tasks may need the other ranks
         self._rollouts.close()
 
     def begin_save(self, step: int) -> None:
-        """A checkpoint of `step` holds the batches of the steps from there on that older weights
-        than `step`'s draw.
+        """Select the batches that a checkpoint of `step` must contain.
 
-        What the newest weights draw can be drawn again. The checkpoint before it is complete.
+        These are the batches of the following steps that older weights than the checkpoint's
+        generate; batches of the newest weights can be generated again. The previous checkpoint must
+        be complete.
         """
+        # The previous checkpoint is complete, so no run resumes from before its position.
         self._rollouts.forget(self._needed)
         self._held = [
             batch for batch in self._batches if batch.step < step + self._settings.steps_ahead
@@ -246,10 +275,13 @@ class RolloutPipeline:
         self._held_from = self._taken
 
     def finish_save(self, directory: Path) -> int:
-        """Write the batches, once they are drawn; rank 0 does.
+        """Write the batches of the checkpoint on rank 0, after they are generated. Collective.
 
-        Gives the prompts taken from the stream by then. Collective; raises AlignerError on every
-        rank.
+        Returns:
+            The number of prompts taken from the stream by then.
+
+        Raises:
+            AlignerError: Generation failed; raised on every rank.
         """
         position = together(lambda: self._write(directory))
         if not self.is_ahead:
@@ -257,20 +289,27 @@ class RolloutPipeline:
         return position
 
     def resume(self, directory: Path, step: int, position: int) -> None:
-        """Go on with what was saved for `step`, if anything, and the prompts from `position` on.
+        """Restore the batches in the checkpoint of `step`, if any, and the position in the stream.
         Collective.
 
-        Raises AlignerError when that was drawn further ahead than `rollout.max_staleness` allows.
+        Raises:
+            AlignerError: The batches were generated further ahead than `rollout.max_staleness`
+                allows.
         """
-        self._rollouts.position, self._taken, self._next = position, _Progress(position), step
+        self._rollouts.position = position
+        self._taken = _Progress(position)
+        self._next = step
         if self._ahead is not None:
             self._ahead.position = position
         together(lambda: self._read(directory, step))
 
     def _serve(self, version: int, beside: Future[Any] | None) -> None:
-        """Have a version served, once what the one before it was to draw is drawn; whoever asked
-        for that sees its error."""
+        """Publish a version after the extra generation of the previous version.
+
+        An error of the extra generation is ignored here, because its caller receives it.
+        """
         if beside is not None:
+            # The weight sync must follow this generation, even if it failed.
             with suppress(Exception):
                 beside.result()
         cast(RemotePublisher, self._weights).serve(version)
@@ -278,26 +317,35 @@ class RolloutPipeline:
     def _draw(
         self, served: Future[None], rates: PassRates | None
     ) -> tuple[RolloutBatch, _Progress]:
-        """A batch by the weights that serve then, or later ones."""
+        """Generate a batch with the weights that the engine has at that time, or newer weights."""
         assert self._ahead is not None, "only rank 0 generates"
         served.result()
         return self._ahead.take(rates), _Progress(self._ahead.position, self._ahead.under_way)
 
     def _write(self, directory: Path) -> int:
-        held, progress = [], self._held_from
+        """Write the batches of the checkpoint, and return the position in the stream after them."""
+        rollouts = []
+        progress = self._held_from
         for batch in self._held:
-            drawn, progress = batch.drawn.result()
-            held.append(drawn)
+            rollout, progress = batch.drawn.result()
+            rollouts.append(rollout)
         self._held = []
-        self._needed = min((one.prompt.id for one in progress.under_way), default=progress.position)
-        if not held and not progress.under_way:
+        # Episodes of earlier prompts are never started again, so their journal can be deleted.
+        self._needed = min(
+            (straggler.prompt.id for straggler in progress.under_way), default=progress.position
+        )
+        if not rollouts and not progress.under_way:
             return progress.position
+
         tensors: dict[str, Tensor] = {}
-        for place, drawn in enumerate(held):
-            tensors |= {f"{place}.{name}": tensor for name, tensor in _to_tensors(drawn).items()}
-        left, under_way = to_saved(progress.under_way)
-        tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
-        batches = [_to_json(drawn) | {"replaced": to_saved(drawn.replaced)[1]} for drawn in held]
+        for index, rollout in enumerate(rollouts):
+            tensors |= {f"{index}.{name}": tensor for name, tensor in _to_tensors(rollout).items()}
+        straggler_tensors, under_way = to_saved(progress.under_way)
+        tensors |= {f"under_way.{name}": tensor for name, tensor in straggler_tensors.items()}
+
+        batches = [
+            _to_json(rollout) | {"replaced": to_saved(rollout.replaced)[1]} for rollout in rollouts
+        ]
         with fenced_write():
             directory.mkdir(parents=True, exist_ok=True)
             write_file(directory / _TENSORS, to_bytes(tensors))
@@ -307,6 +355,7 @@ class RolloutPipeline:
         return progress.position
 
     def _read(self, directory: Path, step: int) -> None:
+        """Restore the batches of the checkpoint on the ranks that generate."""
         is_another_ranks = self.is_ahead and self._ahead is None
         if is_another_ranks or not (directory / _PROMPTS).exists():
             return
@@ -320,51 +369,70 @@ class RolloutPipeline:
                 f"{directory}: cannot read the rollout batches that were generated ahead of"
                 f" training: {error!r}"
             ) from error
+
         excess = len(batches) - self._settings.steps_ahead
-        key, allowed = "rollout.max_staleness", self._settings.max_staleness
+        key = "rollout.max_staleness"
+        allowed = self._settings.max_staleness
         if excess > 0:
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint contains {len(batches)} rollout batches that were"
                 f" generated ahead of training, {excess} more than allowed; resume with"
                 f" {key}={allowed + excess} or more"
             )
+
         self._next = step + len(batches)
-        oldest = min((version for one in under_way for version in one.first_versions), default=step)
+        # The batch of step `self._next` is the first that continues the partial rollouts.
+        oldest = min(
+            (version for straggler in under_way for version in straggler.first_versions),
+            default=step,
+        )
         if self._next - oldest > allowed:
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint contains partial rollouts of weight version"
                 f" {oldest}, and step {self._next} trains on these rollouts; resume with"
                 f" {key}={self._next - oldest} or more"
             )
+
         if self._ahead is not None:
             self._ahead.under_way = under_way
         self._taken = replace(self._taken, under_way=under_way)
-        for place, batch in enumerate(batches):
-            drawn = self._from_saved(_part(tensors, f"{place}"), batch)
-            done: Future[tuple[RolloutBatch, _Progress]] = Future()
-            done.set_result((drawn, self._taken))  # all of it was drawn before any of it is taken
-            self._batches.append(_Batch(step + place, done))
+        for index, batch in enumerate(batches):
+            rollout = self._from_saved(_part(tensors, f"{index}"), batch)
+            completed: Future[tuple[RolloutBatch, _Progress]] = Future()
+            completed.set_result(
+                (rollout, self._taken)
+            )  # all batches were complete when they were saved
+            self._batches.append(_Batch(step + index, completed))
 
     def _shared(self, drawn: RolloutBatch | None) -> RolloutBatch:
-        """Rank 0's batch on every rank, with the critic's values of it asked for."""
-        told = (
+        """Return rank 0's batch on every rank, and request its values from the critic."""
+        message = (
             None
             if drawn is None
             else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
         )
-        fields, rows, assemble_teacher_scores = broadcast_json(told)
+        # JSON carries the small fields; samples are broadcast as tensors, and only rank 0 has the
+        # futures.
+        fields, rows, teacher_rows = broadcast_json(message)
+
         samples = broadcast_samples(None if drawn is None else drawn.samples)
-        futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
+        futures, environment_rewards = (
+            ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
+        )
         rollout = self._from_json(
             fields,
             samples,
-            PendingRows(futures, torch.tensor(rows), added, self._rollouts.score_parts),
+            PendingRows(
+                futures, torch.tensor(rows), environment_rewards, self._rollouts.score_parts
+            ),
         )
-        taught = () if drawn is None else drawn.teacher_logprobs.futures
+
+        teacher_futures = () if drawn is None else drawn.teacher_logprobs.futures
         teacher_logprobs = PendingRows(
-            taught,
-            None if assemble_teacher_scores is None else torch.tensor(assemble_teacher_scores),
+            teacher_futures,
+            None if teacher_rows is None else torch.tensor(teacher_rows),
         )
+
         values = PendingRows(self._services.ask_values(rollout.batch))
         replaced = () if drawn is None else drawn.replaced
         return replace(rollout, values=values, teacher_logprobs=teacher_logprobs, replaced=replaced)
@@ -372,7 +440,7 @@ class RolloutPipeline:
     def _from_json(
         self, fields: Mapping[str, Any], samples: list[Sample], scores: PendingRows
     ) -> RolloutBatch:
-        """What `_to_json` was given, of these samples."""
+        """Return the batch from the fields of `_to_json` and its samples."""
         prompts = [
             Prompt(**prompt, tokens=sample.initial_prompt)
             for prompt, sample in zip(fields["prompts"], samples, strict=True)
@@ -386,14 +454,14 @@ class RolloutPipeline:
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), **counts)
 
     def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
-        """The batch that `_to_tensors` and `_to_json` were given."""
+        """Return the batch from the results of `_to_tensors` and `_to_json`."""
         samples = samples_from_tensors(tensors)
         scores = PendingRows(
             (_answered(tensors["scores"]),), tensors["rows"], sources=self._rollouts.score_parts
         )
         rollout = self._from_json(fields, samples, scores)
-        if (taught := tensors.get("teacher_logprobs")) is not None:
-            rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(taught),)))
+        if (teacher_logprobs := tensors.get("teacher_logprobs")) is not None:
+            rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(teacher_logprobs),)))
         replaced = (
             from_saved(_part(tensors, "replaced"), fields["replaced"])
             if "replaced" in fields
@@ -403,13 +471,14 @@ class RolloutPipeline:
 
 
 def _answered(rows: Tensor) -> Future[Tensor]:
+    """Return a completed future."""
     answer: Future[Tensor] = Future()
     answer.set_result(rows)
     return answer
 
 
 def _places(pending: PendingRows) -> list[int] | None:
-    """Which of everything that was generated and asked about a batch has; None: all."""
+    """Return the indices of the batch's samples among all generated samples; None for all."""
     return None if pending.chosen is None else pending.chosen.tolist()
 
 
@@ -424,14 +493,14 @@ def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
 
 
 def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
-    taught: dict[str, Tensor] = {}
-    # kept, for asked again in other company they would be rounded differently
+    teacher_tensors: dict[str, Tensor] = {}
+    # Save them: a repeated request in another batch could round them differently.
     if drawn.teacher_logprobs.futures:
-        taught["teacher_logprobs"] = drawn.teacher_logprobs.local(
+        teacher_tensors["teacher_logprobs"] = drawn.teacher_logprobs.local(
             drawn.batch.tokens.shape[1] - 1
         ).contiguous()
     return {
-        **taught,
+        **teacher_tensors,
         **samples_to_tensors(drawn.samples),
         "scores": drawn.all_scores.local(),
         "rows": torch.tensor(_places(drawn.scores)),
@@ -440,7 +509,7 @@ def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by what follows."""
+    """Return the tensors whose names begin with `name.`, by the rest of their names."""
     return {
         key.removeprefix(f"{name}."): tensor
         for key, tensor in tensors.items()

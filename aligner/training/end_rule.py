@@ -1,5 +1,8 @@
-"""By what a run ends before its last step: its KL to the reference, a value that is reached,
-evaluations without a gain."""
+"""Rules that end a run early, and the direction and the validity of the metrics that keys name.
+
+A run can end before its last step because of its KL to the reference, because a metric reaches a
+target, or because evaluations stop improving.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +12,10 @@ from aligner.schema import Config
 
 
 def better_sign(metric: str) -> int:
-    """1 where the highest value is the best one; -1 for losses, perplexities and distances from
-    another distribution."""
+    """Return 1 if higher values of the metric are better, otherwise -1.
+
+    Lower values are better for losses, perplexities and distances from another distribution.
+    """
     is_lower = metric.endswith(("loss", "perplexity", "_kl")) or metric.startswith(
         ("kl/", "mismatch/")
     )
@@ -18,10 +23,17 @@ def better_sign(metric: str) -> int:
 
 
 def check_named(given: str, metric: str, measured: Mapping[str, float]) -> None:
-    """Raise AlignerError when a step has metrics of this one's kind, such as eval/…, but not it;
-    `given` is the key's text."""
+    """Raise AlignerError if a metric is unknown, according to the metrics of a step.
+
+    It is unknown if the step has other metrics with the same prefix, such as eval/….
+
+    Args:
+        given: Text of the configuration key for the error.
+        metric: Name of the metric.
+        measured: Metrics of the step.
+    """
     kind = metric.partition("/")[0] + "/"
-    if metric not in measured and any(known.startswith(kind) for known in measured):
+    if metric not in measured and any(name.startswith(kind) for name in measured):
         raise AlignerError(
             f"{given}: unknown metric; metrics of this step: {', '.join(sorted(measured))}"
         )
@@ -29,19 +41,20 @@ def check_named(given: str, metric: str, measured: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class EndRule:
-    """What `run.end_kl`, `run.end_at` and `run.end_without_gain` say; None where the run does not
-    end by it."""
+    """Values of `run.end_kl`, `run.end_at` and `run.end_without_gain`; None for a condition that is
+    not set."""
 
     kl: float | None = None
     target: tuple[str, float] | None = None
-    """A metric, and the value that it is to reach."""
+    """Name of a metric, and the value that it must reach."""
     without_gain: int | None = None
     metric: str = ""
-    """What an evaluation gains in: `checkpoint.best_metric`; empty where there is none."""
+    """Metric in which evaluations must improve, from `checkpoint.best_metric`; empty without
+    one."""
 
     @staticmethod
     def of(config: Config) -> "EndRule | None":
-        """The run's; None where nothing but its steps ends it."""
+        """Return the rule of a run; None if only its number of steps ends it."""
         run = config.run
         if not run.ends:
             return None
@@ -50,21 +63,28 @@ class EndRule:
         )
 
     def reason(self, measured: Mapping[str, float], evaluations: Sequence[float]) -> str | None:
-        """Why the run ends after a step that has measured this; None where it goes on.
+        """Return why the run ends after a step; None if it continues.
 
-        `evaluations` are the values of `metric` that were found so far, this step's last if it was
-        evaluated: the first has nothing to gain on, and one that is as good as the best before it
-        gains nothing. Raises AlignerError where the target's metric is none of those of its kind.
+        Args:
+            measured: Metrics of the step.
+            evaluations: Values of `metric` measured so far, including this step's if it was
+                evaluated. The first evaluation cannot improve on another, and a value equal to the
+                best is no improvement.
+
+        Raises:
+            AlignerError: The metric of `run.end_at` is unknown.
         """
         if self.target is not None:
             metric, value = self.target
-            given, sign = f"run.end_at={metric}:{value:.10g}", better_sign(metric)
-            check_named(given, metric, measured)
+            setting = f"run.end_at={metric}:{value:.10g}"
+            sign = better_sign(metric)
+            check_named(setting, metric, measured)
             if metric in measured and sign * measured[metric] >= sign * value:
-                return f"{metric} {measured[metric]:.6g} has reached {given}"
+                return f"{metric} {measured[metric]:.6g} has reached {setting}"
         if self.kl is not None and (kl := measured.get("kl/reference", 0.0)) > self.kl:
             return f"kl/reference {kl:.6g} is above run.end_kl={self.kl:g}"
         if self.without_gain is not None and self.metric in measured:
+            # `index` returns the first maximum: a value equal to the best is no improvement.
             values = [better_sign(self.metric) * value for value in evaluations]
             best = values.index(max(values))
             if len(values) - 1 - best >= self.without_gain:

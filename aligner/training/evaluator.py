@@ -1,5 +1,8 @@
-"""Evaluation while training: the newest weights' responses to held-out prompts, scored and
-compared."""
+"""Evaluation during training: scores responses to held-out prompts and compares them with
+references.
+
+`Evaluator` evaluates the policy on one suite, `Evaluations` on all suites of a run.
+"""
 
 import functools
 import json
@@ -45,7 +48,7 @@ from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_options
 
 Wins = Sequence[tuple[float, float] | None]
-"""What `Judge.compare` tells."""
+"""Results of `Judge.compare`."""
 
 
 def scoring_requests(
@@ -66,35 +69,45 @@ def scoring_requests(
 def text_scores(
     scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
 ) -> Tensor:
-    """float64 [B], of `scoring_requests`."""
+    """Return the scores of the samples' `scoring_requests`, float64 [B]."""
     return scorer.compute_raw_scores(
         ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer))
     )
 
 
 def judged_wins(told: Wins, prompts: int) -> Tensor:
-    """What `Judge.compare` tells of the responses to so many prompts, float64 [P, K, 2]; NaN where
-    it could not be read."""
+    """Return the results of `Judge.compare` as a tensor, float64 [P, K, 2].
+
+    Args:
+        told: Results for the K responses to each prompt; None, which becomes NaN, if the judge's
+            answer could not be parsed.
+        prompts: Number of prompts P.
+    """
     pairs = [(math.nan, math.nan) if wins is None else wins for wins in told]
     return torch.tensor(pairs, dtype=torch.float64).view(prompts, -1, 2)
 
 
 def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those whose record has no `reference`."""
+    """Return the prompts whose record has no `reference`."""
     return [prompt for prompt in prompts if "reference" not in prompt.metadata]
 
 
 def reference_samples(
     prompts: Sequence[Prompt], drawn: Sequence[Sample], tokenizer: Tokenizer, *, ended: bool
 ) -> list[Sample]:
-    """What was drawn for a prompt, else its `reference` as if it had been: the tokens that its
-    record says it was drawn as, else those of the text, with `ended` with an end of sequence last.
+    """Return one reference per prompt, as a sample.
 
-    Raises AlignerError for a text that the tokenizer can not express.
+    Args:
+        drawn: Generated references; a prompt without one uses the `reference` of its record.
+        ended: Whether an end-of-sequence token is appended to a reference that has only a text. A
+            record's token ids take precedence over its text and are used unchanged.
+
+    Raises:
+        AlignerError: The tokenizer cannot encode a text.
     """
-    found = {sample.prompt_id: sample for sample in drawn}
+    sample_by_prompt = {sample.prompt_id: sample for sample in drawn}
     for prompt in prompts:
-        if prompt.id in found:
+        if prompt.id in sample_by_prompt:
             continue
         response = read_token_ids(
             prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer
@@ -104,7 +117,7 @@ def reference_samples(
             response = tokenizer.encode_after(prompt.text, prompt.tokens, reference)
             response = tokenizer.append_end_token(response) if ended else response
         has_end = ended and tokenizer.find_end(response[-1:]) is not None
-        found[prompt.id] = Sample(
+        sample_by_prompt[prompt.id] = Sample(
             prompt_id=prompt.id,
             sample_index=0,
             tokens=torch.cat((prompt.tokens, response)),
@@ -113,23 +126,26 @@ def reference_samples(
             weight_versions=torch.zeros(len(response), dtype=torch.int64),
             finish_reason="stop" if has_end else "length",
         )
-    return [found[prompt.id] for prompt in prompts]
+    return [sample_by_prompt[prompt.id] for prompt in prompts]
 
 
 @dataclass(frozen=True)
 class _Answers:
-    """Responses to the held-out prompts, each prompt's in a row, and what they are worth."""
+    """Responses to the held-out prompts, consecutive for each prompt, and their scores."""
 
     samples: list[Sample]
     scores: Tensor
-    """float64 [B], NaN for a lost episode, ABSTAINED where the reward function abstained"""
+    """Scores, float64 [B]; NaN for a lost episode, ABSTAINED if the reward function abstained."""
     wins: Wins | None
-    """Of a judge, where there is one."""
+    """Results of the judge; None without a judge."""
 
 
 @dataclass
 class Evaluator:
-    """One rank's part of evaluating the policy on one suite; every rank calls every method."""
+    """Evaluates the policy on one suite.
+
+    Every rank of the trainer has an instance and calls every method.
+    """
 
     suite: Suite
     prompts: list[Prompt]
@@ -139,44 +155,52 @@ class Evaluator:
     builder: RolloutBuilder
     services: Services
     scorer: TextSource | None
-    """What scores the responses; the run's own reward where None."""
+    """Function that scores the responses; None for the run's own reward."""
     references_file: Path
     writes: bool
-    """Whether this rank is the one that writes files."""
+    """Whether this rank writes files; True on rank 0 only."""
     judge: Judge | None = None
-    """What compares the responses with the references, where `evaluation.judge` says so, on the
-    rank that writes."""
+    """Judge of `evaluation.judge`, which compares the responses with the references; None on ranks
+    that do not write."""
     has_begun: bool = field(default=False, init=False)
-    """Whether `begin` was called, and `evaluate` is to follow."""
+    """Whether `begin` was called and `evaluate` has not been called since."""
     _begun: Future[_Answers] | None = field(default=None, init=False)
-    """What was begun, on the rank that writes."""
+    """Pending result of the evaluation that `begin` started, on the rank that writes."""
     _reference_scores: Tensor | None = field(default=None, init=False)
     _reference_texts: list[str] = field(default_factory=list, init=False)
 
     @property
     def settings(self) -> EvaluationConfig:
-        """Those of the suite."""
+        """Settings of the suite."""
         return self.suite.settings
 
     def draw(self, builder: RolloutBuilder) -> list[Sample]:
-        """Responses to the held-out prompts, each prompt's in a row, by the weights that serve
-        `builder`.
+        """Generate responses to the held-out prompts, consecutive for each prompt, with the weights
+        that serve `builder`.
 
-        Random streams are the same every time and never a training step's.
+        The random streams are the same in every evaluation, and differ from those of all training
+        steps.
         """
         return builder.generate(self.prompts, self.settings.samples, self.options)
 
     def begin(self, step: int, drawn: Callable[[], list[Sample]] | None) -> None:
-        """Have what `drawn` returns, responses by the weights of `step`, scored, on the rank that
-        writes, which alone draws.
+        """Start to score the responses that `drawn` returns. Collective.
 
-        Collective; `evaluate` waits for it. Raises AlignerError as that does for references.
+        `evaluate` waits for the result.
+
+        Args:
+            step: Step whose weights generate the responses.
+            drawn: Callable that returns the responses, on the rank that writes; None on the other
+                ranks.
+
+        Raises:
+            AlignerError: Creating or reading the references failed.
         """
         self._references(step)
         self.has_begun = True
         if drawn is not None:
             self._begun = begun = RemoteFuture[_Answers](set())
-            # Not an executor's thread: a run that fails must not wait for a judge before it ends.
+            # A daemon thread, not an executor: a failing run must not wait for a judge.
             Thread(
                 target=begun.fulfil,
                 args=(self._scored_alone, drawn),
@@ -185,42 +209,54 @@ class Evaluator:
             ).start()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics, `eval/…`, of the weights of `step`: those that the engine holds, or that
-        `begin` was called for.
+        """Return the metrics `eval/…` of the weights after `step`. Collective.
 
-        Collective. An episode whose environment failed counts as one that is worth nothing, and in
-        `eval/lost_episodes`. Raises AlignerError as the scorer does, and where the run has gone on
-        without the references' scores.
+        These are the weights of the evaluation that `begin` started, or else the engine's current
+        weights. An episode whose environment failed counts with score 0, and in
+        `eval/lost_episodes`.
+
+        Raises:
+            AlignerError: Scoring failed, or the run resumed without the file of the references'
+                scores.
         """
         references = self._references(step)
         answers = self._taken() if self.has_begun else self._answers()
-        scores, samples = answers.scores.view(len(self.prompts), -1), answers.samples
-        lost = int(scores.isnan().sum())
+        scores = answers.scores.view(len(self.prompts), -1)
+        samples = answers.samples
+        lost_count = int(scores.isnan().sum())
+        # A lost episode has no score.
         scores = torch.where(scores.isnan(), 0.0, scores)
+
         metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
+
         if (field := self.settings.group_by) is not None:
             groups = [str(prompt.metadata.get(field)) for prompt in self.prompts]
             metrics |= group_metrics(scores, self.settings.pass_threshold, groups)
-        if lost:
-            metrics["eval/lost_episodes"] = float(lost)
+
+        if lost_count:
+            metrics["eval/lost_episodes"] = float(lost_count)
         if answers.wins is not None:
             metrics |= judge_metrics(judged_wins(answers.wins, len(self.prompts)))
         batch = collate(samples, self.tokenizer.pad_token_id)
+        # The reference model measures how probable the responses were before training.
         logprobs = self.policy.reference_logprobs(
             batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0
         )
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
-        # of other draws the log-probs' difference is no KL
+        # For greedy or truncated sampling the difference of the log-probs does not estimate the KL.
         if not self.options.greedy and not self.options.truncates:
-            moved = torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
-            metrics["eval/reference_kl"] = float(moved) / len(samples)
+            logprob_change = (
+                torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
+            )
+            metrics["eval/reference_kl"] = float(logprob_change) / len(samples)
+
         return {
             self.suite.prefix + name.removeprefix("eval/"): value for name, value in metrics.items()
         }
 
     def _answers(self) -> _Answers:
-        """By the weights that the engine holds. Collective."""
+        """Return responses of the engine's current weights with their scores. Collective."""
         samples = self.draw(self.builder)
         prompts = self._prompts_of_samples()
         scores = self._scores(prompts, samples)
@@ -228,15 +264,19 @@ class Evaluator:
         return _Answers(samples, scores, wins)
 
     def _scored_alone(self, drawn: Callable[[], list[Sample]]) -> _Answers:
-        """On the rank that writes, beside what the ranks do."""
-        samples, prompts = drawn(), self._prompts_of_samples()
+        """Return the scored responses on the rank that writes, without the other ranks."""
+        samples = drawn()
+        prompts = self._prompts_of_samples()
         return _Answers(
             samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples)
         )
 
     def _taken(self) -> _Answers:
-        """What was begun, on every rank, once it is there. Collective."""
-        begun, self._begun, self.has_begun = self._begun, None, False
+        """Wait for the evaluation that `begin` started and return its result on every rank.
+        Collective."""
+        begun = self._begun
+        self._begun = None
+        self.has_begun = False
         answers: list[_Answers] = []
 
         def wait() -> tuple[list[float], Wins | None] | None:
@@ -250,22 +290,24 @@ class Evaluator:
         return _Answers(samples, torch.tensor(scores, dtype=torch.float64), wins)
 
     def _prompts_of_samples(self) -> list[Prompt]:
-        """Each sample's prompt."""
+        """Return the prompt of each sample."""
         return [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
 
     def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Wins | None:
-        """What the judge says of each sample against the prompt's reference; None on ranks that ask
-        nothing."""
+        """Return the judge's comparison of each sample with its prompt's reference; None on ranks
+        without a judge."""
         if self.judge is None:
             return None
-        others = [text for text in self._reference_texts for _ in range(self.settings.samples)]
-        return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), others)
+        references = [text for text in self._reference_texts for _ in range(self.settings.samples)]
+        return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), references)
 
     def _scores(
         self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, alone: bool = False
     ) -> Tensor:
-        """[B]: what each sample is worth, with what its environment gave. Collective, or one rank's
-        `alone`."""
+        """Return the scores of the samples [B], including the rewards of their environments.
+
+        Collective, unless `alone`: then one rank computes the scores for itself.
+        """
         if self.scorer is None:
             batch = collate(samples, self.tokenizer.pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
@@ -276,20 +318,22 @@ class Evaluator:
                 scores = self.services.score(batch, metadata)
         elif alone:
             requests = scoring_requests(prompts, samples, self.tokenizer)
-            found = call_scorer(self.scorer.name, self.scorer.scorer, requests)
+            function_scores = call_scorer(self.scorer.name, self.scorer.scorer, requests)
             scores = torch.tensor(
-                [ABSTAINED if score is None else score for score in found], dtype=torch.float64
+                [ABSTAINED if score is None else score for score in function_scores],
+                dtype=torch.float64,
             )
         else:
             scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
-        given = environment_scores(samples, 1)
-        return scores if given is None else scores + given
+
+        environment_rewards = environment_scores(samples, 1)
+        return scores if environment_rewards is None else scores + environment_rewards
 
     def _references(self, step: int) -> Tensor:
-        """[P]: the scores of the references, which are found once and kept in the run directory.
+        """Return the scores of the references [P].
 
-        A prompt's reference is the record's `reference`, else the initial policy's most probable
-        response.
+        The references are computed once and stored in the run directory. A prompt's reference is
+        the `reference` of its record, or else the greedy response of the initial policy.
         """
         if self._reference_scores is None:
             self._reference_scores = self._stored_scores()
@@ -305,19 +349,25 @@ class Evaluator:
         return self._reference_scores
 
     def _score_references(self) -> Tensor:
-        lacking = without_reference(self.prompts)
-        drawn = (
-            self.builder.generate(lacking, 1, replace(self.options, greedy=True)) if lacking else []
+        """Compute the references and their scores, and write them to the run directory.
+        Collective."""
+        unreferenced_prompts = without_reference(self.prompts)
+        generated = (
+            self.builder.generate(unreferenced_prompts, 1, replace(self.options, greedy=True))
+            if unreferenced_prompts
+            else []
         )
         samples = reference_samples(
-            self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids)
+            self.prompts, generated, self.tokenizer, ended=bool(self.options.stop_token_ids)
         )
+
         scores = self._scores(self.prompts, samples)
         self._reference_texts = [decode_response(sample, self.tokenizer) for sample in samples]
+
         if self.writes:
             lines = []
-            told = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
-            for prompt, sample, response, score in told:
+            rows = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
+            for prompt, sample, response, score in rows:
                 record: dict[str, Any] = {"prompt": prompt.text, "response": response}
                 record |= {
                     "response_tokens": sample.response.tolist(),
@@ -329,13 +379,15 @@ class Evaluator:
         return scores
 
     def _stored_scores(self) -> Tensor | None:
+        """Return the references' scores from the run directory; None if there are none.
+        Collective."""
         records = None
         if self.writes and self.references_file.exists():
             records = [
                 json.loads(line)
                 for line in self.references_file.read_text(encoding="utf-8").splitlines()
             ]
-        # a rank that looked for itself might find what rank 0 is only now writing
+        # Only rank 0 reads the file: another rank could see it while rank 0 is still writing it.
         records = broadcast_json(records)
         if records is None:
             return None
@@ -345,12 +397,14 @@ class Evaluator:
                 f" {self.suite.key}.path or {self.suite.key}.prompts; resume with the prompts that"
                 " the run was started with"
             )
+
         function = records[0]["scorer"]
         if function != self.settings.function:
             raise AlignerError(
                 f"{self.references_file}: contains scores of {self.suite.key}.function={function};"
                 f" resume with {self.suite.key}.function={function}, not {self.settings.function}"
             )
+
         self._reference_texts = [record["response"] for record in records]
         scores = [ABSTAINED if record["score"] is None else record["score"] for record in records]
         return torch.tensor(scores, dtype=torch.float64)
@@ -365,17 +419,23 @@ def build_evaluator(
     services: Services,
     tools: Sequence[ListedTool] = (),
 ) -> Evaluator:
-    """What evaluates the run on a suite, whose prompts tell the model of the tools.
+    """Build the evaluator of one suite.
 
-    Raises ConfigError for prompts that can not be used, or a scorer or a judge that is not there.
+    Args:
+        tools: Tools that the suite's prompts describe to the model.
+
+    Raises:
+        ConfigError: The prompts are invalid, or the scorer or the judge does not exist.
     """
-    settings, scorer = suite.settings, None
+    settings = suite.settings
+    scorer = None
     if settings.function is not None:
         deadline = settings.function_timeout_s
         scorer = TextSource(
             settings.function, resolve_scorer(settings.function, f"{suite.key}.function", deadline)
         )
-    writes, judge = policy.world.rank == 0, evaluation_judge(settings, suite.key)
+    writes = policy.world.rank == 0
+    judge = evaluation_judge(settings, suite.key)
     return Evaluator(
         suite=suite,
         prompts=open_evaluation_prompts(
@@ -404,7 +464,10 @@ def build_evaluator(
 
 @dataclass(frozen=True)
 class Evaluations:
-    """One rank's part of evaluating the policy on every suite; every rank calls every method."""
+    """Evaluates the policy on every suite of the run.
+
+    Every rank of the trainer has an instance and calls every method.
+    """
 
     suites: tuple[Evaluator, ...]
     every: int
@@ -412,27 +475,33 @@ class Evaluations:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called, and `evaluate` is to follow."""
-        return any(one.has_begun for one in self.suites)
+        """Whether `begin` was called and `evaluate` has not been called since."""
+        return any(evaluator.has_begun for evaluator in self.suites)
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated: the initial ones, every so many
-        steps', and the last."""
+        """Return whether the weights after `step` must be evaluated: the initial weights, those
+        after every `every` steps, and the last."""
         return step % self.every == 0 or step == self.last_step
 
     def draw(self, builder: RolloutBuilder) -> list[list[Sample]]:
-        """Responses to each suite's prompts, as `Evaluator.draw`."""
-        return [one.draw(builder) for one in self.suites]
+        """Generate responses to the prompts of each suite; see `Evaluator.draw`."""
+        return [evaluator.draw(builder) for evaluator in self.suites]
 
     def begin(self, step: int, drawn: Future[list[list[Sample]]] | None) -> None:
-        """Have each suite of what is `drawn` of the weights of `step` scored, as `Evaluator.begin`.
-        Collective."""
-        for place, one in enumerate(self.suites):
-            one.begin(step, None if drawn is None else functools.partial(_drawn_of, drawn, place))
+        """Start to score the responses of each suite; see `Evaluator.begin`. Collective."""
+        for index, evaluator in enumerate(self.suites):
+            evaluator.begin(
+                step, None if drawn is None else functools.partial(_drawn_of, drawn, index)
+            )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of the weights of `step`, as `Evaluator.evaluate`. Collective."""
-        return {name: value for one in self.suites for name, value in one.evaluate(step).items()}
+        """Return the metrics of all suites for the weights after `step`; see `Evaluator.evaluate`.
+        Collective."""
+        return {
+            name: value
+            for evaluator in self.suites
+            for name, value in evaluator.evaluate(step).items()
+        }
 
 
 def _drawn_of(drawn: Future[list[list[Sample]]], place: int) -> list[Sample]:
@@ -447,12 +516,15 @@ def build_evaluations(
     services: Services,
     tools: Sequence[ListedTool] = (),
 ) -> Evaluations | None:
-    """What evaluates the run; None where `evaluation.every` is 0. Raises ConfigError as
-    `build_evaluator`."""
+    """Build the evaluators of all suites; return None if `evaluation.every` is 0.
+
+    Raises:
+        ConfigError: See `build_evaluator`.
+    """
     if not config.evaluation.every:
         return None
-    each = (
+    evaluators = (
         build_evaluator(config, suite, tokenizer, policy, builder, services, tools)
         for suite in evaluation_suites(config)
     )
-    return Evaluations(tuple(each), config.evaluation.every, config.run.steps)
+    return Evaluations(tuple(evaluators), config.evaluation.every, config.run.steps)

@@ -1,5 +1,4 @@
-"""The training loop: what is done around a step, and how a run goes on from where it stood, is the
-same for every trainer."""
+"""Training loop shared by all trainers: weight sync, evaluation, metrics, checkpoints, resuming."""
 
 import logging
 import signal
@@ -28,24 +27,28 @@ _log = logging.getLogger(__name__)
 
 
 class StopCondition:
-    """After which step a run ends: its last, or the one that it is at when it is told to stop. One
-    rank's view; all agree.
+    """Decides after which step a run ends: its last step, or the step during which it receives the
+    stop signal.
 
-    In the same breath they agree on whether the time for a checkpoint has come.
+    Every rank of the trainer has an instance; all ranks reach the same decision. The same
+    all-reduce also decides whether a checkpoint is due because of the elapsed time.
     """
 
     def __init__(
         self, config: Config, world: World, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Takes over the signal to stop in this process; only the main thread may."""
+        """Install the handler of the stop signal in this process; only the main thread may do
+        this."""
         self.last = min(config.run.steps, config.run.stop_after or config.run.steps)
         self.is_early = False
-        """Whether the run was told to stop, and has ended before its last step."""
+        """Whether the run received the stop signal and ends before its last step."""
         self.is_save_due = False
-        """Whether on some rank `checkpoint.every_minutes` were over, when the ranks were last
-        asked."""
-        self._world, self._clock = world, clock
-        self._save_every_s, self._saved_at = 60 * config.checkpoint.every_minutes, clock()
+        """Whether `checkpoint.every_minutes` had elapsed on some rank at the last collective
+        decision."""
+        self._world = world
+        self._clock = clock
+        self._save_every_s = 60 * config.checkpoint.every_minutes
+        self._saved_at = clock()
         self._told = False
         signal.signal(STOP_SIGNAL, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
@@ -54,59 +57,72 @@ class StopCondition:
         self._told = True
 
     def is_early_after(self, done: int) -> bool:
-        """Whether the run was told to stop, with so many steps done and others to come.
-        Collective."""
+        """Return whether the run was asked to stop while steps remain. Collective.
+
+        Also sets `is_early` and `is_save_due`.
+
+        Args:
+            done: Number of completed training steps.
+        """
         overdue = 0 < self._save_every_s <= self._clock() - self._saved_at
-        told, due = self._world.all_reduce_max(
+        # One rank's signal or clock decides for all ranks: otherwise some ranks would start a
+        # step, or a checkpoint, that the others do not.
+        is_stopped, is_save_due = self._world.all_reduce_max(
             torch.tensor([int(self._told), int(overdue)], device=self._world.device)
         ).tolist()
-        self.is_early, self.is_save_due = bool(told) and done < self.last, bool(due)
+        self.is_early = bool(is_stopped) and done < self.last
+        self.is_save_due = bool(is_save_due)
         return self.is_early
 
     def is_after(self, done: int) -> bool:
-        """Whether the run ends after the step `done`: with that many done, none follows.
+        """Return whether the run ends after step `done`, the number of completed steps.
         Collective."""
         return self.is_early_after(done) or done == self.last
 
     def count_anew(self) -> None:
-        """A checkpoint is taken: the time to the next one begins."""
+        """Restart the interval of `checkpoint.every_minutes`, because a checkpoint is being
+        saved."""
         self._saved_at = self._clock()
 
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """One rank of the trainer. Every rank runs the same program, and calls every method with the
-    same arguments."""
+    """Training loop of one trainer rank; the base class of all trainers.
+
+    Every rank runs the same program and calls every method with the same arguments.
+    """
 
     config: Config
     checkpoints: RunCheckpoints | None
-    """None: the run keeps none."""
+    """Checkpoints of the run; None for a run without checkpoints."""
     recorder: Recorder | None
     timeline: Timeline
     stop: StopCondition
     _saved: Sequence[TrainingState] = field(default=(), init=False)
-    """The checkpoints that the run may resume from, the newest last."""
+    """Checkpoints that the run may resume from, in order of their steps."""
     _saving: tuple[TrainingState, float | None] | None = field(default=None, init=False)
-    """A checkpoint that is being written, and its metric."""
+    """Checkpoint whose files are being written, and the value of its metric."""
     _evaluating: int | None = field(default=None, init=False)
-    """The step whose weights are evaluated beside the one after it."""
+    """Step whose weights are being evaluated while the next step trains."""
     _evaluations: list[float] = field(default_factory=list, init=False)
-    """What evaluations have found so far of the metric that `run.end_without_gain` counts by. Rank
-    0's."""
+    """Values measured so far of the metric that `run.end_without_gain` uses; filled on rank 0
+    only."""
     _reached: str | None = field(default=None, init=False)
-    """Why the run has ended before its last step, where it has."""
+    """Reason why the run ended before its last step; None if it did not."""
 
     def run(self) -> None:
-        """Train from where the run stands to its end."""
+        """Train from the last completed step to the end of the run."""
         first = self._resume()
         if self.stop.is_early_after(first):
             return
         report_stage(self.config, "trainer", "syncing the weights to the engine")
+
         self.begin(first)
         timer = PhaseTimer(listener=self.timeline.add, on_begin=partial(report_phase, self.config))
         self._evaluate_beforehand(first, timer)
         if not self._has_reached_its_end(self._recorded()):
             self._train(first, timer)
+
         self._finish_save(timer)
         self.finish()
         self._tell_what_was_reached()
@@ -116,13 +132,17 @@ class TrainingLoop:
         for step in range(first, self.stop.last):
             done = step + 1
             self.timeline.begin_step(done)
+            # The metrics, spans and checkpoint of a step carry the number of completed steps,
+            # which is also the version of its weights.
             result = self.step(step, timer)
+
             ends = self.stop.is_after(done)
             self.publish(done, timer, last=ends)
             self._finish_evaluation(timer)
-            if not self.stop.is_early:  # what is left of a grace period is for the checkpoint
-                # What is measured hangs on steps alone: a checkpoint for the time that has passed
-                # has no part in it.
+
+            if not self.stop.is_early:  # reserve the rest of the grace period for the checkpoint
+                # Evaluations depend on the step alone: a checkpoint that is saved because of the
+                # elapsed time causes none.
                 evaluated = self._evaluate(
                     done, timer, saves=self._saves(done, ends=ends), beside=not ends
                 )
@@ -132,12 +152,14 @@ class TrainingLoop:
                     result.metrics.update(
                         evaluated or self._evaluate(done, timer, saves=True, as_last=True)
                     )
+
             saves = self._saves(done, ends=ends)
             self._record(done, result, timer.take())
-            if timer.on_begin is not None:  # how long steps take is known from here on
+            if timer.on_begin is not None:  # stages are reported until the first step is done
                 timer.on_begin = None
                 report_stage(self.config, "trainer", None)
-            self._finish_save(timer)  # one that was begun a step ago
+
+            self._finish_save(timer)  # the checkpoint that was started one step ago
             if saves:
                 self._begin_save(done, result.metrics, timer)
             elif self.checkpoints is not None and self.stop.is_save_due:
@@ -146,67 +168,84 @@ class TrainingLoop:
                 break
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Restore what the last of these checkpoints holds, if there is one; the steps that are
-        done."""
+        """Restore the last of these checkpoints, if there is one, and return the number of
+        completed steps."""
         raise NotImplementedError
 
     def begin(self, first: int) -> None:
-        """What comes before the first step of this process, with so many done."""
+        """Prepare the first step of this process; `first` is the number of completed steps."""
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
-        """One training step, `step` of them done before it."""
+        """Run one training step; `step` is the number of steps completed before it."""
         raise NotImplementedError
 
     def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
-        """Take the weights, of as many steps, to where they are used, before a `last` step or
-        others."""
+        """Send the weights to the processes that use them.
+
+        Args:
+            version: Version of the weights, which is the number of completed steps.
+            last: Whether no further step follows.
+        """
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
-        """Whether the weights of a step are to be evaluated, with a checkpoint of them or
-        without."""
+        """Return whether the weights after `step` must be evaluated.
+
+        Args:
+            saves: Whether a checkpoint of the step is saved.
+        """
         return False
 
     def begin_evaluation(self, step: int) -> bool:
-        """Begin to evaluate the weights of a step, which `evaluate` is asked for after the next
-        one; False: it does all."""
+        """Start to evaluate the weights after `step` concurrently with the next step.
+
+        Returns:
+            Whether an evaluation was started, whose result `evaluate` returns after the next step.
+            False if `evaluate` does all of the work.
+        """
         return False
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """What the weights of a step are worth: `eval/…`."""
+        """Evaluate the weights after `step` and return the metrics `eval/…`."""
         raise NotImplementedError
 
     def begin_save(self, step: int) -> TrainingState:
-        """Begin to write the parts of a checkpoint."""
+        """Start to write the parts of a checkpoint, and return its state."""
         raise NotImplementedError
 
     def finish_save(self, state: TrainingState) -> TrainingState:
-        """Wait until all parts of the checkpoint are written; its state, with what is known only
-        now."""
+        """Wait until all parts of the checkpoint are written.
+
+        Returns:
+            The state of the checkpoint, including the values that become known only then.
+        """
         raise NotImplementedError
 
     def committed(self, kept: Sequence[TrainingState]) -> None:
-        """A checkpoint is complete, and these are the newest now. Rank 0 alone."""
+        """Handle the completion of a checkpoint; `kept` are now the newest checkpoints. Rank 0
+        only."""
 
     def finish(self) -> None:
-        """What comes after the last step of this process."""
+        """Complete the work of this process after its last step."""
 
     def close(self) -> None:
-        """Let go of what the run has used."""
+        """Release the resources of the run."""
 
     def _resume(self) -> int:
         if self.checkpoints is not None and self.config.run.resumes:
             self._saved = self.checkpoints.newest()
+
         first = self.resume(self._saved)
         if self.recorder is not None:
             self.recorder.truncate_after(first, amends=self._owes_evaluation)
             with fenced_write():
+                # The file states why an earlier process ended the run; the run now continues.
                 run_paths(self.config).end.unlink(missing_ok=True)  # it may go on from there now
         self.timeline.begin_run(first)
         return first
 
     @property
     def _owes_evaluation(self) -> bool:
-        """Whether the step that the run resumes from is still to be evaluated."""
+        """Whether the step that the run resumes from has not been evaluated yet, but must be."""
         return (
             bool(self._saved)
             and self._saved[-1].owes_evaluation
@@ -214,14 +253,17 @@ class TrainingLoop:
         )
 
     def _evaluate_beforehand(self, first: int, timer: PhaseTimer) -> None:
-        """Evaluate the initial weights, or those of a checkpoint whose evaluation is owed."""
+        """Evaluate the initial weights, or the weights of a checkpoint whose evaluation is
+        pending."""
         owes = self._owes_evaluation
         beside = owes and first < self.stop.last
         evaluated = (
             self._evaluate(first, timer, saves=owes, beside=beside) if owes or first == 0 else {}
         )
+
         if not evaluated:
             return
+
         evaluated |= {"time/evaluate": timer.take()["time/evaluate"]}
         if owes:
             self._amend(first, evaluated)
@@ -229,12 +271,15 @@ class TrainingLoop:
             self.recorder.metrics.write(first, evaluated)
 
     def _amend(self, step: int, evaluated: Mapping[str, float]) -> None:
-        """Add what its evaluation has found to the last step that was recorded, and to its
-        checkpoint if there is one."""
+        """Add the evaluation's metrics to the last recorded step, and to its checkpoint if there is
+        one."""
         metric = None if self.checkpoints is None else self.checkpoints.metric(evaluated)
+        # A checkpoint that is still being written has no manifest yet; its state is changed in
+        # memory.
         if self._saving is not None and self._saving[0].step == step:
             state = replace(self._saving[0], owes_evaluation=False)
             self._saving = state, None if state.by_time else metric
+
         if self.recorder is None:
             return
         self.recorder.metrics.amend(step, evaluated)
@@ -250,9 +295,16 @@ class TrainingLoop:
         as_last: bool = False,
         beside: bool = False,
     ) -> dict[str, float]:
-        """Evaluate a step where one is due: that of a run's last step with `as_last`.
+        """Evaluate the weights after `step` if an evaluation is due.
 
-        `beside` the next one, if the trainer can: then nothing is known yet.
+        Args:
+            saves: Whether a checkpoint of the step is saved.
+            as_last: Evaluate if an evaluation is due after the last step of the run.
+            beside: Evaluate concurrently with the next step if the trainer supports this.
+
+        Returns:
+            The metrics; empty if no evaluation is due, or if it runs concurrently with the next
+            step.
         """
         if not self.is_evaluated(self.config.run.steps if as_last else step, saves=saves):
             return {}
@@ -260,13 +312,14 @@ class TrainingLoop:
             if beside and self.begin_evaluation(step):
                 self._evaluating = step
                 return {}
-            self._evaluating = None  # it may be what was begun
+            self._evaluating = None  # this call completes an evaluation that was started
             return self.evaluate(step)
 
     def _finish_evaluation(self, timer: PhaseTimer) -> None:
-        """Wait for what is still to be found by the evaluation that was begun a step ago, if any:
-        it is that step's."""
-        step, self._evaluating = self._evaluating, None
+        """Wait for the evaluation that was started one step ago, if any, and record it for its
+        step."""
+        step = self._evaluating
+        self._evaluating = None
         if step is None:
             return
         with timer.phase("evaluate"):
@@ -276,7 +329,7 @@ class TrainingLoop:
         self._amend(step, evaluated)
 
     def _saves(self, step: int, *, ends: bool) -> bool:
-        """Whether a checkpoint of a step is taken that is not for the time that has passed."""
+        """Return whether a checkpoint of `step` is due for a reason other than the elapsed time."""
         return self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, step))
 
     @cached_property
@@ -284,7 +337,8 @@ class TrainingLoop:
         return None if self.checkpoints is None else EndRule.of(self.config)
 
     def _recorded(self) -> list[dict[str, float]]:
-        """The metrics of the steps that are done, if they are asked for. Rank 0's."""
+        """Return the recorded metrics of the completed steps; empty on ranks other than 0 and
+        without an end rule."""
         return (
             []
             if self.recorder is None or self._end_rule is None
@@ -292,10 +346,13 @@ class TrainingLoop:
         )
 
     def _has_reached_its_end(self, records: Sequence[Record]) -> bool:
-        """Whether the run ends by what it reached after the last of these steps, which follow those
-        of the call before.
+        """Return whether `run.end_kl`, `run.end_at` or `run.end_without_gain` ends the run.
+        Collective.
 
-        The initial policy ends none. Collective; rank 0 decides.
+        The metrics of the initial policy never end the run. Rank 0 decides.
+
+        Args:
+            records: Metrics of the steps since the previous call.
         """
         rule = self._end_rule
         if rule is None:
@@ -307,33 +364,38 @@ class TrainingLoop:
                 if rule.metric in measured:
                     self._evaluations.append(measured[rule.metric])
             done = int(measured.get("step", 0))
-            why = rule.reason(measured, self._evaluations) if done else None
-            return why and f"ended after step {done}: {why}"
+            end_reason = rule.reason(measured, self._evaluations) if done else None
+            return end_reason and f"ended after step {done}: {end_reason}"
 
         self._reached = together(lambda: None if self.recorder is None else reason())
         return self._reached is not None
 
     def _comparable(self, record: Record) -> Record:
-        """A step's metrics without an evaluation that is there because the run stopped or ended
-        then: where it ends must not hang on where it was stopped."""
+        """Return a step's metrics without those of an evaluation that ran only because the run
+        stopped there.
+
+        The step at which a run ends must not depend on where the run was interrupted.
+        """
         step = int(record["step"])
         if self.is_evaluated(step, saves=self._saves(step, ends=False)):
             return record
         return {name: value for name, value in record.items() if not name.startswith("eval/")}
 
     def _tell_what_was_reached(self) -> None:
-        """Leave why the run has ended before its last step, once its checkpoint is complete, for
-        whoever asks."""
+        """Write to a file why the run ended before its last step, after its checkpoint is
+        complete."""
         if self.recorder is not None and self._reached is not None:
             _log.info("%s", self._reached)
             with fenced_write():
                 write_file(run_paths(self.config).end, f"{self._reached}\n")
 
     def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:
+        """Write the metrics, the samples and the timeline of a step on rank 0."""
         if self.checkpoints is not None:
             self.checkpoints.check_metric(result.metrics)
         if self.recorder is None:
             return
+
         throughput = {
             f"throughput/{unit}_per_s": count / times["time/step"]
             for unit, count in result.processed.items()
@@ -341,23 +403,29 @@ class TrainingLoop:
         if step == 1 or step % self.config.logging.samples_every == 0:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
         self.recorder.keep(step, result)
-        if self.checkpoints is None:  # the run goes on behind the last step that has metrics
+        if self.checkpoints is None:  # the run resumes after the last step that has metrics
             self.recorder.settle(step)
+
         judged = {} if self.recorder.judges is None else self.recorder.judges.metrics()
-        # A run that is killed once a step is in metrics.jsonl still has the step's spans.
+        # Flush first: every step in metrics.jsonl has its spans, even if the run is killed here.
         self.timeline.flush()
         self.recorder.metrics.write(step, result.metrics | judged | times | throughput)
 
     def _begin_save(
         self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer
     ) -> None:
-        """`metrics` are the step's; None: it is saved for the time that has passed, and not
-        compared with others."""
+        """Start to save a checkpoint of `step`.
+
+        Args:
+            metrics: Metrics of the step. None for a checkpoint that is saved only because of the
+                elapsed time; it is not compared with other checkpoints.
+        """
         assert self.checkpoints is not None
         self.stop.count_anew()
         metric = None if metrics is None else self.checkpoints.metric(metrics)
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
+
         owes = self._evaluating == step or (
             self.stop.is_early and self.is_evaluated(step, saves=True)
         )
@@ -366,20 +434,24 @@ class TrainingLoop:
             self._finish_save(timer)
 
     def _finish_save(self, timer: PhaseTimer) -> None:
-        """Wait for the checkpoint that is being written, if any; it counts once all of it is
-        there."""
-        saving, self._saving = self._saving, None
+        """Wait for the checkpoint that is being written, if any.
+
+        A checkpoint is valid only when all of its files are written.
+        """
+        saving = self._saving
+        self._saving = None
         if saving is None or self.checkpoints is None:
             return
         with timer.phase("checkpoint"):
             state = self.finish_save(saving[0])
             if self.recorder is not None:
-                self.recorder.settle(state.step)  # the steps that a resumed run does not do again
+                self.recorder.settle(state.step)  # a resumed run does not repeat these steps
                 self.checkpoints.commit(state, saving[1])
                 self.committed(self.checkpoints.newest())
                 self.checkpoints.prune()
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that is done every so many steps, never where 0, is done after this one."""
+    """Return whether an action with an interval of `every` steps is due after `step`; never if
+    `every` is 0."""
     return every > 0 and step > 0 and step % every == 0

@@ -1,4 +1,10 @@
-"""The offline trainer: learning from a file's demonstrations, preferences or labeled steps."""
+"""Offline trainers: supervised fine-tuning, distillation, preferences, reward models, teacher
+scores.
+
+`OfflineTrainer` trains an `OfflineTask` on a file's demonstrations, preferences or labeled steps.
+`TeacherScorer` computes a teacher's log-probs of demonstrations and stores them for later
+distillation; it trains nothing.
+"""
 
 import json
 import logging
@@ -49,21 +55,25 @@ from aligner.training.step_metrics import StepResult
 
 @dataclass(kw_only=True)
 class TeacherScorer(TrainingLoop):
-    """All demonstrations once, each step one of `run.steps` equal parts of them, and a file.
+    """Scores all demonstrations once with a teacher; each step writes one of `run.steps` equal
+    parts to a file.
 
-    No checkpoint is kept: a run goes on behind the last step whose metrics are written.
+    The run saves no checkpoints: it resumes after the last step whose metrics are written.
     """
 
     model: FrozenPolicy
     demonstrations: Sequence[Demonstration]
     pad_token_id: int
     vocabulary: int
-    """Only ids below it are told."""
+    """Number of token ids; only ids below it are scored."""
     tokenizer_file: Path
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Go on where the metrics end: they are written last. Raises ConfigError for a run that was
-        cut into other parts."""
+        """Return the number of completed steps, according to the metrics, which are written last.
+
+        Raises:
+            ConfigError: The run was started with another value of `run.steps`.
+        """
         done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
         for step in range(first):
@@ -75,35 +85,40 @@ class TeacherScorer(TrainingLoop):
         return first
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
-        """Score a part, and write it down."""
-        steps, count = self.config.run.steps, len(self.demonstrations)
+        """Score one part of the demonstrations and write it to its file."""
+        steps = self.config.run.steps
+        count = len(self.demonstrations)
         part = self.demonstrations[step * count // steps : (step + 1) * count // steps]
+
         with timer.phase("score"):
             rows = demonstration_rows(part, self.pad_token_id)
-            asked: dict[str, Any] = {"mask": rows.mask, "temperature": 1.0}
-            taught = self.model.top_k_logprobs(
-                rows.tokens, rows.lengths, self.config.teacher.top_k, self.vocabulary, **asked
+            options: dict[str, Any] = {"mask": rows.mask, "temperature": 1.0}
+            top_k_logprobs = self.model.top_k_logprobs(
+                rows.tokens, rows.lengths, self.config.teacher.top_k, self.vocabulary, **options
             )
         if self.recorder is not None:
             with fenced_write():
                 self._part(step).parent.mkdir(exist_ok=True)
-                write_part(self._part(step), rows, taught)
-        covered = 1 - taught.outcomes[rows.mask][:, -1].exp()
+                write_part(self._part(step), rows, top_k_logprobs)
+
+        # The last outcome is the log-probability of all tokens outside the teacher's top k.
+        covered = 1 - top_k_logprobs.outcomes[rows.mask][:, -1].exp()
         metrics = {
-            "teacher_scores/loss": -float(taught.logprobs[rows.mask].mean()),
+            "teacher_scores/loss": -float(top_k_logprobs.logprobs[rows.mask].mean()),
             "teacher_scores/covered": float(covered.mean()),
         }
         return StepResult(metrics, {"samples": len(part), "tokens": int(rows.lengths.sum())})
 
     def finish(self) -> None:
-        """Complete the directory, once all parts are there."""
-        steps, top = self.config.run.steps, min(self.config.teacher.top_k, self.vocabulary)
+        """Write the index of the directory after all parts are complete."""
+        steps = self.config.run.steps
+        top_k = min(self.config.teacher.top_k, self.vocabulary)
         if self.recorder is not None and self.stop.last == steps and not self.stop.is_early:
             with fenced_write():
                 write_index(
                     run_paths(self.config).teacher_scores,
                     steps,
-                    top,
+                    top_k,
                     self.vocabulary,
                     self.tokenizer_file,
                 )
@@ -114,33 +129,39 @@ class TeacherScorer(TrainingLoop):
 
 @dataclass(frozen=True)
 class OfflineTask(ABC):
-    """What is learned, and from which kind of example. Every rank calls every method with the
-    same."""
+    """What an offline run trains: the model, the rows of its examples, and the loss.
+
+    Every rank of the trainer has an instance and calls every method with the same arguments.
+    """
 
     model: Policy | ValueModel
     pad_token_id: int
     name: ClassVar[str]
-    """What its metrics begin with."""
+    """Prefix of the task's metrics."""
     part: ClassVar[str]
-    """The checkpoint's part that holds the model."""
+    """Part of the checkpoint that holds the model."""
     group: ClassVar[int] = 1
-    """Rows of an example."""
+    """Number of rows per example."""
 
     @abstractmethod
     def rows(self, examples: Sequence[Any]) -> Rows:
-        """Examples as rows of tensors."""
+        """Return the examples as rows of tensors."""
 
     @abstractmethod
     def loss(self, output: Tensor, rows: Any, denominator: float) -> tuple[Tensor, Stats]:
-        """Of the model's log-probs [B, S-1], or its head's numbers [B, S]; sums over
-        `denominator`."""
+        """Return the loss and its statistics, as sums divided by `denominator`.
+
+        Args:
+            output: Log-probs of the policy [B, S-1], or outputs of the value head [B, S].
+        """
 
     def count(self, rows: Rows) -> float:
-        """How many of what the loss is a mean over: pairs where an example is one, else tokens."""
+        """Return the denominator of the loss: the number of pairs for pairwise tasks, otherwise of
+        trained tokens."""
         return rows.tokens.shape[0] / 2 if self.group == 2 else float(rows.mask.sum())
 
     def train(self, rows: Rows) -> dict[str, float]:
-        """One optimizer step; the loss's statistics, and those of every update."""
+        """Run one optimizer step; return the statistics of the loss and of the update."""
         if isinstance(self.model, ValueModel):
             return self.model.train_rows(
                 rows, self.loss, denominator=self.count(rows), group_size=self.group
@@ -150,12 +171,12 @@ class OfflineTask(ABC):
         )
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
-        """The loss's statistics as sums over `denominator`; nothing is trained."""
+        """Return the statistics of the loss, as sums divided by `denominator`, without training."""
         output = self.model.values if isinstance(self.model, ValueModel) else self.model.logprobs
         return self.loss(output(rows.tokens, rows.lengths), rows, denominator)[1]
 
     def companions(self) -> Mapping[str, Any]:
-        """JSON files that belong beside the model as it is now, by name."""
+        """Return JSON files to store beside the model in its current state, by file name."""
         return {}
 
     def _policy_loss(
@@ -166,49 +187,54 @@ class OfflineTask(ABC):
 
 @dataclass(frozen=True)
 class SupervisedFineTuning(OfflineTask):
-    """Imitation of the responses alone."""
+    """Task of imitating the responses of demonstrations."""
 
     name = "sft"
     part = "policy"
 
     def rows(self, examples: Sequence[Demonstration]) -> Rows:
-        """A row a demonstration."""
+        """Return one row per demonstration."""
         return demonstration_rows(examples, self.pad_token_id)
 
     def loss(self, output: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return imitation_loss(output, rows, denominator)
 
 
 @dataclass(frozen=True)
 class OfflineDistillation(SupervisedFineTuning):
-    """At each token of the responses, what a teacher has said of it once."""
+    """Task of matching a teacher's stored distributions at each token of the responses."""
 
     model: Policy
     teacher: TeacherConfig
 
     def rows(self, examples: Sequence[Demonstration]) -> Rows:
-        """A row a demonstration, with the teacher's most probable tokens."""
+        """Return one row per demonstration, with the teacher's most probable tokens."""
         rows = super().rows(examples)
-        taught = assemble_teacher_scores(
+        teacher_scores = assemble_teacher_scores(
             [example.teacher_row for example in examples if example.teacher_row is not None],
             rows.mask,
         )
-        return replace(rows, candidates=taught.ids, candidate_targets=taught.outcomes)
+        return replace(
+            rows, candidates=teacher_scores.ids, candidate_targets=teacher_scores.outcomes
+        )
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
-        """The loss's statistics as sums over `denominator`; nothing is trained."""
+        """Return the statistics of the loss, as sums divided by `denominator`, without training."""
         return self.loss(*self.model.score_candidates(rows), denominator)[1]
 
     def loss(self, output: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
-        """The divergence from the teacher, and what is asked of the cross entropy."""
+        """Return the divergence from the teacher, plus the configured share of the cross
+        entropy."""
         return offline_distillation_loss(output, rows, self.teacher, denominator)
 
 
 @dataclass(frozen=True)
 class DirectPreferenceOptimization(OfflineTask):
-    """The policy prefers one answer over another. The reference is the model that the run starts
-    from."""
+    """Task of preferring the chosen over the rejected answer of each pair.
+
+    The reference model is the model that the run starts from.
+    """
 
     model: Policy
     settings: PreferenceConfig
@@ -217,7 +243,7 @@ class DirectPreferenceOptimization(OfflineTask):
     group = 2
 
     def rows(self, examples: Sequence[Preference]) -> PreferenceRows:
-        """Two rows a pair, with the reference's log-probs where the loss looks at them."""
+        """Return two rows per pair, with the reference's log-probs if the loss uses them."""
         rows = demonstration_rows(pair_members(examples), self.pad_token_id)
         reference = torch.zeros(rows.mask.shape)
         if self.settings.has_reference:
@@ -232,7 +258,7 @@ class DirectPreferenceOptimization(OfflineTask):
     def loss(
         self, output: Tensor, rows: PreferenceRows, denominator: float
     ) -> tuple[Tensor, Stats]:
-        """That of `algorithm.preference`."""
+        """Return the loss of `algorithm.preference`."""
         margins = rows.margins[::2]
         return pair_loss(
             output, rows.reference_logprobs, rows.mask, self.settings, denominator, margins=margins
@@ -241,8 +267,10 @@ class DirectPreferenceOptimization(OfflineTask):
 
 @dataclass(frozen=True)
 class KahnemanTverskyOptimization(OfflineTask):
-    """The policy comes nearer to desirable answers and leaves others. The reference is the model
-    that the run starts from."""
+    """Task of making desirable answers more probable and undesirable answers less probable.
+
+    The reference model is the model that the run starts from.
+    """
 
     model: Policy
     settings: PreferenceConfig
@@ -250,10 +278,14 @@ class KahnemanTverskyOptimization(OfflineTask):
     part = "policy"
 
     def rows(self, examples: Sequence[LabeledAnswer]) -> LabeledRows:
-        """A row an answer, with the reference's log-probs; the baseline hangs on the policy that
-        then learns from them."""
+        """Return one row per answer, with the reference's log-probs.
+
+        The KL baseline of the rows is 0 here: it depends on the current policy, so `train` and
+        `evaluate` compute it.
+        """
         rows = demonstration_rows([example.answer for example in examples], self.pad_token_id)
         desirable = torch.tensor([example.is_desirable for example in examples])
+        # Each class gets the same total weight, whatever its number of examples.
         share = len(examples) / torch.where(desirable, desirable.sum(), (~desirable).sum())
         reference = self.model.reference_logprobs(rows.tokens, rows.lengths, mask=rows.mask)
         return LabeledRows(
@@ -267,49 +299,54 @@ class KahnemanTverskyOptimization(OfflineTask):
         )
 
     def count(self, rows: Rows) -> float:
-        """Answers."""
+        """Return the number of answers."""
         return float(rows.tokens.shape[0])
 
     def train(self, rows: Rows) -> dict[str, float]:
-        """One optimizer step."""
+        """Run one optimizer step; return the statistics of the loss and of the update."""
         return super().train(self._with_baseline(rows))
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
-        """The loss's statistics, against the policy as it is now."""
+        """Return the statistics of the loss with the baseline of the current policy."""
         return super().evaluate(self._with_baseline(rows), denominator)
 
     def loss(self, output: Tensor, rows: LabeledRows, denominator: float) -> tuple[Tensor, Stats]:
-        """That of `algorithm.preference`."""
+        """Return the loss of `algorithm.preference`."""
         return labeled_answer_loss(output, rows, self.settings, denominator)
 
     def _with_baseline(self, rows: Any) -> LabeledRows:
-        """The KL estimate: the mean log-ratio of other prompts' answers, at least 0 (Ethayarajh et
-        al. 2024, section 4.1)."""
-        others = with_others_answers(rows, self.pad_token_id)
-        asked: dict[str, Any] = {"mask": others.mask}
-        logprobs = self.model.logprobs(others.tokens, others.lengths, **asked)
+        """Return the rows with the estimate of the KL: the mean log-ratio of mismatched answers, at
+        least 0.
+
+        Each prompt is combined with the answer of another prompt (Ethayarajh et al. 2024, section
+        4.1).
+        """
+        mismatched = with_others_answers(rows, self.pad_token_id)
+        options: dict[str, Any] = {"mask": mismatched.mask}
+        logprobs = self.model.logprobs(mismatched.tokens, mismatched.lengths, **options)
         log_ratios = logprobs - self.model.reference_logprobs(
-            others.tokens, others.lengths, **asked
+            mismatched.tokens, mismatched.lengths, **options
         )
-        baseline = torch.where(others.mask, log_ratios, 0.0).sum(1).mean().clamp(min=0)
-        learned: LabeledRows = replace(rows, baseline=baseline.expand(len(rows.tokens)))
-        return learned
+
+        baseline = torch.where(mismatched.mask, log_ratios, 0.0).sum(1).mean().clamp(min=0)
+        baseline_rows: LabeledRows = replace(rows, baseline=baseline.expand(len(rows.tokens)))
+        return baseline_rows
 
 
 @dataclass(frozen=True)
 class PairwiseRewardModel(OfflineTask):
-    """A reward model prefers one answer over another.
+    """Task of training a reward model to score the chosen answer above the rejected one.
 
-    The loss is that of normalized rewards, under which the initial policy's samples had mean 0 and
-    deviation 1 when the head was new; what is stored is the normalization of the head as it has
-    become (Huang et al. 2023, detail 6).
+    The loss uses normalized rewards: with the untrained head, the initial policy's samples have
+    mean 0 and standard deviation 1. The checkpoint stores the normalization of the trained head
+    (Huang et al. 2023, detail 6).
     """
 
     model: ValueModel
     samples: Rows
-    """Of the initial policy; whole sequences."""
+    """Samples of the initial policy; the mask covers whole sequences."""
     normalizer: RewardNormalizer
-    """Of the model before its first step."""
+    """Normalization of the model before its first step."""
     name = part = "reward_model"
     group = 2
 
@@ -317,57 +354,68 @@ class PairwiseRewardModel(OfflineTask):
     def start(
         cls, model: ValueModel, pad_token_id: int, samples: Sequence[Demonstration]
     ) -> "PairwiseRewardModel":
-        """Normalize a model that has not been trained. Raises AlignerError where its rewards of the
-        samples are equal."""
+        """Build the task for a model that has not been trained, and fit its normalization.
+
+        Raises:
+            AlignerError: The model's rewards of all samples are equal.
+        """
         rows = demonstration_rows(samples, pad_token_id)
         return cls(model, pad_token_id, rows, fit_normalizer(model, rows))
 
     def rows(self, examples: Sequence[Preference]) -> PairRows:
-        """Two rows a pair, the chosen one first; a pair without a margin has 0."""
+        """Return two rows per pair, the chosen answer first; the margin is 0 for a pair without
+        one."""
         rows = demonstration_rows(pair_members(examples), self.pad_token_id)
+        # Only the reward at the last token of a row is trained.
         last = torch.arange(1, rows.tokens.shape[1]) == rows.lengths[:, None] - 1
         margins = torch.tensor([pair.margin or 0.0 for pair in examples]).repeat_interleave(2)
         return PairRows(rows.tokens, rows.lengths, last, margins)
 
     def loss(self, output: Tensor, rows: PairRows, denominator: float) -> tuple[Tensor, Stats]:
-        """That of the rewards' differences."""
+        """Return the loss of the differences of the rewards."""
         return pairwise_loss(output, rows, denominator, self.normalizer)
 
     def companions(self) -> Mapping[str, Any]:
-        """The normalization of the model as it is."""
+        """Return the normalization of the model in its current state."""
         return {NORMALIZATION: asdict(fit_normalizer(self.model, self.samples))}
 
 
 @dataclass(frozen=True)
 class ProcessRewardModel(OfflineTask):
-    """A reward model tells right steps from wrong ones: the head's number at a step's end is the
-    logit of its being right."""
+    """Task of training a reward model to distinguish correct from incorrect steps.
+
+    The output of the head at the last token of a step is the logit of the step's correctness.
+    """
 
     name = part = "reward_model"
 
     def rows(self, examples: Sequence[LabeledSteps]) -> StepRows:
-        """A row an answer, which learns at its steps' last tokens."""
-        answers = [Demonstration(each.tokens, each.prompt_length) for each in examples]
+        """Return one row per answer; the mask selects the last tokens of its steps."""
+        answers = [Demonstration(answer.tokens, answer.prompt_length) for answer in examples]
         rows = demonstration_rows(answers, self.pad_token_id)
-        mask, labels = torch.zeros_like(rows.mask), torch.zeros(rows.mask.shape)
+        mask = torch.zeros_like(rows.mask)
+        labels = torch.zeros(rows.mask.shape)
         for row, example in enumerate(examples):
+            # Column t of the mask belongs to token t + 1.
             mask[row, example.positions - 1] = True
             labels[row, example.positions - 1] = example.labels
         return StepRows(rows.tokens, rows.lengths, mask, labels)
 
     def loss(self, output: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
-        """Binary cross entropy."""
+        """Return the binary cross entropy."""
         return step_label_loss(output, rows, denominator)
 
 
 def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
-    """Chosen, rejected, chosen, rejected, …"""
+    """Return the answers of all pairs in the order chosen, rejected, chosen, rejected, …."""
     return [member for pair in pairs for member in (pair.chosen, pair.rejected)]
 
 
 def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: int) -> Rows:
-    """Right-padded rows of demonstrations, in their order; the mask is that of the responses, or of
-    what is learned there."""
+    """Return right-padded rows of the demonstrations, in their order.
+
+    The mask selects the response tokens, or the trained tokens among them.
+    """
     lengths = torch.tensor([demonstration.tokens.numel() for demonstration in demonstrations])
     tokens = pad_sequence(
         [demonstration.tokens for demonstration in demonstrations],
@@ -381,24 +429,27 @@ def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: in
 
 
 def with_others_answers(rows: Rows, pad_token_id: int) -> Rows:
-    """Each row's prompt with the answer of the row behind it, the last one's with the first's."""
+    """Return each row's prompt with the answer of the next row; the last prompt gets the first
+    answer."""
     starts = rows.mask.int().argmax(1) + 1
     parts = [
         (row[:start], row[start:length])
         for row, start, length in zip(rows.tokens, starts, rows.lengths, strict=True)
     ]
-    answers = [parts[(place + 1) % len(parts)][1] for place in range(len(parts))]
+    answers = [parts[(index + 1) % len(parts)][1] for index in range(len(parts))]
     mixed = [
-        Demonstration(torch.cat([parts[place][0], answer]), len(parts[place][0]))
-        for place, answer in enumerate(answers)
+        Demonstration(torch.cat([parts[index][0], answer]), len(parts[index][0]))
+        for index, answer in enumerate(answers)
     ]
     return demonstration_rows(mixed, pad_token_id)
 
 
 def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:
-    """What gives the model's rewards of the samples mean 0 and deviation 1. Collective.
+    """Return the normalization that gives the model's rewards of the samples mean 0 and deviation
+    1. Collective.
 
-    Raises AlignerError where they are all equal, or not finite.
+    Raises:
+        AlignerError: The rewards are all equal, or not finite.
     """
     rewards = sequence_rewards(model.values(samples.tokens, samples.lengths), samples)
     try:
@@ -416,22 +467,23 @@ _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
 @dataclass(kw_only=True)
 class OfflineTrainer(TrainingLoop):
-    """What a task says is learned from the examples, which every rank has."""
+    """Training loop of an offline task; every rank has all examples."""
 
     task: OfflineTask
     examples: ExampleStream[Any]
     held_out: Sequence[Any]
-    """Examples that are evaluated on and never trained on."""
+    """Examples for evaluation, never used for training."""
     _position: int = field(default=0, init=False)
-    """Examples taken so far."""
+    """Number of examples taken so far."""
     _companions: Mapping[str, Any] = field(default_factory=dict, init=False)
-    """What belongs beside the model in the checkpoint that is being written."""
+    """JSON files to store beside the model in the checkpoint that is being written."""
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Restore the model and the place in the data."""
+        """Restore the model and the position in the data; return the number of completed steps."""
         first = 0
         if saved:
-            first, self._position = saved[-1].step, saved[-1].position
+            first = saved[-1].step
+            self._position = saved[-1].position
             self.task.model.load(
                 run_paths(self.config).checkpoint(first, self.task.part), verified=True
             )
@@ -440,13 +492,14 @@ class OfflineTrainer(TrainingLoop):
         return first
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
-        """An optimizer step on the next examples."""
+        """Run one optimizer step on the next examples."""
         size = self.config.data.batch_size
         with timer.phase("batch"):
             rows = self.task.rows(self.examples.take(self._position, size))
         self._position += size
         with timer.phase("train"):
             stats = self.task.train(rows)
+
         prefixed = {
             f"{'policy' if name in _OF_EVERY_UPDATE else self.task.name}/{name}": stats[name]
             for name in stats
@@ -454,18 +507,22 @@ class OfflineTrainer(TrainingLoop):
         return StepResult(prefixed, {"samples": size, "tokens": int(rows.lengths.sum())})
 
     def is_evaluated(self, step: int, *, saves: bool) -> bool:
-        """At every checkpoint, and every so many steps."""
+        """Return whether an evaluation is due: with every checkpoint, and at the interval of
+        `evaluation.every`."""
         return bool(self.held_out) and (saves or is_due(self.config.evaluation.every, step))
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The loss and its statistics on the held-out examples."""
+        """Return the loss and its statistics on the held-out examples."""
         denominator = sum(map(self.task.count, self._held_out_rows))
-        found = [self.task.evaluate(rows, denominator) for rows in self._held_out_rows]
-        return {f"eval/{name}": sum(float(stats[name]) for stats in found) for name in found[0]}
+        batch_stats = [self.task.evaluate(rows, denominator) for rows in self._held_out_rows]
+        return {
+            f"eval/{name}": sum(float(stats[name]) for stats in batch_stats)
+            for name in batch_stats[0]
+        }
 
     @cached_property
     def _held_out_rows(self) -> list[Rows]:
-        """The held-out examples, as many at a time as a step takes."""
+        """Held-out examples as rows, in batches of the size of a step."""
         size = self.config.data.batch_size
         return [
             self.task.rows(self.held_out[start : start + size])
@@ -473,8 +530,10 @@ class OfflineTrainer(TrainingLoop):
         ]
 
     def _announcement(self, first: int) -> str:
-        data, steps = self.config.data, self.config.run.steps
-        rows, size = len(self.examples), data.batch_size
+        data = self.config.data
+        steps = self.config.run.steps
+        rows = len(self.examples)
+        size = data.batch_size
         resumed = f"; resumed after step {first}" if first else ""
         return (
             f"{self.task.name}: {rows} rows, {len(self.held_out)} held out; {size} rows per step,"
@@ -483,13 +542,14 @@ class OfflineTrainer(TrainingLoop):
         )
 
     def begin_save(self, step: int) -> TrainingState:
-        """The model, and what belongs beside it."""
+        """Start to save the model, and compute the files to store beside it."""
         self.task.model.begin_save(run_paths(self.config).checkpoint(step, self.task.part))
+        # Compute them now: the next step changes the model while the checkpoint is being written.
         self._companions = self.task.companions()
         return TrainingState(step, kl_coefficient=0.0, critic_updates=0, position=self._position)
 
     def finish_save(self, state: TrainingState) -> TrainingState:
-        """Companions go where the model then is."""
+        """Wait until the model is saved, then write the companion files to its directory."""
         self.task.model.finish_save()
         if self.recorder is not None:
             directory = run_paths(self.config).checkpoint(state.step, self.task.part)

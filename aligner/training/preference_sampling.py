@@ -1,4 +1,4 @@
-"""Preferences and responses out of the policy's own samples. Nothing is learned."""
+"""Builds preference pairs and responses from samples of the policy; trains nothing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from aligner.training.step_samples import StepSamples
 
 Record = dict[str, Any]
 _Pair = tuple[int, list[int], list[int], Record]
-"""The row of a sample of the prompt's, the tokens of the chosen and the rejected answer, and what
-else is known of them."""
+"""Row of a sample of the prompt, token ids of the chosen and of the rejected answer, and the other
+fields of the record."""
 
 
 def preferences(
@@ -40,25 +40,34 @@ def preferences(
     tokenizer: Tokenizer,
     pairs: str = "best_and_worst",
 ) -> tuple[list[Record], int]:
-    """Records with `prompt`, `chosen`, `rejected`, the tokens that they were given and drawn as, of
-    two samples both `scores` and their difference, the `margin`; and how many prompts gave none,
-    for want of two texts of which one is better.
+    """Return preference records of a rollout, and the number of prompts without a pair.
 
-    `scores` [B] are those of the rollout's samples, each prompt's in a row; samples without a
-    score, which is then not finite, are in no pair. `pairs` is `algorithm.pairs`.
+    A record has `prompt`, `chosen`, `rejected` and their token ids; a pair of two samples also has
+    both `scores` and their difference, the `margin`. A prompt has no pair if no two of its texts
+    differ in both content and score.
+
+    Args:
+        rollout: Samples of a step.
+        scores: Scores of the samples [B], consecutive for each prompt. A sample whose score is not
+            finite is in no pair.
+        samples_per_prompt: Number of samples per prompt.
+        tokenizer: Tokenizer of the policy.
+        pairs: Value of `algorithm.pairs`.
     """
     if pairs == "demonstration":
-        found = _against_demonstrations(rollout, scores)
+        candidates = _against_demonstrations(rollout, scores)
     else:
-        found = _between_samples(
+        candidates = _between_samples(
             rollout, scores, PAIRS[pairs](scores, samples_per_prompt).view(-1, 2).tolist()
         )
-    records, with_pair = [], set[int]()
-    for row, chosen, rejected, known in found:
+    records = []
+    with_pair = set[int]()
+    for row, chosen, rejected, fields in candidates:
         prompt = rollout.prompts[row]
-        texts = [tokenizer.decode_after(prompt.tokens, each) for each in (chosen, rejected)]
-        # Scorers of tokens may tell responses apart whose texts are the same, or are nothing at
-        # all.
+        texts = [
+            tokenizer.decode_after(prompt.tokens, token_ids) for token_ids in (chosen, rejected)
+        ]
+        # A scorer that reads token ids can give different scores to equal or to empty texts.
         if texts[0] == texts[1] or not all(text.strip() for text in texts):
             continue
         tokens = {
@@ -67,9 +76,10 @@ def preferences(
             "rejected_tokens": rejected,
         }
         records.append(
-            {"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **known, **tokens}
+            {"prompt": prompt.text, "chosen": texts[0], "rejected": texts[1], **fields, **tokens}
         )
         with_pair.add(row // samples_per_prompt)
+
     scored_prompts = int(scores.isfinite().view(-1, samples_per_prompt).any(1).sum())
     return records, scored_prompts - len(with_pair)
 
@@ -77,6 +87,8 @@ def preferences(
 def _between_samples(
     rollout: RolloutBatch, scores: Tensor, rows: Sequence[Sequence[int]]
 ) -> Iterator[_Pair]:
+    """Yield the pairs of these rows, each the row of the best and of the worst sample of a
+    prompt."""
     for best, worst in rows:
         both = [float(scores[best]), float(scores[worst])]
         chosen, rejected = (rollout.samples[row].response.tolist() for row in (best, worst))
@@ -84,8 +96,10 @@ def _between_samples(
 
 
 def _against_demonstrations(rollout: RolloutBatch, scores: Tensor) -> Iterator[_Pair]:
-    """The answer of each prompt's record over each sample (SPIN), which nothing says how much
-    better it is."""
+    """Yield pairs that prefer the answer of a prompt's record over each sample (SPIN).
+
+    The pairs have no margin, because the demonstrations have no score.
+    """
     for row in scores.isfinite().nonzero()[:, 0].tolist():
         demonstration = rollout.prompts[row].metadata["response_tokens"]
         yield row, demonstration, rollout.samples[row].response.tolist(), {}
@@ -93,23 +107,24 @@ def _against_demonstrations(rollout: RolloutBatch, scores: Tensor) -> Iterator[_
 
 @dataclass
 class PairWriter:
-    """The run's `preferences.jsonl`, unless it has none, and `responses.jsonl`, of samples that are
-    not empty.
+    """Writes `preferences.jsonl`, if the run has pairs, and `responses.jsonl` with the nonempty
+    samples.
 
-    They are written under other names, and get theirs when the run has ended.
+    The files have temporary names until the run has ended.
     """
 
     paths: RunPaths
     tokenizer: Tokenizer
     has_pairs: bool = True
     kept_fields: Sequence[str] = ()
-    """Of the prompts' records, which responses have too."""
+    """Fields of the prompts' records that the responses also receive."""
 
     @fenced_write()
     def resume(self, step: int) -> None:
-        """Forget what came after a step."""
+        """Delete the records of steps after `step`."""
         for path in self._files:
             if path.exists():
+                # The run had ended before it was resumed.
                 path.rename(_unfinished(path))
             RecordWriter(_unfinished(path)).truncate_after(step)
 
@@ -121,32 +136,51 @@ class PairWriter:
         scores: Tensor,
         rows: Sequence[int] | None = None,
     ) -> int:
-        """Record a step's; the responses are those of `rows`, of all samples where None. Returns
-        how many are kept."""
-        kept = range(len(scores)) if rows is None else rows
-        found = [(row, sequence) for row in kept for sequence in rollout.samples[row].sequences]
+        """Write the records of a step.
+
+        Args:
+            step: Number of the step.
+            records: Preference records.
+            rollout: Samples of the step.
+            scores: Scores of the samples [B].
+            rows: Samples to write as responses; None for all.
+
+        Returns:
+            The number of responses that were written.
+        """
+        selected = range(len(scores)) if rows is None else rows
+        sequences = [
+            (row, sequence) for row in selected for sequence in rollout.samples[row].sequences
+        ]
         responses = [
             self._response(rollout.prompts[row], sequence, float(scores[row]))
-            for row, sequence in found
+            for row, sequence in sequences
         ]
         responses = [response for response in responses if response["response"].strip()]
+
         if self.has_pairs:
             RecordWriter(_unfinished(self.paths.preferences)).write(step, records)
         RecordWriter(_unfinished(self.paths.responses)).write(step, responses)
         return len(responses)
 
     def _response(self, prompt: Prompt, sample: Sample, score: float) -> Record:
-        """A sample, or a branch of one, with what it was given, and of an episode what of it was
-        drawn."""
-        given, response = sample.tokens[: sample.prompt_length], sample.response
-        is_asked = torch.equal(given, prompt.tokens)
+        """Return the record of a sample or of one of its branches: prompt, response and their token
+        ids.
+
+        The record of an episode also states which tokens the policy generated.
+        """
+        prompt_tokens = sample.tokens[: sample.prompt_length]
+        response = sample.response
+        has_original_prompt = torch.equal(prompt_tokens, prompt.tokens)
         return {
             **{name: prompt.metadata[name] for name in self.kept_fields},
             "prompt": (
-                prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False)
+                prompt.text
+                if has_original_prompt
+                else self.tokenizer.decode(prompt_tokens, skip_special_tokens=False)
             ),
             "response": decode_response(sample, self.tokenizer),
-            "prompt_tokens": given.tolist(),
+            "prompt_tokens": prompt_tokens.tolist(),
             "response_tokens": response.tolist(),
             **({} if sample.drawn is None else {"drawn": sample.drawn.int().tolist()}),
             "reward": score,
@@ -154,8 +188,11 @@ class PairWriter:
 
     @fenced_write()
     def finish(self) -> None:
-        """Give the files their names. Raises AlignerError where there is not one pair, or nothing
-        at all."""
+        """Give the files their final names.
+
+        Raises:
+            AlignerError: There is no pair, or no response at all.
+        """
         if self.has_pairs and not _unfinished(self.paths.preferences).stat().st_size:
             raise AlignerError(
                 "no preference pairs: for every prompt, all scores are equal, or the responses are"
@@ -181,73 +218,86 @@ def _unfinished(path: Path) -> Path:
 
 @dataclass(kw_only=True)
 class PreferenceSampler(TrainingLoop):
-    """Nothing is learned, and no checkpoint is kept: a run goes on behind the last step whose
-    metrics are written."""
+    """Training loop that writes preference pairs and responses and trains nothing.
+
+    The run saves no checkpoints: it resumes after the last step whose metrics are written.
+    """
 
     publisher: WeightPublisher
     builder: RolloutBuilder
     services: Services
     shaping: ScoreShaping
     writer: PairWriter | None
-    """Rank 0's."""
+    """Writer of the files; None on ranks other than 0."""
 
     def resume(self, saved: Sequence[TrainingState]) -> int:
-        """Go on where the metrics end: they are written last."""
+        """Return the number of completed steps, according to the metrics, which are written
+        last."""
         self.services.start(self.config.server.start_timeout_s)
         done = read_metrics(run_paths(self.config).metrics) if self.config.run.resumes else []
         first = int(done[-1]["step"]) if done else 0
+        # Every completed step took the same number of prompts, so no checkpoint is needed.
         self.builder.position = first * self.config.rollout.prompts_per_step
         if self.writer is not None:
             self.writer.resume(first)
         return first
 
     def begin(self, first: int) -> None:
-        """Have the engine serve the policy."""
+        """Publish the policy's weights to the engine."""
         self.timeline.begin_step(first + 1)
         with self.timeline.span("publish"):
             self.publisher.publish(version=0)
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
-        """Sample, and write down the pairs."""
+        """Generate and score samples, and write the pairs."""
         with timer.phase("generate"):
-            drawn = rollout = self.builder.take()
+            all_samples = rollout = self.builder.take()
         with timer.phase("server_wait"):
             rollout = rollout.scored()
             metrics = rollout_metrics(
                 rollout, self.config.rollout, source_names(self.config.reward)
             )
-            scores, all_scores = rollout.scores.result(), drawn.scores.result()
+            scores = rollout.scores.result()
+            all_scores = all_samples.scores.result()
+
         self.services.assert_settled()
         if self.writer is not None:
-            metrics |= self._write(self.writer, step + 1, drawn, all_scores)
-        sampled = StepSamples.of(drawn)
+            metrics |= self._write(self.writer, step + 1, all_samples, all_scores)
+        sampled = StepSamples.of(all_samples)
         return StepResult(metrics, {"samples": len(rollout.samples)}, rollout, scores, sampled)
 
     def _write(
         self, writer: PairWriter, step: int, rollout: RolloutBatch, scores: Tensor
     ) -> dict[str, float]:
-        """Write a step's records down, and tell what there is to measure of them."""
-        settings, each = self.config.algorithm, self.config.rollout.samples_per_prompt
-        shaped, metrics, records = (
-            self.shaping(scores, rollout.samples),
-            dict[str, float](),
-            list[Record](),
-        )
+        """Write the records of a step and return their metrics."""
+        settings = self.config.algorithm
+        samples_per_prompt = self.config.rollout.samples_per_prompt
+        shaped = self.shaping(scores, rollout.samples)
+        metrics = dict[str, float]()
+        records = list[Record]()
+
         if writer.has_pairs:
-            records, without = preferences(rollout, shaped, each, writer.tokenizer, settings.pairs)
+            records, prompts_without_pair = preferences(
+                rollout, shaped, samples_per_prompt, writer.tokenizer, settings.pairs
+            )
             metrics = {
                 "preferences/pairs": float(len(records)),
-                "preferences/without_pair": float(without),
+                "preferences/without_pair": float(prompts_without_pair),
             }
         if margins := [record["margin"] for record in records if "margin" in record]:
             metrics["preferences/margin"] = sum(margins) / len(margins)
-        kept = rejection_sampled_rows(shaped, each, settings.responses, settings.min_score).tolist()
+
+        response_rows = rejection_sampled_rows(
+            shaped, samples_per_prompt, settings.responses, settings.min_score
+        ).tolist()
         return metrics | {
-            "preferences/responses": float(writer.write(step, records, rollout, scores, kept))
+            "preferences/responses": float(
+                writer.write(step, records, rollout, scores, response_rows)
+            )
         }
 
     def finish(self) -> None:
-        """Give the files their names, once all steps are done."""
+        """Give the files their final names after all steps are completed."""
         if (
             self.writer is not None
             and self.stop.last == self.config.run.steps
@@ -256,5 +306,5 @@ class PreferenceSampler(TrainingLoop):
             self.writer.finish()
 
     def close(self) -> None:
-        """Shut the engine down."""
+        """Close the engine."""
         self.builder.close()

@@ -1,4 +1,4 @@
-"""What comes before a run's roles: its model's directory, and a look at all that they will read."""
+"""Preparation of a run before its roles start: model directory, and checks of all data."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,11 @@ from aligner.schema.reward_sources import (
 
 
 def prepare_run(config: Config) -> None:
-    """Make the model's directory; check it, the data and the scorers. Raises ConfigError for what
-    is wrong with them."""
+    """Create the model's directory, and check it, the data and the scorers.
+
+    Raises:
+        ConfigError: The model, the data or a scorer is invalid.
+    """
     config = only_read(config)
     directory = prepare_model(config)
     notices = _check_end_tokens(config, directory)
@@ -48,7 +51,7 @@ def prepare_run(config: Config) -> None:
 
 
 def _check_end_tokens(config: Config, directory: Path) -> list[str]:
-    """Return what a person should know about the EOS tokens of a policy's model directory."""
+    """Return notices about the EOS tokens of a policy's model directory."""
     if config.model.source != "directory":
         return []
     ids = read_shape(directory).eos_token_ids
@@ -56,10 +59,9 @@ def _check_end_tokens(config: Config, directory: Path) -> list[str]:
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
-    """Read and tokenize all that the run learns from and is evaluated on; returns what a person
-    should know about it."""
-    listed = list_tools(config.environment)
-    tools = tool_schemas(listed)
+    """Read and tokenize all training and evaluation data, and return notices about it."""
+    tools_listed = list_tools(config.environment)
+    tools = tool_schemas(tools_listed)
     scored: list[Prompt] = []
     answer_notices: list[str] = []
     for suite in evaluated_suites(config):
@@ -74,10 +76,10 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
             _check_judged([judge], evaluated)
     if config.algorithm.generates:
         tokenizer.get_single_token(config.rollout.truncate_token, "rollout.truncate_token")
-        with_tool_arguments(config.environment, listed, tokenizer)
-        answers = config.algorithm.has_demonstrations
+        with_tool_arguments(config.environment, tools_listed, tokenizer)
+        has_demonstrations = config.algorithm.has_demonstrations
         prompts = open_prompts(
-            config.data, tokenizer, config.seed, include_responses=answers, tools=tools
+            config.data, tokenizer, config.seed, include_responses=has_demonstrations, tools=tools
         )
         scored += prompts.iterate_examples()
         _check_judged(judge_sources(config.reward), scored)
@@ -85,8 +87,10 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         _check_kept(config.algorithm.kept_fields, prompts.iterate_examples())
         for source in reward_sources(config.reward):
             if isinstance(source, FunctionSource):
-                asked = [prompt for prompt in scored if source.is_asked(prompt.metadata)]
-                answer_notices += _check_answers(source.function, f"{source.key}.function", asked)
+                scored_prompts = [prompt for prompt in scored if source.is_asked(prompt.metadata)]
+                answer_notices += _check_answers(
+                    source.function, f"{source.key}.function", scored_prompts
+                )
         return [*prompts.notices, *answer_notices]
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
@@ -94,10 +98,13 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
 
 
 def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Check that a verifier can compare responses with the answers of records.
+    """Check that a verifier can compare responses with the answers of the records.
 
-    Returns a notice about answers of which only the text is compared. Raises ConfigError for
-    answers that no response can be compared with.
+    Returns:
+        A notice about answers of which only the text is compared.
+
+    Raises:
+        ConfigError: An answer cannot be compared with any response.
     """
     if function not in CHECKED_VERIFIERS:
         return []
@@ -107,10 +114,10 @@ def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[s
 
 
 def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:
-    """Raise ConfigError for a prompt whose record lacks a field that a judge's template has."""
-    asking = [source for source in judges if source.record_fields]
-    for prompt in prompts if asking else ():
-        for source in (judge for judge in asking if judge.is_asked(prompt.metadata)):
+    """Raise ConfigError if a prompt's record lacks a field of a judge's template."""
+    judges_with_fields = [source for source in judges if source.record_fields]
+    for prompt in prompts if judges_with_fields else ():
+        for source in (judge for judge in judges_with_fields if judge.is_asked(prompt.metadata)):
             for field in source.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(
@@ -122,8 +129,7 @@ def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> N
 
 
 def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
-    """Raise ConfigError for a prompt whose record lacks a field that its responses are to be kept
-    with."""
+    """Raise ConfigError if a prompt's record lacks a field of `algorithm.kept_fields`."""
     for prompt in prompts if fields else ():
         for field in fields:
             if field not in prompt.metadata:
@@ -134,8 +140,8 @@ def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
 
 
 def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for a prompt that no source of the reward is asked about, or weights for a
-    task that no record has."""
+    """Raise ConfigError if no reward source scores a prompt, or if task weights name a task without
+    records."""
     sources = reward_sources(config.reward)
     if not any(source.task_weights for source in sources):
         return

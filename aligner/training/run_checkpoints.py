@@ -1,4 +1,4 @@
-"""A run's checkpoints: which are complete, which is the last, which are no longer kept."""
+"""Checkpoints of a run: completing, verifying, pruning and selecting them."""
 
 import json
 import logging
@@ -52,66 +52,87 @@ _HOLDS = {
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run resumes from beside the weights; all else follows from the seed and the step."""
+    """State that a run resumes from in addition to the weights.
+
+    Everything else follows from the seed and the step.
+    """
 
     step: int
-    """Training steps done."""
+    """Number of completed training steps."""
     kl_coefficient: float
     critic_updates: int
-    """Numbered updates that the critic had applied: its part of the checkpoint says the same. 0
-    without a critic."""
+    """Number of updates that the critic had applied, equal to the number in its part of the
+    checkpoint; 0 without a critic."""
     position: int
-    """Prompts or examples taken from the data so far."""
+    """Number of prompts or examples taken from the data so far."""
     owes_evaluation: bool = False
-    """Whether the evaluation of this step was left to the run that resumes."""
+    """Whether the run that resumes must evaluate this step, because the saving run did not."""
     by_time: bool = False
-    """Whether it was saved for the time that had passed alone."""
+    """Whether the checkpoint was saved only because of the elapsed time."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run directory. One counts once its manifest is written, which is done
-    last."""
+    """Checkpoints of a run directory.
+
+    A checkpoint is complete once its manifest is written, which happens last.
+    """
 
     def __init__(self, config: Config, inputs: InputChecksums | None = None) -> None:
-        """`inputs` are the checksums that each new checkpoint records; None records none."""
-        self._config, self._settings = config, config.checkpoint
+        """Create the object without reading any file.
+
+        Args:
+            config: Configuration of the run.
+            inputs: Checksums that each new checkpoint records; None records none.
+        """
+        self._config = config
+        self._settings = config.checkpoint
         self._inputs = inputs
         self._directory = run_paths(config).checkpoints
         self._undeletable: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, in order."""
+        """Return the steps that have a complete checkpoint, in order."""
         return find_complete_steps(self._directory)
 
     def newest(self) -> list[TrainingState]:
-        """States of the last `checkpoint.keep` checkpoints that stay, in order. Raises AlignerError
-        for other formats."""
+        """Return the states of the last `checkpoint.keep` retained checkpoints, in order.
+
+        Raises:
+            AlignerError: A checkpoint has another format.
+        """
         return [
             TrainingState(**self._read(step)["state"])
             for step in sorted(self._kept())[-self._settings.keep :]
         ]
 
     def set_damaged_aside(self, rank: int) -> None:
-        """Have the newest checkpoint be one that is whole: rank 0 gives the damaged ones after it
-        other names. Collective.
+        """Rename damaged checkpoints that are newer than the newest intact one. Collective.
 
-        Raises AlignerError, with nothing changed, where none is whole, or one is of another format.
+        Rank 0 renames the directories. Afterwards the newest checkpoint is intact.
+
+        Raises:
+            AlignerError: No checkpoint is intact, or one has another format; nothing is renamed.
         """
         damaged: dict[int, str] = {}
-        steps, is_whole = broadcast_json(self.steps()), False
+        steps = broadcast_json(self.steps())
+        is_whole = False
         for step in reversed(steps):
-            # Of those before the newest whole one the manifest alone is read: the critic's ranks
-            # check what they restore.
+            # For checkpoints older than the newest intact one, read only the manifest: the
+            # critic's ranks verify the files that they restore.
             if problems := self._problems(step, manifest_only=is_whole):
                 damaged[step] = "; ".join(problems)
             else:
                 is_whole = True
+
         if steps and not is_whole:
-            told = "\n".join(f"  step_{step}: {problem}" for step, problem in damaged.items())
+            problem_lines = "\n".join(
+                f"  step_{step}: {problem}" for step, problem in damaged.items()
+            )
             raise AlignerError(
                 f"{self._directory}: every checkpoint is damaged; restore a checkpoint from a"
-                f" backup, or start again in another run.dir:\n{told}"
+                f" backup, or start again in another run.dir:\n{problem_lines}"
             )
+
         together(lambda: self._rename(damaged if rank == 0 else {}))
 
     def check_inputs(self) -> None:
@@ -145,23 +166,31 @@ class RunCheckpoints:
         )
 
     def metric(self, stats: Mapping[str, float]) -> float | None:
-        """What a checkpoint taken now is worth, by `checkpoint.best_metric`; None where that is not
-        set, or not measured."""
+        """Return the value of `checkpoint.best_metric`; None if the key is not set or the metric
+        not measured."""
         return None if self._settings.best_metric is None else stats.get(self._settings.best_metric)
 
     def check_metric(self, stats: Mapping[str, float]) -> None:
-        """Raise AlignerError when a step has metrics of the kind of `checkpoint.best_metric`, such
-        as eval/…, but not it.
+        """Raise AlignerError if `checkpoint.best_metric` is unknown, according to the metrics of a
+        step.
 
-        To be asked long before the first checkpoint is taken.
+        It is unknown if the step has other metrics with the same prefix, such as eval/…. Call this
+        long before the first checkpoint is saved.
         """
         name = self._settings.best_metric
         if name is not None:
             check_named(f"checkpoint.best_metric={name}", name, stats)
 
     def commit(self, state: TrainingState, metric: float | None = None) -> None:
-        """Declare a checkpoint, whose parts are complete, complete. Raises AlignerError where one
-        is not."""
+        """Write the manifest, which makes a checkpoint complete.
+
+        Args:
+            state: State of the checkpoint, whose parts are all written.
+            metric: Value of `checkpoint.best_metric`; None if it was not measured.
+
+        Raises:
+            AlignerError: A part of the checkpoint is incomplete.
+        """
         directory = self._directory / f"step_{state.step}"
         content = {
             "format": FORMAT,
@@ -171,7 +200,11 @@ class RunCheckpoints:
                 None if metric is None else {"name": self._settings.best_metric, "value": metric}
             ),
             "holds": (
-                {part: what for part, what in _PARTS.items() if (directory / part).is_dir()}
+                {
+                    part: description
+                    for part, description in _PARTS.items()
+                    if (directory / part).is_dir()
+                }
                 | _HOLDS
             ),
             "files": _stored_files(directory),
@@ -182,7 +215,7 @@ class RunCheckpoints:
 
     @fenced_write()
     def settle(self, step: int, metric: float | None) -> None:
-        """Note what a checkpoint's evaluation, which was owed, has found."""
+        """Record the result of an evaluation that was pending when the checkpoint was saved."""
         content = self._read(step)
         content["state"]["owes_evaluation"] = False
         if metric is not None and not content["state"].get("by_time"):
@@ -190,22 +223,24 @@ class RunCheckpoints:
         self._write(step, content)
 
     def prune(self) -> None:
-        """Delete the checkpoints that are no longer kept, and what is left of ones that could not
-        be deleted before."""
-        kept = self._kept()
+        """Delete the checkpoints that are not retained, and the remains of earlier failed
+        deletions."""
+        retained = self._kept()
         for directory in sorted(self._directory.iterdir()):
             step = parse_checkpoint_step(directory)
-            if step is not None and step < max(kept) and step not in kept:
+            if step is not None and step < max(retained) and step not in retained:
                 self._delete(directory)
 
     @fenced_write()
     def _delete(self, directory: Path) -> None:
+        """Delete a checkpoint; log a warning once if this fails."""
         try:
-            # Without its manifest it no longer counts, also when the deletion is cut short.
+            # Delete the manifest first: if the deletion is interrupted, the rest is not mistaken
+            # for a complete checkpoint.
             (directory / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
             if directory.exists():
-                shutil.rmtree(directory)  # to learn what keeps the rest of it
+                shutil.rmtree(directory)  # raises the error that the first call ignored
         except OSError as error:
             if directory.name not in self._undeletable:
                 _log.warning(
@@ -216,9 +251,10 @@ class RunCheckpoints:
             self._undeletable.add(directory.name)
 
     def best(self) -> int | None:
-        """The step whose checkpoint is the best by `checkpoint.best_metric`, the newest of
-        equals."""
-        sign, values = better_sign(str(self._settings.best_metric)), {}
+        """Return the step of the best checkpoint by `checkpoint.best_metric`; the newest if several
+        are equal."""
+        sign = better_sign(str(self._settings.best_metric))
+        values = {}
         for step in self.steps():
             metric = self._read(step)["metric"]
             if (
@@ -230,41 +266,48 @@ class RunCheckpoints:
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def _kept(self) -> set[int]:
-        steps, best = self.steps(), self.best()
-        # When the clock strikes is no reason to delete what was asked for: beside that the newest
-        # alone stays.
-        asked_for = {
+        """Return the steps of the checkpoints to retain: the last `checkpoint.keep`, the newest and
+        the best."""
+        steps = self.steps()
+        best = self.best()
+        # A checkpoint that was saved because of the elapsed time must not displace one that
+        # `checkpoint.every` requested; of those saved by time only the newest is certain to stay.
+        at_interval = {
             step
             for step in steps
             if self._settings.every and not self._read(step)["state"].get("by_time")
         }
-        wanted = sorted(steps, key=lambda step: (step in asked_for, step))[-self._settings.keep :]
-        return {*wanted, *steps[-1:], *(() if best is None else (best,))}
+        retained = sorted(steps, key=lambda step: (step in at_interval, step))[
+            -self._settings.keep :
+        ]
+        return {*retained, *steps[-1:], *(() if best is None else (best,))}
 
     def _problems(self, step: int, *, manifest_only: bool) -> list[str]:
-        """What is damaged in a checkpoint, by file. Collective."""
+        """Return descriptions of the damage to a checkpoint's files. Collective."""
         files: dict[str, FileRecord] = {}
         problem = None
         try:
             files = self._read(step)["files"]
         except DamagedError as error:
             problem = str(error)
-        if found := sorted({each for each in gather_json(problem) if each is not None}):
-            return found
+        if manifest_problems := sorted(
+            {rank_problem for rank_problem in gather_json(problem) if rank_problem is not None}
+        ):
+            return manifest_problems
         return [] if manifest_only else find_damaged_files(self._directory / f"step_{step}", files)
 
     def _rename(self, damaged: Mapping[int, str]) -> None:
-        """Set checkpoints aside, with what is wrong with them."""
+        """Rename damaged checkpoints, and write the damage to a file in each."""
         for step, problem in damaged.items():
             directory = self._directory / f"step_{step}"
             names = (
-                directory.with_name(f"step_{step}.damaged{more}")
-                for more in ("", *(f".{n}" for n in range(2, 100)))
+                directory.with_name(f"step_{step}.damaged{suffix}")
+                for suffix in ("", *(f".{n}" for n in range(2, 100)))
             )
             try:
                 with fenced_write():
-                    aside = directory.rename(next(name for name in names if not name.exists()))
-                    write_file(aside / DAMAGE, f"{problem}\n")
+                    renamed = directory.rename(next(name for name in names if not name.exists()))
+                    write_file(renamed / DAMAGE, f"{problem}\n")
             except OSError as error:
                 raise AlignerError(
                     f"{directory}: damaged ({problem}), and cannot be moved aside: {error}"
@@ -272,7 +315,7 @@ class RunCheckpoints:
             _log.warning(
                 "DAMAGED: checkpoint step_%d is not used and was moved to %s: %s",
                 step,
-                aside,
+                renamed,
                 problem,
             )
 
@@ -288,11 +331,14 @@ class RunCheckpoints:
 
 
 def _stored_files(directory: Path) -> dict[str, FileRecord]:
-    """What every file of a checkpoint's parts must be. Raises AlignerError for one that a part
-    names and does not have."""
+    """Return the sizes and checksums that the files of a checkpoint's parts must have.
+
+    Raises:
+        AlignerError: A file that a part's manifest lists does not exist.
+    """
     files = {}
     for part in (directory / name for name in _PARTS):
-        known = read_manifest(part).files if (part / MANIFEST).is_file() else {}
+        recorded = read_manifest(part).files if (part / MANIFEST).is_file() else {}
         for file in sorted(part.glob("[!.]*")):
-            files[f"{part.name}/{file.name}"] = known.get(file.name) or compute_file_record(file)
+            files[f"{part.name}/{file.name}"] = recorded.get(file.name) or compute_file_record(file)
     return files

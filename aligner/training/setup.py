@@ -1,4 +1,4 @@
-"""A trainer rank, put together from the configuration."""
+"""Builds the training loop of a trainer rank from the configuration, and runs it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,8 +65,11 @@ from aligner.training.step_samples import SampleRecorder
 
 
 def train(config: Config) -> bool:
-    """One trainer rank, from its start to the run's end; false when it was told to stop before its
-    last step."""
+    """Run one trainer rank from its start to the end of the run.
+
+    Returns:
+        False if the rank received the stop signal before its last step.
+    """
     report_stage(config, "trainer", "reading the data")
     tokenizer = build_run_tokenizer(config, model_directory(config))
     data: PromptStream | RunData
@@ -83,16 +86,22 @@ def train(config: Config) -> bool:
         )
     else:
         data = open_run_data(config, tokenizer)
+
     world = worlds.initialize(
         config.actor.parallel, config.seed, config.cluster.collective_timeout_s
     )
+    # From here on an older trainer of the run can no longer write to the run directory.
     claim = together(lambda: claim_run(config) if world.rank == 0 else None)
     set_writer_claim(config, claim)
+
     report_stage(config, "trainer", "computing checksums of models and data")
     checkpoints = RunCheckpoints(config, compute_input_checksums(config))
     if config.run.resumes:
+        # Rename damaged checkpoints first, so that the newest checkpoint is intact when it is
+        # compared.
         checkpoints.set_damaged_aside(world.rank)
         checkpoints.check_inputs()
+
     report_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
     report_stage(config, "trainer", "loading the model weights and building the engine")
@@ -129,12 +138,12 @@ def build_trainer(
     if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
         return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
-        task, parts = (
-            build_task(config, world, data),
-            _loop_parts(config, world, tokenizer, timeline, checkpoints),
-        )
+        task = build_task(config, world, data)
+        parts = _loop_parts(config, world, tokenizer, timeline, checkpoints)
         return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
-    settings, directory = config.algorithm, model_directory(config)
+
+    settings = config.algorithm
+    directory = model_directory(config)
     policy = Policy(
         read_shape(directory),
         world,
@@ -145,10 +154,12 @@ def build_trainer(
         with_reference=has_reference(config),
         exact=config.engine.exact,
     )
+
     sampler, publisher = build_engine_ends(
         config, policy, tokenizer, services.generator, timeline.add, tools
     )
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
+
     if settings.trainer != "online":
         writer = PairWriter(
             run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields
@@ -161,19 +172,24 @@ def build_trainer(
             writer=writer if world.rank == 0 else None,
             **_loop_parts(config, world, tokenizer, timeline, None, data),
         )
-    ahead = None
+
+    ahead_builder = None
+    # An asynchronous run generates from a thread of rank 0, which needs its own builder and
+    # sampler.
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
-        alone = RemoteSampler(services.generator, publisher, is_alone=True)
-        ahead = build_rollout_builder(
-            config, policy, tokenizer, data, alone, services, is_alone=True
+        ahead_sampler = RemoteSampler(services.generator, publisher, is_alone=True)
+        ahead_builder = build_rollout_builder(
+            config, policy, tokenizer, data, ahead_sampler, services, is_alone=True
         )
+
     pipeline = RolloutPipeline(
-        *(builder, ahead, publisher, services),
+        *(builder, ahead_builder, publisher, services),
         config.rollout,
         config.run.steps,
         policy.runner.shape.pad_token_id,
         interrupts=config.engine.in_flight == "interrupt",
     )
+
     return OnlineTrainer(
         policy=policy,
         pipeline=pipeline,
@@ -197,16 +213,23 @@ def _loop_parts(
     checkpoints: RunCheckpoints | None,
     prompts: PromptStream | None = None,
 ) -> dict[str, Any]:
-    """Build the arguments that all training loops take; `prompts` are those of a loop that
-    generates samples."""
-    paths, recorder = run_paths(config), None
+    """Return the arguments that all training loops take.
+
+    Args:
+        prompts: The prompt stream of a loop that generates samples; None for the other loops.
+    """
+    paths = run_paths(config)
+    recorder = None
     if world.rank == 0:
-        sampled, limit_mib = None, config.logging.samples_mib
+        sample_recorder = None
+        limit_mib = config.logging.samples_mib
         if prompts is not None and limit_mib:
-            files, names = SampleFiles(paths.sample_files, limit_mib), source_names(config.reward)
-            sampled = SampleRecorder(files, tokenizer, prompts.locate, names)
+            files = SampleFiles(paths.sample_files, limit_mib)
+            names = source_names(config.reward)
+            sample_recorder = SampleRecorder(files, tokenizer, prompts.locate, names)
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
-        recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
+        recorder = Recorder(*writers, tokenizer, sample_recorder, _judge_meter(config))
+
     return {
         "config": config,
         "checkpoints": checkpoints,
@@ -217,11 +240,10 @@ def _loop_parts(
 
 
 def _judge_meter(config: Config) -> JudgeMeter | None:
-    """What reads the counts of the run's judges, from where those who ask keep them."""
-    paths, judges = (
-        run_paths(config),
-        (judge_sources(config.reward) if config.algorithm.generates else ()),
-    )
+    """Return the meter that reads the counts of the run's judges from their directories; None
+    without judges."""
+    paths = run_paths(config)
+    judges = judge_sources(config.reward) if config.algorithm.generates else ()
     for suite in evaluated_suites(config):
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             judges = (*judges, judge)
@@ -239,7 +261,11 @@ def build_rollout_builder(
     *,
     is_alone: bool = False,
 ) -> RolloutBuilder:
-    """This rank's way from prompts to samples; rank 0's own where `is_alone`."""
+    """Build the object that generates this rank's samples from prompts.
+
+    Args:
+        is_alone: Whether rank 0 uses it without the other ranks, to generate ahead of training.
+    """
     return RolloutBuilder(
         prompts,
         sampler,
@@ -261,19 +287,22 @@ def build_rollout_builder(
 
 
 def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
-    """What `algorithm.trainer` says, from the run's initial model. Collective."""
-    directory, trainer = model_directory(config), config.algorithm.trainer
+    """Build the offline task of `algorithm.trainer` with the run's initial model. Collective."""
+    directory = model_directory(config)
+    trainer = config.algorithm.trainer
     shape = read_shape(directory)
     if trainer == "reward_model":
         model = build_initial_reward_model(config, world)
         if isinstance(data.examples.take(0, 1)[0], LabeledSteps):
             return ProcessRewardModel(model, shape.pad_token_id)
-        samples, count = data.normalization_samples, config.data.normalization_samples
+        samples = data.normalization_samples
+        count = config.data.normalization_samples
         if samples is None:
             samples = pair_members(data.examples.take(0, min(len(data.examples), -(-count // 2))))[
                 :count
             ]
         return PairwiseRewardModel.start(model, shape.pad_token_id, samples)
+
     policy = Policy(
         shape,
         world,
@@ -295,39 +324,56 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
 def build_teacher_scorer(
     config: Config, world: World, tokenizer: Tokenizer, data: RunData, timeline: Timeline
 ) -> TeacherScorer:
-    """What scores the demonstrations by the run's model. Raises ConfigError for fewer of them than
-    steps. Collective."""
-    directory, demonstrations = model_directory(config), list(data.examples.iterate_examples())
+    """Build the loop that scores the demonstrations with the run's model. Collective.
+
+    Raises:
+        ConfigError: There are fewer demonstrations than steps.
+    """
+    directory = model_directory(config)
+    demonstrations = list(data.examples.iterate_examples())
     if len(demonstrations) < config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps}: must be <= {len(demonstrations)}, the number of rows in"
             " the data, because each step scores at least one row"
         )
-    shape, vocabulary = read_shape(directory), read_vocabulary(directory)
-    # A model may have embeddings to spare, of ids that are no tokens.
-    known = shape.vocab_size if vocabulary is None else min(shape.vocab_size, max(vocabulary) + 1)
+
+    shape = read_shape(directory)
+    vocabulary = read_vocabulary(directory)
+    # A model may have more embeddings than its tokenizer has tokens.
+    vocabulary_size = (
+        shape.vocab_size if vocabulary is None else min(shape.vocab_size, max(vocabulary) + 1)
+    )
+
     return TeacherScorer(
         model=FrozenPolicy(
             shape, world, config.actor, directory, config.actor.logprob_chunk_tokens
         ),
         demonstrations=demonstrations,
         pad_token_id=shape.pad_token_id,
-        vocabulary=known,
+        vocabulary=vocabulary_size,
         tokenizer_file=directory / "tokenizer.json",
         **_loop_parts(config, world, tokenizer, timeline, None),
     )
 
 
 def connect(config: Config, world: World, attempt: int) -> Services:
-    """Clients of the run's servers, on rank 0 alone, for the trainer that has taken the run after
-    so many others."""
+    """Connect rank 0 to the servers of the run; return `Services` without clients on other ranks
+    and for offline runs.
+
+    Args:
+        attempt: Number of earlier claims of the run by a trainer, see `claim_run`.
+    """
     if world.rank != 0 or not config.algorithm.generates:
         return Services(None, None)
-    paths, server, access = run_paths(config), config.server, run_access(config)
+    paths = run_paths(config)
+    server = config.server
+    access = run_access(config)
+
     endpoints = load_endpoints(paths.endpoints)
     critic = reward = generator = teacher = None
     if config.algorithm.has_critic:
-        run, journal = RunId(str(config.run.name), attempt), UpdateJournal(paths.journal)
+        run = RunId(str(config.run.name), attempt)
+        journal = UpdateJournal(paths.journal)
         critic = CriticClient(
             endpoints["critic"],
             access,
@@ -336,6 +382,7 @@ def connect(config: Config, world: World, attempt: int) -> Services:
             journal,
             server.max_batch_size,
         )
+
     if not config.critic_scores:
         reward = RewardClient(
             role_endpoints(endpoints, "reward"),
@@ -343,25 +390,23 @@ def connect(config: Config, world: World, attempt: int) -> Services:
             server.request_timeout_s,
             server.max_batch_size,
         )
+
     if has_generator(config):
-        timeouts, is_acting = (
-            (
-                server.request_timeout_s,
-                config.engine.update_timeout_s,
-            ),
-            config.environment.draws_episodes,
+        timeouts = (
+            server.request_timeout_s,
+            config.engine.update_timeout_s,
         )
+        has_environment = config.environment.draws_episodes
         generator = GeneratorClient(
-            endpoints["generator"], access, *timeouts, has_environment=is_acting
+            endpoints["generator"], access, *timeouts, has_environment=has_environment
         )
+
     if config.has_teacher:
-        limits, temperature = (
-            (
-                server.request_timeout_s,
-                server.max_batch_size,
-            ),
-            config.rollout.temperature,
+        limits = (
+            server.request_timeout_s,
+            server.max_batch_size,
         )
+        temperature = config.rollout.temperature
         teacher = TeacherClient(
             role_endpoints(endpoints, "teacher"),
             access,
@@ -369,4 +414,5 @@ def connect(config: Config, world: World, attempt: int) -> Services:
             temperature,
             config.teacher.asked_tokens,
         )
+
     return Services(critic, reward, generator, teacher)

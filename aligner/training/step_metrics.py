@@ -1,4 +1,4 @@
-"""The numbers of a training step, from its samples and its experience."""
+"""Metrics of a training step, and the object with which rank 0 records metrics and samples."""
 
 import logging
 from collections import Counter
@@ -27,61 +27,67 @@ from aligner.training.step_samples import SampleRecorder, StepSamples
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves."""
+    """Result of a training step."""
 
     metrics: dict[str, float]
     processed: Mapping[str, int]
-    """How many `samples` and `tokens` it went through; its throughput is measured in these."""
+    """Number of `samples` and `tokens` that the step processed, from which its throughput is
+    computed."""
     rollout: RolloutBatch | None = None
     scores: Tensor | None = None
-    """float32 [B]: those of the rollout's samples"""
+    """Scores of the rollout's samples, float32 [B]."""
     sampled: StepSamples | None = None
-    """All that was drawn, for it to be kept."""
+    """All samples that the step generated, for the sample files."""
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """What rank 0 writes down; the other ranks have none."""
+    """Writes metrics and samples of a run; only rank 0 has one."""
 
     metrics: MetricsWriter
     samples: RecordWriter
     tokenizer: Tokenizer
     sampled: SampleRecorder | None = None
-    """None: of all that is sampled `samples` alone are kept."""
+    """Writer of the sample files; None if only a few samples of a step are written, to
+    `samples`."""
     judges: JudgeMeter | None = None
-    """None: no judge scores."""
+    """Meter of the judges' calls; None without judges."""
 
     def truncate_after(self, step: int, *, amends: bool) -> None:
-        """Forget what a resumed run is about to do again; see `MetricsWriter.truncate_after`."""
+        """Delete the records of steps that a resumed run repeats; see
+        `MetricsWriter.truncate_after`."""
         self.metrics.truncate_after(step, amends=amends)
         self.samples.truncate_after(step)
         if self.sampled is not None:
             self.sampled.truncate_after(step)
 
     def keep(self, step: int, result: StepResult) -> None:
-        """Begin to write all that the step has sampled, if anything; whoever needs it complete
-        calls `settle`."""
+        """Start to write all samples of the step to the sample files, if there are any.
+
+        Call `settle` to wait until they are written.
+        """
         if self.sampled is not None and result.sampled is not None:
             self.sampled.write(step, result.sampled)
 
     def settle(self, step: int) -> None:
-        """Return once all that was sampled up to this step is written."""
+        """Wait until all samples up to this step are written."""
         if self.sampled is not None:
             self.sampled.settle(step)
 
     def write_samples(self, step: int, result: StepResult, count: int) -> None:
-        """Write so many samples, evenly spread over the step's, if it has any."""
+        """Write at most `count` samples, evenly spaced among those of the step, if it has any."""
         if result.rollout is None or result.scores is None:
             return
-        prompts, samples = result.rollout.prompts, result.rollout.samples
-        apart = max(1, -(-len(samples) // count))
-        chosen = [(index, samples[index]) for index in range(0, len(samples), apart)]
+        prompts = result.rollout.prompts
+        samples = result.rollout.samples
+        stride = max(1, -(-len(samples) // count))
+        chosen = [(index, samples[index]) for index in range(0, len(samples), stride)]
         records = [
             {
                 "prompt": prompts[index].text,
                 "response": decode_response(sample, self.tokenizer),
                 "reward": float(result.scores[index]),
-                # A sample that came over the wire among episodes may be marked as drawn throughout.
+                # A sample that was sent together with episodes may have a mask that is all true.
                 **(
                     {"turns": build_transcript(sample, self.tokenizer)}
                     if sample.generated_token_count < len(sample.response)
@@ -100,8 +106,11 @@ _log = logging.getLogger(__name__)
 
 
 def sequence_kl(experience: Experience) -> float:
-    """KL(policy ‖ reference) per response in nats: the sum over tokens of log-prob differences,
-    mean over responses."""
+    """Return KL(policy ‖ reference) per response in nats.
+
+    The KL of a response is the sum over its tokens of log-prob differences; the result is the mean
+    over responses.
+    """
     difference = approximate_kl(experience.old_logprobs, experience.reference_logprobs)
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
@@ -109,52 +118,56 @@ def sequence_kl(experience: Experience) -> float:
 def draw_metrics(
     draws: Sequence[PromptOutcome], before: PassRates, after: PassRates
 ) -> dict[str, float]:
-    """Where the run is in its prompts with a step's draws, by the pass rates before them and after.
+    """Return metrics of the prompts of a step, from the pass rates before and after the step.
 
-    `data/epoch`: how many passes over the prompts have been taken with the last of these, of
-    several sources over as many prompts as they have together; `data/repetitions`: how often a
-    prompt of the step was drawn before, in the mean; `data/drawn_fraction`: the share of the stream
-    so far that was drawn, the others being passed over. Of the prompts that have samples so far
-    `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are the
-    shares of those whose samples all passed, or none.
+    * `data/epoch`: number of passes over the prompts, including this step; with several sources,
+      the position in the stream divided by the total number of prompts.
+    * `data/repetitions`: mean number of times that a prompt of the step was sampled before.
+    * `data/drawn_fraction`: fraction of the stream so far that was sampled; the rest was skipped.
+    * `data/pass_rate`: mean pass rate of the prompts that have samples.
+    * `data/always_passed`, `data/never_passed`: fractions of these prompts for which all samples
+      passed, or none.
     """
-    positions, earlier = (
-        1 + max(draw.position for draw in draws),
-        [int(before.drawn[draw.example]) for draw in draws],
-    )
+    positions = 1 + max(draw.position for draw in draws)
+    earlier_counts = [int(before.drawn[draw.example]) for draw in draws]
     metrics = {
         "data/epoch": positions / len(after.drawn),
-        "data/repetitions": sum(earlier) / len(draws),
+        "data/repetitions": sum(earlier_counts) / len(draws),
         "data/drawn_fraction": int(after.drawn.sum()) / positions,
     }
+
     rates = after.compute_rates()
-    if len(known := rates[~rates.isnan()]):
-        metrics["data/pass_rate"] = float(known.mean())
-        metrics["data/always_passed"] = float((known == 1).double().mean())
-        metrics["data/never_passed"] = float((known == 0).double().mean())
+    if len(measured := rates[~rates.isnan()]):
+        metrics["data/pass_rate"] = float(measured.mean())
+        metrics["data/always_passed"] = float((measured == 1).double().mean())
+        metrics["data/never_passed"] = float((measured == 0).double().mean())
     return metrics
 
 
 def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
-    """A histogram of response lengths: `NAME_to_<tokens>` counts those of so many or fewer, and
-    more than half as many.
+    """Return a histogram of response lengths with edges at powers of two.
 
-    Only lengths that occur have one.
+    `NAME_to_<tokens>` counts the lengths of at most so many tokens and more than half as many.
+    Empty bins are left out.
     """
     counts = Counter(1 << (length - 1).bit_length() for length in lengths)
     return {f"{name}_to_{edge}": float(counts[edge]) for edge in sorted(counts)}
 
 
 def publish_metrics(stats: PublishStats) -> dict[str, float]:
-    """What the newest publish that has ended took: MiB that crossed from rank to rank, what share
-    that is of what all numbers would have been, seconds on this rank and, where they were compared,
-    the share of numbers that had changed."""
-    found = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
+    """Return metrics of the last completed weight sync.
+
+    * `publish/mib`: MiB transferred between ranks.
+    * `publish/seconds`: duration on this rank in seconds.
+    * `publish/share`: transferred bytes as a fraction of the bytes of all weights.
+    * `publish/changed`: fraction of the weights that changed, if they were compared.
+    """
+    metrics = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
     if stats.full_bytes:
-        found["publish/share"] = stats.moved_bytes / stats.full_bytes
+        metrics["publish/share"] = stats.moved_bytes / stats.full_bytes
     if stats.changed_share is not None:
-        found["publish/changed"] = stats.changed_share
-    return found
+        metrics["publish/changed"] = stats.changed_share
+    return metrics
 
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
@@ -166,22 +179,31 @@ def score_metrics(
     parts: Tensor | None = None,
     sources: Sequence[str] = (),
 ) -> dict[str, float]:
-    """How the scores [N] of samples, each prompt's in a row, are distributed; empty if no sample
-    has a score, which is then not finite.
+    """Return metrics of the distribution of the scores; empty if no sample has a score.
 
-    `reward/p10` to `reward/p90` are quantiles, linear between two scores;
-    `reward/zero_std_fraction` is the share of prompts whose samples all score alike, of which
-    algorithms that compare them learn nothing, among those with two scores or more;
-    `reward/mean/NAME` is the mean of what a source has given, of `parts` [N, P] by P sources.
+    * `reward/p10` to `reward/p90`: quantiles, interpolated linearly.
+    * `reward/zero_std_fraction`: fraction of the prompts with two or more scores for which all
+      scores are equal; algorithms that compare the samples of a prompt learn nothing from these.
+    * `reward/mean/NAME`: mean of the scores of one reward source.
+
+    Args:
+        scores: Scores [N], consecutive for each prompt; not finite for a sample without a score.
+        samples_per_prompt: Number of samples per prompt.
+        parts: Scores of each source [N, P]; None with one source.
+        sources: Names of the P sources.
     """
     high, low = score_bounds(scores, samples_per_prompt)
+    # Count before the samples without a score are removed below.
     comparable = scores.isfinite().view(-1, samples_per_prompt).sum(1) > 1
     parts = None if parts is None else parts[scores.isfinite()]
     scores = scores[scores.isfinite()]
     if not len(scores):
         return {}
-    numbers = scores.double()
-    quantiles = numbers.quantile(torch.tensor([*_QUANTILES.values()], dtype=torch.float64)).tolist()
+
+    finite_scores = scores.double()
+    quantiles = finite_scores.quantile(
+        torch.tensor([*_QUANTILES.values()], dtype=torch.float64)
+    ).tolist()
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -190,8 +212,8 @@ def score_metrics(
         "reward/max": float(scores.max()),
     }
     if bool(comparable.any()):
-        alike = high.amax(1) == low.amin(1)
-        metrics["reward/zero_std_fraction"] = float(alike[comparable].double().mean())
+        has_equal_scores = high.amax(1) == low.amin(1)
+        metrics["reward/zero_std_fraction"] = float(has_equal_scores[comparable].double().mean())
     if parts is not None:
         metrics |= {
             f"reward/mean/{name}": float(part.mean())
@@ -203,18 +225,23 @@ def score_metrics(
 def abstention_metrics(
     scores: Tensor, samples_per_prompt: int, least_scores: int
 ) -> dict[str, float]:
-    """How often the reward function abstained, of the scores [N] of samples.
+    """Return metrics of the samples for which the reward function abstained.
 
-    `reward/abstained` counts the samples; `reward/abstained_prompts` counts the prompts that had
-    fewer than `least_scores` scores left because of abstentions, so that none of their samples was
-    trained on.
+    * `reward/abstained`: number of samples.
+    * `reward/abstained_prompts`: number of prompts that have, because of abstentions, fewer than
+      `least_scores` scores, so that none of their samples is used for training.
+
+    Args:
+        scores: Scores [N], consecutive for each prompt.
+        samples_per_prompt: Number of samples per prompt.
+        least_scores: Minimum number of scores of a prompt.
     """
     abstained = (scores == ABSTAINED).view(-1, samples_per_prompt)
     scored = scores.isfinite().view(-1, samples_per_prompt)
-    left_out = abstained.any(1) & (scored.sum(1) < least_scores)
+    is_left_out = abstained.any(1) & (scored.sum(1) < least_scores)
     return {
         "reward/abstained": float(abstained.sum()),
-        "reward/abstained_prompts": float(left_out.sum()),
+        "reward/abstained_prompts": float(is_left_out.sum()),
     }
 
 
@@ -224,25 +251,36 @@ def rollout_metrics(
     sources: Sequence[str] = (),
     least_scores: int = 1,
 ) -> dict[str, float]:
-    """Scores and lengths of a step's samples, before any selection among them; `sources` are the
-    names of the reward's, and `least_scores` is described by `abstention_metrics`.
+    """Return metrics of the scores and lengths of a step's samples, before a selection among them.
 
-    `rollout/kept_fraction` is the share of the generated samples that have a score and that dynamic
-    sampling has kept; scores are those of all that have one. `rollout/skipped` counts the prompts
-    that could not be drawn or scored, `rollout/skipped_fraction` is their share of
-    `prompts_per_step`, and `rollout/deferred` counts the prompts that were left to later steps,
-    where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the
-    engine of rank 0 guessed, and the share of them that was drawn; `episode/turns` are the policy's
-    turns in an episode, `episode/branches` its branches, and `episode/environment_s` is how long
-    one of rank 0's waited for its environment, all turns together; `response/drawn_to_…` are the
-    lengths of all that were generated. Lengths count what was drawn, without branches. Raises
-    AlignerError when more were skipped than the settings allow.
+    * `rollout/kept_fraction`: fraction of the generated samples that have a score and that dynamic
+      sampling kept; the score metrics cover all samples with a score.
+    * `rollout/skipped`: number of prompts that could not be generated or scored;
+      `rollout/skipped_fraction` is their fraction of `prompts_per_step`.
+    * `rollout/deferred`: number of prompts carried over to later steps, if this is allowed.
+    * `rollout/guessed`: number of draft tokens of rank 0's engine; `rollout/accepted_fraction` is
+      the fraction that was accepted.
+    * `episode/turns`: mean number of the policy's turns per episode; `episode/branches` is the mean
+      number of its branches.
+    * `episode/environment_s`: time in seconds, per episode of rank 0, spent waiting for the
+      environment in all turns together.
+    * `response/drawn_to_…`: histogram of the lengths of all generated samples.
+
+    Lengths count generated tokens, without branches.
+
+    Args:
+        rollout: Samples of the step.
+        settings: Section `rollout` of the configuration.
+        sources: Names of the reward's sources.
+        least_scores: See `abstention_metrics`.
+
+    Raises:
+        AlignerError: More prompts were skipped than the settings allow.
     """
-    scores, parts, samples = (
-        rollout.all_scores.result(),
-        rollout.all_scores.parts(),
-        rollout.samples,
-    )
+    scores = rollout.all_scores.result()
+    parts = rollout.all_scores.parts()
+    samples = rollout.samples
+
     unscored = scores.isnan()
     skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
     if skipped > settings.skippable_prompts:
@@ -254,7 +292,8 @@ def rollout_metrics(
             f" {settings.skippable_prompts} may be skipped. The reasons are in the log of trainer"
             " rank 0"
         )
-    kept = len(samples) / len(scores)
+
+    kept_fraction = len(samples) / len(scores)
     counts = abstention_metrics(scores, settings.samples_per_prompt, least_scores) | {
         "rollout/skipped": float(skipped),
         "rollout/skipped_fraction": skipped / settings.prompts_per_step,
@@ -267,89 +306,110 @@ def rollout_metrics(
             "rollout/guessed": float(guessed),
             "rollout/accepted_fraction": accepted / guessed,
         }
+
     lengths = [sample.generated_token_count for sample in samples]
     counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
+
     if branches := sum(len(sample.branches) for sample in samples):
         counts["episode/branches"] = branches / len(samples)
     if rollout.environment_s is not None:
         counts["episode/environment_s"] = rollout.environment_s
     if any(sample.rewards is not None for sample in samples):
         counts["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
+
     counts |= score_metrics(scores, settings.samples_per_prompt, parts, sources)
     if not samples:
         _log.warning(
             "the reward function abstained on all samples of the step, so nothing is trained"
         )
-        return counts | {"rollout/kept_fraction": kept}
+        return counts | {"rollout/kept_fraction": kept_fraction}
     return counts | {
         "response/length": sum(lengths) / len(samples),
         "response/ended_fraction": (
             sum(sample.finish_reason == "stop" for sample in samples) / len(samples)
         ),
-        "rollout/kept_fraction": kept,
+        "rollout/kept_fraction": kept_fraction,
     }
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """KL, the critic's fit, and how far the engine's probabilities are from the trainer's before
-    the update.
+    """Return metrics of the KL, the critic's fit, and the mismatch between engine and trainer.
 
-    Over the response tokens: `mismatch/logprob_abs`, the mean absolute difference of log-probs;
-    `mismatch/kl`, k3 of the engine against the trainer, which is the behavior KL: of the weights
-    that drew each token, however old, against the newest; `mismatch/fraction_above_1pct`, the share
-    of tokens whose probability ratio, engine over trainer, is off from 1 by more than 1%.
-    `distill/reverse_kl` is the policy's KL to its teacher, estimated from the samples, a token in
-    the mean, and `distill/response_reverse_kl` a response. `response/learned_to_…` are the lengths
-    of the responses that are learned from.
+    The mismatch metrics compare the engine's probabilities of the response tokens with the
+    trainer's before the update:
+
+    * `mismatch/logprob_abs`: mean absolute difference of the log-probs.
+    * `mismatch/kl`: k3 estimate of the KL of the engine against the trainer. This is the behavior
+      KL: it compares the weights that generated each token, which may be older, with the newest
+      weights.
+    * `mismatch/fraction_above_1pct`: fraction of tokens whose probability ratio, engine over
+      trainer, differs from 1 by more than 1%.
+
+    The other metrics:
+
+    * `distill/reverse_kl`: estimate from the samples of the policy's KL to its teacher, mean per
+      token; `distill/response_reverse_kl` is the mean per response.
+    * `value/explained_variance`: 1 - Var(return - value) / Var(return).
+    * `response/learned_to_…`: histogram of the lengths of the responses used for training.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
     metrics: dict[str, Tensor | float] = {
         "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
+        # k3 = exp(-d) - 1 + d, with d the difference of the log-probs (Schulman 2020).
         "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
         "mismatch/fraction_above_1pct": masked_mean(
             (torch.expm1(mismatch).abs() > 0.01).float(), mask
         ),
         "kl/reference": sequence_kl(experience),
     }
+
     if experience.teacher_logprobs is not None:
-        apart = reverse_kl(experience.old_logprobs, experience.teacher_logprobs, mask)
+        teacher_kl = reverse_kl(experience.old_logprobs, experience.teacher_logprobs, mask)
         metrics |= {
-            "distill/reverse_kl": masked_mean(apart, mask),
-            "distill/response_reverse_kl": apart.sum(1).mean(),
+            "distill/reverse_kl": masked_mean(teacher_kl, mask),
+            "distill/response_reverse_kl": teacher_kl.sum(1).mean(),
         }
+
     if experience.values is not None and experience.returns is not None:
-        returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
+        returns = experience.returns[mask]
+        errors = (experience.returns - experience.values)[mask]
         if returns.var(unbiased=False) > 0:
             metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(
                 unbiased=False
             )
+
     lengths = length_counts("response/learned", mask.sum(1).tolist())
     return {name: float(value) for name, value in metrics.items()} | lengths
 
 
 def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
-    """How many weight versions behind the trainer's, `version`, the response tokens were drawn.
+    """Return the staleness of the response tokens in weight versions.
 
-    `staleness/share_<lag>` is the share of the tokens that were so many behind; only lags that
-    occur have one.
+    `staleness/share_<lag>` is the fraction of the tokens that were generated by weights `lag`
+    versions older than `version`; lags that do not occur are left out.
+
+    Args:
+        batch: Samples with the weight version of each token.
+        version: Version of the trainer's weights.
     """
     lags = (version - batch.weight_versions)[batch.mask]
-    found, counts = (each.tolist() for each in lags.unique(return_counts=True))
+    distinct_lags, counts = (values.tolist() for values in lags.unique(return_counts=True))
     shares = {
         f"staleness/share_{lag}": count / lags.numel()
-        for lag, count in zip(found, counts, strict=True)
+        for lag, count in zip(distinct_lags, counts, strict=True)
     }
     return {
         "staleness/mean": float(lags.double().mean()),
-        "staleness/max": float(found[-1]),
+        "staleness/max": float(distinct_lags[-1]),
     } | shares
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A step's updates as one: maxima of the names that end in _max or _total, means of the others.
+    """Combine the metrics of a step's updates into one dict, with `prefix/` before each name.
 
-    What an update lacks, because it was skipped, is left to the others.
+    Names that end in `_max` or `_total` get the maximum, others the mean. Updates that lack a
+    metric, because they were skipped, do not count for it.
     """
     combined = {}
     for name in dict.fromkeys(name for update in updates for name in update):

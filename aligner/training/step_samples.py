@@ -1,4 +1,4 @@
-"""All samples of a step as rows and columns, and the thread that writes them beside the next
+"""Sample files: all samples of a step as table columns, written by a thread during the next
 step."""
 
 import itertools
@@ -33,39 +33,49 @@ from aligner.rollout.rollout_builder import RolloutBatch
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What a step has drawn, and what it has learned from."""
+    """All samples that a step generated, and the experience that it trained on."""
 
     rollout: RolloutBatch
-    """Also what has no score, and what was not selected."""
+    """Samples of the step, including those without a score and those that were not selected."""
     scores: Tensor
-    """float32 [N] of its samples and, behind them, those that it has replaced, as the reward gave
-    them; else not a number"""
+    """Scores before shaping, float32 [N], of the rollout's samples and then of the replaced ones;
+    not finite for a sample without a score."""
     score_parts: Tensor | None = None
-    """float32 [N, P]: what each source of the reward has given; None with one"""
+    """Scores of each reward source, float32 [N, P]; None with one source."""
     experience: Experience | None = None
-    """Of the rows that were learned from, whose `row_ids` are rows of the rollout's batch; None:
-    nothing was"""
+    """Rows that were trained on, whose `row_ids` index the rows of the rollout's batch; None if
+    nothing was trained."""
 
     @staticmethod
     def of(rollout: RolloutBatch, experience: Experience | None = None) -> "StepSamples":
-        """With their scores, once these are there. Collective; raises AlignerError on every
-        rank."""
-        scores, parts, chosen = (
-            rollout.all_scores.result(),
-            rollout.all_scores.parts(),
-            rollout.scores.chosen,
-        )
+        """Build the object and wait for the scores. Collective.
+
+        Raises:
+            AlignerError: Scoring failed; raised on every rank.
+        """
+        scores = rollout.all_scores.result()
+        parts = rollout.all_scores.parts()
+        chosen = rollout.scores.chosen
         if chosen is not None:
-            others = torch.ones(len(scores), dtype=torch.bool).index_fill_(0, chosen, False)
-            order = torch.cat([chosen, others.nonzero()[:, 0]])
-            scores, parts = scores[order], None if parts is None else parts[order]
+            # Move the scores of the samples that dynamic sampling replaced to the end.
+            is_replaced = torch.ones(len(scores), dtype=torch.bool).index_fill_(0, chosen, False)
+            order = torch.cat([chosen, is_replaced.nonzero()[:, 0]])
+            scores = scores[order]
+            parts = None if parts is None else parts[order]
         return StepSamples(rollout, scores, parts, experience)
 
     def all(self, pad_token_id: int) -> tuple[list[Prompt], list[Sample], SampleBatch]:
-        """The samples with their prompts, those that were replaced last; as rows, and behind them
-        their branches'."""
+        """Return all samples with their prompts and as a batch.
+
+        Replaced samples follow the others. The rows of the batch are the samples, followed by their
+        branches.
+        """
         rollout = self.rollout
-        replaced = [(one.prompt, sample) for one in rollout.replaced for sample in one.samples]
+        replaced = [
+            (straggler.prompt, sample)
+            for straggler in rollout.replaced
+            for sample in straggler.samples
+        ]
         if not replaced:
             return rollout.prompts, rollout.samples, rollout.batch
         prompts = [*rollout.prompts, *(prompt for prompt, _ in replaced)]
@@ -73,16 +83,28 @@ class StepSamples:
         return prompts, samples, collate_episodes(samples, pad_token_id)
 
     def draws(self, origin: PromptLocator, threshold: float | None) -> list[PromptOutcome]:
-        """What came of each prompt, as `pass_rates.draws`. Drawn ahead, rank 0 alone knows those
-        that were replaced."""
-        others = (one.prompt.id for one in self.rollout.replaced for _ in one.samples)
-        ids = [*(prompt.id for prompt in self.rollout.prompts), *others]
+        """Return the outcome of each prompt; see `collect_outcomes`.
+
+        If samples are generated ahead of training, only rank 0 knows the replaced samples.
+        """
+        replaced_ids = (
+            straggler.prompt.id for straggler in self.rollout.replaced for _ in straggler.samples
+        )
+        ids = [*(prompt.id for prompt in self.rollout.prompts), *replaced_ids]
         return collect_outcomes(ids, self.scores[: len(ids)], origin, threshold)
 
     def learned(self, rows: int, width: int) -> dict[str, NDArray]:
-        """What is known of tokens that were learned from, float32 [rows, width] of the rows of
-        `all`; else not a number."""
-        experience, own = self.experience, len(self.rollout.samples)
+        """Return the quantities of the tokens that were trained on, by column name.
+
+        Args:
+            rows: Number of rows of the batch of `all`.
+            width: Number of columns of that batch's masks.
+
+        Returns:
+            Arrays float32 [rows, width]; NaN for tokens that were not trained on.
+        """
+        experience = self.experience
+        sample_count = len(self.rollout.samples)
         if experience is None or experience.row_ids is None:
             return {}
         quantities = {
@@ -93,9 +115,11 @@ class StepSamples:
             "value": experience.values,
             "return": experience.returns,
         }
-        ids, columns = experience.row_ids.numpy(), {}
-        # branches are behind all samples
-        ids = np.where(ids < own, ids, ids + rows - len(self.rollout.batch.tokens))
+
+        ids = experience.row_ids.numpy()
+        columns = {}
+        # Rows of branches follow those of all samples, replaced samples included.
+        ids = np.where(ids < sample_count, ids, ids + rows - len(self.rollout.batch.tokens))
         for name, values in quantities.items():
             if values is not None:
                 columns[name] = np.full((rows, width), np.nan, dtype=np.float32)
@@ -106,7 +130,7 @@ class StepSamples:
 
 
 class SampleRecorder:
-    """Has every step's samples written; rank 0's."""
+    """Writes the samples of every step to the sample files; used on rank 0."""
 
     def __init__(
         self,
@@ -115,56 +139,65 @@ class SampleRecorder:
         origin: PromptLocator,
         sources: Sequence[str],
     ) -> None:
-        """`sources` are the names of the reward's."""
-        self._files, self._tokenizer, self._origin, self._sources = (
-            files,
-            tokenizer,
-            origin,
-            tuple(sources),
-        )
+        """Create the recorder.
+
+        Args:
+            files: Sample files of the run.
+            tokenizer: Tokenizer of the policy.
+            origin: Maps a prompt's id to its index and epoch.
+            sources: Names of the reward's sources.
+        """
+        self._files = files
+        self._tokenizer = tokenizer
+        self._origin = origin
+        self._sources = tuple(sources)
         self._pieces: dict[int, str] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._written: tuple[int, Future[None]] | None = None
-        """The last step whose samples were handed over."""
+        """Last step whose samples were submitted, with the pending write."""
 
     def write(self, step: int, samples: StepSamples) -> None:
-        """Begin to write a step's, once those before it are written. Raises as `settle`."""
+        """Start to write the samples of a step, after those of earlier steps are written.
+
+        Raises the errors of `settle`.
+        """
         self.settle(step)
         self._written = step, self._worker.submit(self._write, step, samples)
 
     def settle(self, step: int) -> None:
-        """Return once the files of all steps up to this one are there. Raises what kept them from
-        being written."""
+        """Wait until the files of all steps up to `step` are written; raise the error if a write
+        failed."""
         if self._written is not None and self._written[0] <= step:
             self._written[1].result()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a resumed run is about to do again."""
+        """Delete the samples of steps that a resumed run repeats."""
         self._files.truncate_after(step)
 
     def _write(self, step: int, samples: StepSamples) -> None:
         prompts, drawn_samples, batch = samples.all(self._tokenizer.pad_token_id)
-        learned, rows = samples.learned(*batch.mask.shape), list(_rows(prompts, drawn_samples))
-        places = [each.row for each in rows]
-        numbers, tokens = (
-            _number_columns(batch, places),
-            self._token_columns(batch, learned, places),
-        )
+        learned = samples.learned(*batch.mask.shape)
+        rows = list(_rows(prompts, drawn_samples))
+        row_indices = [row.row for row in rows]
+        number_columns = _number_columns(batch, row_indices)
+        token_columns = self._token_columns(batch, learned, row_indices)
+
         columns = {
-            **numbers,
+            **number_columns,
             **self._text_columns(rows),
             **self._score_columns(samples, rows),
-            **({"advantage": _means(learned["advantage"][places])} if learned else {}),
+            **({"advantage": _means(learned["advantage"][row_indices])} if learned else {}),
         }
-        self._files.write(step, columns, tokens)
+        self._files.write(step, columns, token_columns)
 
     def _text_columns(self, rows: Sequence["_Row"]) -> dict[str, Column]:
+        # Samples that share a Prompt object share its columns, which are computed once.
         prompts = {id(row.prompt): row.prompt for row in rows}
-        known = {key: self._prompt_columns(prompt) for key, prompt in prompts.items()}
-        of_prompts = [known[id(row.prompt)] for row in rows]
+        columns_by_prompt = {key: self._prompt_columns(prompt) for key, prompt in prompts.items()}
+        prompt_columns = [columns_by_prompt[id(row.prompt)] for row in rows]
         return {
             **{
-                name: [each[name] for each in of_prompts]
+                name: [columns[name] for columns in prompt_columns]
                 for name in ("prompt_index", "epoch", "metadata")
             },
             "prompt": [self._prompt_text(row) for row in rows],
@@ -177,11 +210,11 @@ class SampleRecorder:
 
     def _prompt_columns(self, prompt: Prompt) -> dict[str, Any]:
         index, epoch = self._origin(prompt.id)
-        about = {name: value for name, value in prompt.metadata.items() if name != "messages"}
+        metadata = {name: value for name, value in prompt.metadata.items() if name != "messages"}
         return {
             "prompt_index": index,
             "epoch": epoch,
-            "metadata": json.dumps(about, ensure_ascii=False) if about else None,
+            "metadata": json.dumps(metadata, ensure_ascii=False) if metadata else None,
         }
 
     def _prompt_text(self, row: "_Row") -> str:
@@ -198,16 +231,17 @@ class SampleRecorder:
         return json.dumps(messages, ensure_ascii=False)
 
     def _score_columns(self, samples: StepSamples, rows: Sequence["_Row"]) -> dict[str, Column]:
-        numbers = torch.where(samples.scores.isfinite(), samples.scores, torch.nan)
-        scores = numbers.numpy()[[row.place for row in rows]]
+        finite_scores = torch.where(samples.scores.isfinite(), samples.scores, torch.nan)
+        scores = finite_scores.numpy()[[row.place for row in rows]]
         if samples.score_parts is None:
             return {"score": scores}
-        given = samples.score_parts.tolist()
-        parts = [self._named_parts(given[row.place], row.whole.rewards) for row in rows]
+        source_scores = samples.score_parts.tolist()
+        parts = [self._named_parts(source_scores[row.place], row.whole.rewards) for row in rows]
         return {
             "score": scores,
             "score_parts": [
-                None if nan else each for each, nan in zip(parts, np.isnan(scores), strict=True)
+                None if is_missing else named
+                for named, is_missing in zip(parts, np.isnan(scores), strict=True)
             ],
         }
 
@@ -219,78 +253,93 @@ class SampleRecorder:
     def _tool_format(self) -> ToolFormat | None:
         try:
             return detect_tool_format(self._tokenizer)
-        except ConfigError:  # it has no chat template
+        except ConfigError:  # the tokenizer has no chat template
             return None
 
     def _token_columns(
         self, batch: SampleBatch, learned: Mapping[str, NDArray], rows: Sequence[int]
     ) -> dict[str, NDArray]:
-        """Of the response tokens of these rows of the batch, one row's behind the other's."""
-        inside = build_response_mask(
+        """Return the columns of the response tokens of these rows, concatenated over the rows."""
+        is_response = build_response_mask(
             batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]
         ).numpy()[rows]
-        drawn, ids = batch.mask.numpy()[rows][inside], batch.tokens[:, 1:].numpy()[rows][inside]
-        known, place = np.unique(ids, return_inverse=True)
-        for token in known.tolist():
+        is_generated = batch.mask.numpy()[rows][is_response]
+        ids = batch.tokens[:, 1:].numpy()[rows][is_response]
+        # `_pieces` caches the text of each token id across steps.
+        distinct_ids, inverse = np.unique(ids, return_inverse=True)
+        for token in distinct_ids.tolist():
             if token not in self._pieces:
                 self._pieces[token] = self._tokenizer.decode_token(token)
         return {
             "token_id": ids,
-            "text": np.array([self._pieces[token] for token in known.tolist()], dtype=object)[
-                place
-            ],
-            "drawn": drawn,
-            "engine_logprob": np.where(drawn, batch.engine_logprobs.numpy()[rows][inside], np.nan),
-            "version": np.ma.MaskedArray(batch.weight_versions.numpy()[rows][inside], ~drawn),
-            **{name: values[rows][inside] for name, values in learned.items()},
+            "text": np.array(
+                [self._pieces[token] for token in distinct_ids.tolist()], dtype=object
+            )[inverse],
+            "drawn": is_generated,
+            "engine_logprob": np.where(
+                is_generated, batch.engine_logprobs.numpy()[rows][is_response], np.nan
+            ),
+            "version": np.ma.MaskedArray(
+                batch.weight_versions.numpy()[rows][is_response], ~is_generated
+            ),
+            **{name: values[rows][is_response] for name, values in learned.items()},
         }
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A sample, or a branch of one."""
+    """A sample, or one of its branches."""
 
     row: int
-    """Of the batch."""
+    """Row of the batch."""
     place: int
-    """Of the sample that it is of, among all."""
+    """Index of the sample among all samples."""
     prompt: Prompt
     sample: Sample
+    """The sample or the branch."""
     whole: Sample
-    """The sample that it is, or is a branch of."""
+    """The sample itself, or the sample that the branch belongs to."""
     branch: int
-    """0: the sample itself"""
+    """Number of the branch; 0 for the sample itself."""
 
 
 def _rows(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[_Row]:
-    """The samples, each with its branches behind it; those have the batch's last rows."""
-    further = itertools.count(len(samples))
-    for place, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        for branch, own in enumerate((sample, *sample.branches)):
-            yield _Row(next(further) if branch else place, place, prompt, own, sample, branch)
+    """Yield the samples, each followed by its branches; branches have the last rows of the
+    batch."""
+    branch_rows = itertools.count(len(samples))
+    for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        for branch, sequence in enumerate((sample, *sample.branches)):
+            yield _Row(
+                next(branch_rows) if branch else index, index, prompt, sequence, sample, branch
+            )
 
 
 def _number_columns(batch: SampleBatch, rows: Sequence[int]) -> dict[str, NDArray]:
-    """Of these rows of the batch: the prompt's number, lengths, and which weights drew its first
-    and its last token."""
-    drawn, prompt_tokens = batch.mask.numpy()[rows], batch.prompt_lengths.numpy()[rows]
-    counts = drawn.sum(axis=1)
-    ends, none = np.cumsum(counts), counts == 0
-    # one more, for rows without any
-    versions = np.append(batch.weight_versions.numpy()[rows][drawn], 0)
+    """Return the numeric columns of these rows of the batch.
+
+    These are the prompt's group, the lengths in tokens, and the weight versions of the first and
+    the last generated token.
+    """
+    is_generated = batch.mask.numpy()[rows]
+    prompt_tokens = batch.prompt_lengths.numpy()[rows]
+    counts = is_generated.sum(axis=1)
+    end_offsets = np.cumsum(counts)
+    is_empty = counts == 0
+    # Append an entry so that the indices of rows without generated tokens are valid.
+    versions = np.append(batch.weight_versions.numpy()[rows][is_generated], 0)
     return {
         "group": batch.groups.numpy()[rows],
         "prompt_tokens": prompt_tokens,
         "response_tokens": batch.lengths.numpy()[rows] - prompt_tokens,
         "drawn_tokens": counts,
-        "version_first": np.ma.MaskedArray(versions[ends - counts], none),
-        "version_last": np.ma.MaskedArray(versions[ends - 1], none),
+        "version_first": np.ma.MaskedArray(versions[end_offsets - counts], is_empty),
+        "version_last": np.ma.MaskedArray(versions[end_offsets - 1], is_empty),
     }
 
 
 def _means(values: NDArray) -> NDArray:
-    """float32 [N]: of those of each row [N, S] that are numbers; not a number where none is."""
-    there = ~np.isnan(values)
-    counts = there.sum(axis=1)
-    means = np.sum(values, axis=1, where=there, dtype=np.float64) / np.maximum(counts, 1)
+    """Return the mean of each row [N, S] without NaN, float32 [N]; NaN for a row of NaN."""
+    is_number = ~np.isnan(values)
+    counts = is_number.sum(axis=1)
+    means = np.sum(values, axis=1, where=is_number, dtype=np.float64) / np.maximum(counts, 1)
     return np.where(counts > 0, means, np.nan).astype(np.float32)

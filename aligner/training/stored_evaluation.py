@@ -1,4 +1,4 @@
-"""Evaluation of a stored model: what `aligner evaluate` does."""
+"""Evaluation of a stored model, for `aligner evaluate`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,20 +32,21 @@ from aligner.training.evaluator import (
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What is to be measured; whatever can be wrong with it has been looked at."""
+    """What to evaluate: the responses to generate, their scorer and their references; already
+    checked."""
 
     answers: Job
     initial: Job | None
-    """One response of the initial model, whose perplexity is measured too, to each prompt that has
-    no `reference`."""
+    """Generation of one response of the initial model to each prompt without a `reference`; its
+    model also measures the perplexity. None without an initial model."""
     scorer: TextSource
     pass_threshold: float
     judge: JudgeSource | None = None
-    """What compares the responses with the references."""
+    """Judge that compares the responses with the references; None without one."""
 
     @property
     def compares(self) -> bool:
-        """Whether every prompt has something to be compared with."""
+        """Whether every prompt has a reference, which its responses are compared with."""
         return self.initial is not None or not without_reference(self.answers.prompts)
 
 
@@ -56,12 +57,20 @@ def plan_evaluation(
     pass_threshold: float,
     judge: JudgeSource | None = None,
 ) -> EvaluationJob:
-    """The job of measuring `answers`; `initial` is that of one response of the initial model to
-    each of the same prompts.
+    """Check the parts of an evaluation and return the job.
 
-    Raises ConfigError for models with different tokenizers, a `reference` that is no text, and
-    where without an initial model some of the prompts only have one, or none and a judge is to
-    compare.
+    Args:
+        answers: Generation of the responses to evaluate.
+        initial: Generation of one response of the initial model to each of the same prompts; None
+            without an initial model.
+        scorer: Function that scores the responses.
+        pass_threshold: Score from which a response passes.
+        judge: Judge that compares the responses with the references.
+
+    Raises:
+        ConfigError: The models have different tokenizers, or a `reference` is not a text. Without
+            an initial model, also if only some prompts have a `reference`, or if a judge is set and
+            some prompts have none.
     """
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
@@ -69,26 +78,31 @@ def plan_evaluation(
         read_token_ids(
             prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer
         )
-    lacking = without_reference(answers.prompts)
+    unreferenced_prompts = without_reference(answers.prompts)
     if initial is None:
-        if 0 < len(lacking) < len(answers.prompts):
+        if 0 < len(unreferenced_prompts) < len(answers.prompts):
             raise ConfigError(
-                f"{len(lacking)} of {len(answers.prompts)} prompts have no `reference`; the first"
-                f" is {lacking[0].text!r}; add a `reference` to every prompt, or set --reference"
-                " MODEL to generate the missing references"
+                f"{len(unreferenced_prompts)} of {len(answers.prompts)} prompts have no"
+                f" `reference`; the first is {unreferenced_prompts[0].text!r}; add a `reference` to"
+                " every prompt, or set --reference MODEL to generate the missing references"
             )
-        if judge is not None and lacking:
+        if judge is not None and unreferenced_prompts:
             raise ConfigError(
                 f"{judge.key}: requires references to compare with; add a `reference` to every"
                 " prompt, or set --reference MODEL"
             )
         return EvaluationJob(answers, None, scorer, pass_threshold, judge)
-    ours, its = (job.source.companions for job in (answers, initial))
-    if read_tokenizer(ours).to_str() != read_tokenizer(its).to_str():
+
+    answers_companions, initial_companions = (job.source.companions for job in (answers, initial))
+    # The initial model scores the token ids of SOURCE, so both need the same tokenizer.
+    if read_tokenizer(answers_companions).to_str() != read_tokenizer(initial_companions).to_str():
         raise ConfigError(
-            f"--reference: the tokenizer in {its} differs from the tokenizer of SOURCE in {ours}"
+            f"--reference: the tokenizer in {initial_companions} differs from the tokenizer of"
+            f" SOURCE in {answers_companions}"
         )
-    return EvaluationJob(answers, replace(initial, prompts=lacking), scorer, pass_threshold, judge)
+    return EvaluationJob(
+        answers, replace(initial, prompts=unreferenced_prompts), scorer, pass_threshold, judge
+    )
 
 
 def evaluate(
@@ -99,59 +113,71 @@ def evaluate(
     overwrite: bool = False,
     progress: Callable[[Progress], None],
 ) -> dict[str, float]:
-    """Draw the responses, score them and measure: the metrics, `eval/…`, and of a judge `judge/…`.
+    """Generate the responses, score them, and return the metrics `eval/…` and `judge/…`.
 
-    Into `output`, as `generate.generate` writes it, goes a JSON object a sample with its `score`
-    and, where there are references, `reference_score`, and where a judge compares, `judge_wins`.
-    Raises what that, the scorer and the judge do.
+    Args:
+        job: What to evaluate.
+        settings: Configuration of the engine.
+        output: JSON-lines file with one object per sample, in the format of `generate.generate`,
+            with its `score`, its `reference_score` if there are references, and its `judge_wins` if
+            there is a judge. None writes no file.
+        overwrite: Whether an existing file may be overwritten.
+        progress: Called with the progress of the generation.
+
+    Raises the errors of `generate.generate`, of the scorer and of the judge.
     """
-    asking = None if job.judge is None else _Asking(job.judge, str(job.answers.source.directory))
+    judge_run = None if job.judge is None else _Asking(job.judge, str(job.answers.source.directory))
     with ExitStack() as stack:
         file = None if output is None else stack.enter_context(generate.written(output, overwrite))
         samples = list(generate.draw(job.answers, settings, progress))
-        asked = [job.answers.prompts[sample.prompt_id] for sample in samples]
-        scores = _scores(job, asked, samples).view(len(job.answers.prompts), -1)
-        others = _references(job, settings) if job.compares else []
-        references = _scores(job, job.answers.prompts, others) if others else None
-        metrics, wins = evaluation_metrics(scores, job.pass_threshold, references), None
-        if asking is not None:
-            wins, told = asking.compared(job, asked, samples, others)
-            metrics |= told
+        prompts = [job.answers.prompts[sample.prompt_id] for sample in samples]
+
+        scores = _scores(job, prompts, samples).view(len(job.answers.prompts), -1)
+        reference_responses = _references(job, settings) if job.compares else []
+        references = (
+            _scores(job, job.answers.prompts, reference_responses) if reference_responses else None
+        )
+
+        metrics = evaluation_metrics(scores, job.pass_threshold, references)
+        wins = None
+        if judge_run is not None:
+            wins, wins_metrics = judge_run.compared(job, prompts, samples, reference_responses)
+            metrics |= wins_metrics
+
         batch = collate(samples, job.answers.tokenizer.pad_token_id)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         if job.initial is not None:
             metrics["eval/reference_perplexity"] = _perplexity(
                 job.initial.source, settings, samples
             )
+
         if file is not None:
-            for place, (sample, score) in enumerate(
+            for index, (sample, score) in enumerate(
                 zip(samples, scores.flatten().tolist(), strict=True)
             ):
                 record = generate.sample_record(job.answers, sample) | {"score": _known(score)}
                 if references is not None:
                     record["reference_score"] = _known(float(references[sample.prompt_id]))
                 if wins is not None:
-                    record["judge_wins"] = wins[place]
+                    record["judge_wins"] = wins[index]
                 file.write(generate.json_line(record))
     return metrics
 
 
 def _known(score: float) -> float | None:
-    """Return a score as it is written; None if the reward function abstained."""
+    """Return a score as it is written to the file; None if the reward function abstained."""
     return None if score == ABSTAINED else score
 
 
 class _Asking:
-    """A judge whose answers are kept in the cache, and what it has cost since this was made."""
+    """A judge with cached answers, and the cost of its calls since this object was created."""
 
     def __init__(self, source: JudgeSource, run: str) -> None:
         directory = (
             cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
         )
-        self._judge, self._meter = (
-            open_judge(source, directory, run),
-            JudgeMeter([directory], run),
-        )
+        self._judge = open_judge(source, directory, run)
+        self._meter = JudgeMeter([directory], run)
 
     def compared(
         self,
@@ -160,10 +186,13 @@ class _Asking:
         samples: Sequence[Sample],
         references: Sequence[Sample],
     ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
-        """What each sample has won against its prompt's reference, and the metrics of that."""
+        """Return the judge's result of each sample against its prompt's reference, and the metrics
+        of the results."""
         tokenizer = job.answers.tokenizer
-        others = [decode_response(references[sample.prompt_id], tokenizer) for sample in samples]
-        wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), others)
+        reference_texts = [
+            decode_response(references[sample.prompt_id], tokenizer) for sample in samples
+        ]
+        wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), reference_texts)
         return wins, judge_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
 
 
@@ -172,17 +201,18 @@ def _scores(job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sam
 
 
 def _references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:
-    """What each prompt's responses are compared with."""
-    drawn: list[Sample] = []
+    """Return the reference of each prompt."""
+    generated: list[Sample] = []
     if job.initial is not None and job.initial.prompts:
-        drawn = list(generate.draw(job.initial, settings, lambda now: None))
+        generated = list(generate.draw(job.initial, settings, lambda now: None))
     answers = job.answers
     return reference_samples(
-        answers.prompts, drawn, answers.tokenizer, ended=bool(answers.options.stop_token_ids)
+        answers.prompts, generated, answers.tokenizer, ended=bool(answers.options.stop_token_ids)
     )
 
 
 def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:
+    """Return the perplexity of the samples under the initial model."""
     from aligner.megatron.policy import stored_logprobs
 
     batch = collate(samples, 0)
