@@ -74,10 +74,11 @@ class Ours:
     """The embedded engine, and environments in a worker process."""
 
     def __init__(self, directory: str, precision: str) -> None:
+        from aligner.engines.embedded.generation import EmbeddedGeneration
+
         from aligner.data.export import find_source
         from aligner.data.tokenizer import Tokenizer
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.engines.embedded.generation import EmbeddedGeneration
         from aligner.engines.engine_protocol import GenerationEngine
         from aligner.engines.episodes import EpisodeEngine
         from aligner.engines.generate import load

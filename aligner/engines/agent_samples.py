@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from aligner.data.types import KeptTokens, Prompt, Sample
+from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_loop import (
+    unfinished_sample,
+    with_completion,
+    with_observation,
+)
 from aligner.engines.engine_protocol import GenerationRequest
-from aligner.engines.partial_response import PartialResponse
 from aligner.environments.agent_session import AgentTurn
 
 
@@ -55,19 +59,14 @@ def _sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
 
 
 def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
+    """Return the sequence of turns that continue each other as one sample."""
     prompt = Prompt(request.prompt.id, "", turns[0].read, request.prompt.metadata)
-    longest = len(turns[-1].read) + len(turns[-1].drawn)
-    response = PartialResponse(GenerationRequest(prompt, request.sample_index), longest)
+    sample = unfinished_sample(GenerationRequest(prompt, request.sample_index))
     for turn in turns:
-        given = turn.read[len(prompt.tokens) + len(response.tokens) :]
-        if len(given):
-            response.give(given.tolist())
-        response.tokens += turn.drawn.tolist()
-        response.logprobs += turn.response.engine_logprobs.tolist()
-        response.versions += turn.response.weight_versions.tolist()
-        response.kept += (turn.response.kept or KeptTokens.of_all(len(turn.drawn))).each()
-    response.finish_reason = turns[-1].response.finish_reason
-    return response.sample()
+        observation = turn.read[len(sample.tokens) :].tolist()
+        sample = with_observation(sample, observation, limit=len(turn.read) + 1)
+        sample = with_completion(sample, replace(turn.response, routes=None))
+    return sample
 
 
 def _end(turn: AgentTurn) -> bytes:

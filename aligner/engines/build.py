@@ -1,7 +1,6 @@
 """The engine that a configuration asks for, and what draws episodes by it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,14 +10,9 @@ from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    DrawsEpisodes,
-    GenerationEngine,
-    SpanListener,
-)
-from aligner.engines.episodes import EpisodeEngine
-from aligner.engines.led_engine import LedEngine
+from aligner.engines.engine_loop import FollowsEpisodes, SampleSource
+from aligner.engines.engine_protocol import GenerationEngine, SpanListener
+from aligner.engines.episodes import EnvironmentEpisodes
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.environments.tool_catalogue import list_tools, with_tool_arguments
@@ -29,7 +23,7 @@ from aligner.paths import run_paths
 from aligner.schema import Config, EngineConfig
 
 if TYPE_CHECKING:
-    from aligner.engines.agents import AgentEngine
+    from aligner.engines.agents import AgentEpisodes
 
 
 def build_engine(
@@ -79,27 +73,22 @@ def build_episodes(
     tokenizer: Tokenizer,
     role: Literal["trainer", "generator"],
     rank: int,
-    group: ProcessGroup | None,
     listener: SpanListener | None = None,
     tools: Sequence[ListedTool] | None = None,
-) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
-    """What draws episodes on this rank of the engine's, and of each replica's first rank what is
-    the caller's to close.
+) -> SampleSource:
+    """Return the source of this rank's episodes, which the caller has to close.
 
-    Arguments as for `build_engine`; `tools` are the environment's, None where nobody has listed
-    them yet; the listener is told when environments were asked. Raises ConfigError where these, or
-    agents, cannot be made.
+    Arguments as for `build_engine`; `tools` are the environment's, None if they have not been
+    listed yet; the listener is called with the times of environment calls. The ranks of a replica
+    other than the first have no environments: they execute the first rank's engine steps. Raises
+    ConfigError if environments or agents cannot be started.
     """
-    if group is not None and rank % config.engine.parallel.tensor:
-        return LedEngine(engine, group, None), None
-    means: EpisodeEngine | AgentEngine
+    if not engine.leads:
+        return FollowsEpisodes(engine)
+    process = f"{role}-{rank}"
     if config.environment.has_agent:
-        means = _agents(config, engine, tokenizer, f"{role}-{rank}")
-    else:
-        means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener, tools)
-    if group is None:
-        return means, means
-    return LedEngine(engine, group, lambda told: replace(means, engine=told)), means
+        return _agents(config, engine, tokenizer, process)
+    return _environments(config, engine, tokenizer, process, listener, tools)
 
 
 def _environments(
@@ -109,14 +98,14 @@ def _environments(
     process: str,
     listener: SpanListener | None,
     tools: Sequence[ListedTool] | None,
-) -> EpisodeEngine:
+) -> EnvironmentEpisodes:
     tools = list_tools(config.environment) if tools is None else tools
     environments = EnvironmentPool.of(
         with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
     )
     environments.listener = listener
     environments.start()
-    return EpisodeEngine(
+    return EnvironmentEpisodes(
         engine,
         environments,
         tokenizer,
@@ -134,11 +123,11 @@ def _journal(config: Config, process: str) -> EpisodeJournal | None:
 
 def _agents(
     config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
-) -> "AgentEngine":
+) -> "AgentEpisodes":
     # What the agents extra brings, which `aligner.checks.environment` asks for.
-    from aligner.engines.agents import AgentEngine
+    from aligner.engines.agents import AgentEpisodes
 
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return AgentEngine.begin(
+    return AgentEpisodes.begin(
         engine, tokenizer, config.environment, config.seed, context, _journal(config, process)
     )

@@ -21,13 +21,13 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_files import tokenizer_problem
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
+from aligner.engines.engine_loop import SingleResponses, StartsSamples
 from aligner.engines.engine_protocol import (
-    BeginsGenerations,
     GenerationEngine,
     GenerationRequest,
     SamplingOptions,
 )
-from aligner.engines.episodes import EpisodeEngine, episode_name
+from aligner.engines.episodes import EnvironmentEpisodes, episode_name
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
@@ -233,15 +233,15 @@ def draw(
         )
     )
     try:
-        draws: BeginsGenerations = engine
+        source: StartsSamples = SingleResponses(engine)
         if pool is not None and job.environment is not None:
             try:
                 pool.start()
             except ConfigError as error:
                 raise ConfigError(f"environment.target: {error}") from error
-            draws = EpisodeEngine(engine, pool, job.tokenizer, job.environment, job.seed)
+            source = EnvironmentEpisodes(engine, pool, job.tokenizer, job.environment, job.seed)
         load(engine, job.source)
-        generation = draws.start(job.requests, job.options)
+        generation = source.start(job.requests, job.options)
         waiting: dict[int, Sample] = {}
         """Complete samples that have to follow others, by place."""
         done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()

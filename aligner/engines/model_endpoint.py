@@ -17,6 +17,7 @@ from aligner.data.export import Source
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.generate import load, require_generating
 from aligner.environments.message_matching import template_messages
@@ -153,7 +154,7 @@ class ModelEndpoint(OpenAIServer):
         requests = [
             GenerationRequest(Prompt(next(self._ids), "", ask.read), 0, ask.most) for ask in asks
         ]
-        generation = self._engine.start(requests, options)
+        generation = SingleResponses(self._engine).start(requests, options)
         try:
             while not generation.done:
                 for place, sample in generation.step():

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Messages
-from aligner.data.types import FinishReason, Sample, unbegun
+from aligner.data.types import FinishReason, Sample
+from aligner.engines.engine_loop import unfinished_sample
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 
@@ -22,12 +23,8 @@ class OpenEpisode:
 
     name: str
     request: GenerationRequest
-    at: int
-    """The place of the sequence in the engine's generation."""
     begun: Sample | None
     """What the episode goes on from, until its environment has gone through all of it once more."""
-    is_drawn: bool
-    """Whether the engine draws a turn of it now."""
     branches: list[Sample] = field(default_factory=list)
     """The sequences before the one that grows."""
     sample: Sample | None = None
@@ -41,9 +38,6 @@ class OpenEpisode:
     """As it was when the policy last had to answer; None where it is no chat's."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """In this sequence, by the response token that each was given for, a turn's last one."""
-    drawn: Sample | None = None
-    """The turn that the engine has gone on with, where it ends before the environment has gone
-    through those before it."""
 
     @property
     def is_replayed(self) -> bool:
@@ -97,13 +91,18 @@ class OpenEpisode:
         assert self.sample is not None
         return self._told(replace(self.sample, finish_reason=reason), branches)
 
-    def handed_over(self, drawn: Sample | None) -> Sample:
-        """The episode as it is; `drawn` is what the engine has of the sequence, where that is at
-        work on it."""
+    @property
+    def begun_sequence(self) -> Sample:
+        """The sequence that grows, as far as the continued sample contains it."""
+        assert self.begun is not None
+        return replace(self.begun.sequences[len(self.branches)], branches=(), rewards=None)
+
+    def unfinished(self) -> Sample:
+        """Return the episode as it is, for a later step to continue."""
         if self.begun is not None:
             return self.begun
-        none = replace(unbegun([self.request.prompt], 1)[0], sample_index=self.request.sample_index)
-        return self._told(replace(drawn or self.sample or none, finish_reason="unfinished"), None)
+        sample = self.sample or unfinished_sample(replace(self.request, begun=None))
+        return self._told(replace(sample, finish_reason="unfinished"), None)
 
     def repeats(self, found: list[int] | Unsafe) -> bool:
         """Whether the sample that it goes on from has the same there, and the same rewards
@@ -142,7 +141,9 @@ class OpenEpisode:
             (at + 1 for at in places if int(begun.response[at]) in ends and is_drawn(begun, at)),
             last,
         )
-        return None if ended is None else replace(begun.cut(ended, "stop"), branches=())
+        if ended is None:
+            return None
+        return replace(begun.cut(ended, "stop"), branches=(), rewards=None)
 
     def _told(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
         """The sample with what the environment has given, and with these branches or all."""
@@ -159,32 +160,11 @@ class OpenEpisode:
         return rewards
 
 
-def turns_request(
-    request: GenerationRequest, options: SamplingOptions, ends: Collection[int], most: int
-) -> GenerationRequest:
-    """What is asked of the engine for an episode that begins, or goes on: turns of at most so many
-    tokens.
+def branch_prompt(request: GenerationRequest, read: Tensor, options: SamplingOptions) -> Sample:
+    """Return the empty sample of a branch of an episode, which reads `read`, int64 [T].
 
-    Raises AlignerError as `branch_request`.
-    """
-    begun = request.begun
-    turns = replace(request, turn_tokens=most, waits=_waits(request, ends))
-    if begun is None or not begun.branches:
-        return turns
-    branch = branch_request(
-        turns, begun.tokens[: begun.prompt_length], len(begun.branches), options
-    )
-    return replace(branch, begun=replace(begun, branches=()) if len(begun.response) else None)
-
-
-def branch_request(
-    request: GenerationRequest, read: Tensor, before: int, options: SamplingOptions
-) -> GenerationRequest:
-    """What is asked of the engine for an episode's branch that reads these tokens, int64 [T], after
-    so many sequences before.
-
-    A branch has room for what it reads and draws within the tokens that the episode's prompt and
-    response may have together. Raises AlignerError where that leaves none.
+    A branch has room for input and response within the tokens that the episode's prompt and
+    response may have together. Raises AlignerError if that leaves no room.
     """
     most = len(request.prompt.tokens) + request.limit(options)
     if most - len(read) < max(1, options.min_new_tokens):
@@ -193,19 +173,7 @@ def branch_request(
             f" for a response; prompt and response together must have at most {most} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
-    room = min(request.limit(options), most - len(read))
-    # In an episode no two sequences may draw by the same numbers, also where they read the same
-    # tokens.
-    return replace(request, prompt=prompt, max_new_tokens=room, begun=None, asked_before=before)
-
-
-def _waits(request: GenerationRequest, ends: Collection[int]) -> bool:
-    """Whether an episode that begins, or goes on, has to hear its environment before anything is
-    drawn."""
-    begun = request.begun
-    if begun is None:
-        return True
-    return bool(len(begun.response)) and int(begun.tokens[-1]) in ends and is_drawn(begun, -1)
+    return unfinished_sample(GenerationRequest(prompt, request.sample_index))
 
 
 def is_drawn(sample: Sample, at: int) -> bool:

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
-from aligner.data.types import Sample
+from aligner.data.types import Completion
 from aligner.environments.message_matching import compared, template_messages
 from aligner.environments.openai_protocol import (
     Answer,
@@ -33,21 +33,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Ask:
-    """A response that is wanted to some tokens."""
+    """A completion that the agent has requested."""
 
     read: Tensor
-    """int64 [T]"""
+    """int64 [T]: the input tokens"""
     most_tokens: int
-    """Of the response; the context may leave fewer."""
-    asked_before: int
-    """How often the episode has asked for a response to these tokens."""
-    drawn: "asyncio.Future[Sample]"
-    """The engine's sample, of which the response is what comes after those tokens."""
-
-    def give(self, sample: Sample) -> None:
-        """Tell what was drawn, where it is still wanted."""
-        if not self.drawn.done():
-            self.drawn.set_result(sample)
+    """Maximum number of tokens of the completion; the context may leave fewer."""
+    completion: "asyncio.Task[Completion]"
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,8 @@ class AgentTurn:
 
     read: Tensor
     """int64 [T]: all that the policy read."""
-    response: Sample
-    """What was drawn, without a prompt."""
+    response: Completion
+    """The completion."""
     conversation: Conversation | None
     """What the policy was to answer; None for a text."""
     said: tuple[str, ...]
@@ -96,8 +88,9 @@ class AgentSession:
 
     name: str
     means: SessionMeans
-    submit: Callable[[Ask], None]
-    """Have the engine draw."""
+    generate: Callable[[Tensor, int, int], Coroutine[Any, Any, Completion]]
+    """Generates a completion of input tokens, int64 [T], with a maximum number of tokens; the last
+    argument says how often the episode has requested a completion of these tokens before."""
     end: Callable[[], None]
     """End the episode as it is, cut."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -115,7 +108,7 @@ class AgentSession:
         self._asked = Counter[bytes]()
         self._left: list[Ask] = []
         """Whose clients have gone: the next one to ask the same gets the answer."""
-        self._waiting = set[asyncio.Future[Sample]]()
+        self._waiting = set[asyncio.Task[Completion]]()
 
     def begin(self) -> str:
         """Begin the agent, again where it has failed; what was drawn before is dropped. Returns its
@@ -133,8 +126,8 @@ class AgentSession:
 
     def close(self) -> None:
         """Have those who still wait for an answer get none."""
-        for drawn in [*self._waiting]:
-            drawn.cancel()
+        for completion in [*self._waiting]:
+            completion.cancel()
 
     async def answer(self, body: CompletionBody) -> list[Answer]:
         """The answers to a request, `body.n` of them. Raises Refused.
@@ -166,11 +159,11 @@ class AgentSession:
         most = min(most, body.limit or most)
         asks = [self._ask(read, most) for _ in range(body.n)]
         try:
-            await asyncio.wait([ask.drawn for ask in asks])
+            await asyncio.wait([ask.completion for ask in asks])
         except asyncio.CancelledError:
             self._left += asks
             raise
-        if attempt != self.agent_key or any(ask.drawn.cancelled() for ask in asks):
+        if attempt != self.agent_key or any(ask.completion.cancelled() for ask in asks):
             raise Refused(
                 401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
             )
@@ -265,26 +258,24 @@ class AgentSession:
             if (
                 ask.most_tokens == most_tokens
                 and torch.equal(ask.read, read)
-                and not ask.drawn.cancelled()
+                and not ask.completion.cancelled()
             ):
                 self._left.remove(ask)
                 return ask
         content = read.numpy().tobytes()
-        ask = Ask(
-            read, most_tokens, self._asked[content], asyncio.get_running_loop().create_future()
-        )
+        completion = asyncio.create_task(self.generate(read, most_tokens, self._asked[content]))
+        ask = Ask(read, most_tokens, completion)
         self._asked[content] += 1
-        self._waiting.add(ask.drawn)
-        ask.drawn.add_done_callback(self._waiting.discard)
-        self.submit(ask)
+        self._waiting.add(completion)
+        completion.add_done_callback(self._waiting.discard)
         return ask
 
     def _given(self, body: CompletionBody, conversation: Conversation | None, ask: Ask) -> Answer:
         """Note a response as a turn; the agent is given it now."""
-        response, read, text = _response(ask.drawn.result(), len(ask.read)), ask.read, None
+        response, read, text = ask.completion.result(), ask.read, None
         if (stopped := self._stopped(read, response.tokens, body.stops)) is not None:
             tokens, text = stopped
-            response = response.cut(tokens, "stop")
+            response = _shortened(response, tokens)
         turn = AgentTurn(read, response, conversation, (), "")
         answer = self._answer(body, turn, text)
         whole = ""
@@ -296,7 +287,7 @@ class AgentSession:
     def _answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
         """A turn in words; `text` is what it says where that is not all."""
         tokenizer, drawn, ended = self.means.tokenizer, turn.drawn, self._ended(turn)
-        logprobs = turn.response.engine_logprobs.tolist()
+        logprobs = turn.response.logprobs.tolist()
         told = [tokenizer.piece(token) for token in drawn.tolist()]
         answer = Answer(
             self._text_after(turn.read, drawn[:-1] if ended else drawn) if text is None else text,
@@ -345,16 +336,14 @@ class AgentSession:
         return None
 
 
-def _response(sample: Sample, start: int) -> Sample:
-    """What a sample has from a token on, all drawn, by itself."""
-    behind = slice(start - sample.prompt_length, None)
+def _shortened(completion: Completion, tokens: int) -> Completion:
+    """Return the first tokens of a completion, which then ends with a stop text."""
     return replace(
-        sample,
-        tokens=sample.tokens[start:].clone(),
-        prompt_length=0,
-        engine_logprobs=sample.engine_logprobs[behind].clone(),
-        weight_versions=sample.weight_versions[behind].clone(),
-        kept=None if sample.kept is None else sample.kept.at(behind).to(sample.tokens.device),
+        completion,
+        tokens=completion.tokens[:tokens],
+        logprobs=completion.logprobs[:tokens],
+        weight_versions=completion.weight_versions[:tokens],
+        finish_reason="stop",
+        kept=None if completion.kept is None else completion.kept.at(slice(tokens)),
         routes=None,
-        drawn=None,
     )

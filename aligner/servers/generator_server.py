@@ -16,12 +16,8 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import run_tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
 from aligner.engines.build import build_engine, build_episodes
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    DrawsEpisodes,
-    GenerationEngine,
-    SamplingOptions,
-)
+from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import (
     STEPS_A_PART,
     Enough,
@@ -76,12 +72,12 @@ def serve_generator(config: Config) -> None:
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    episodes = means = None
+    episodes = None
     if config.environment.draws_episodes:
         tokenizer = run_tokenizer(config, directory)
-        episodes, means = build_episodes(config, engine, tokenizer, "generator", rank, group)
+        episodes = build_episodes(config, engine, tokenizer, "generator", rank)
     receiver = weight_receiver(config, shape, engine, rank, device)
-    generator = Generator(config, engine, receiver, rank, episodes, means)
+    generator = Generator(config, engine, receiver, rank, episodes)
     limits = model_limits(config, directory, shape.vocab_size)
     serve_role(
         "generator",
@@ -91,8 +87,8 @@ def serve_generator(config: Config) -> None:
         ("version", "connect", "receive"),
         limits,
     )
-    if means is not None:
-        means.close()
+    if episodes is not None:
+        episodes.close()
     engine.shutdown()
     dist.destroy_process_group()
 
@@ -120,18 +116,15 @@ class Generator:
         engine: GenerationEngine,
         receiver: WeightReceiver,
         rank: int,
-        episodes: BeginsGenerations | None = None,
-        means: DrawsEpisodes | None = None,
+        episodes: SampleSource | None = None,
     ) -> None:
-        """`episodes` is what draws where there is an environment; `means` is what this rank has of
-        them."""
-        self._layout, self._engine, self._receiver, self._rank = (
-            config.engine.parallel,
-            engine,
-            receiver,
-            rank,
-        )
-        self._draws, self._means = episodes or engine, means
+        """`episodes` is the source of episodes; None for single responses."""
+        self._layout = config.engine.parallel
+        self._engine = engine
+        self._receiver = receiver
+        self._rank = rank
+        self._episodes = episodes
+        self._source: StartsSamples = episodes or SingleResponses(engine)
         self._interrupts = config.engine.in_flight == "interrupt"
 
     @property
@@ -169,8 +162,8 @@ class Generator:
                 f"the generator has {found}, but the request requires version {weight_version} or"
                 " newer"
             )
-        if self._means is not None and first_prompt is not None:
-            self._means.forget(first_prompt)
+        if self._episodes is not None and first_prompt is not None:
+            self._episodes.forget(first_prompt)
         prompts = [
             Prompt(id=number, text="", tokens=row[:length], metadata=told)
             for number, row, length, told in zip(
@@ -183,7 +176,7 @@ class Generator:
         ]
         samples = unbegun(prompts, samples_per_prompt)
         parts = generate_in_parts(
-            self._draws,
+            self._source,
             self._layout,
             self._rank,
             with_responses(samples, begun) if begun else samples,

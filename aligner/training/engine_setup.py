@@ -56,12 +56,10 @@ def build_engine_ends(
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
     with policy.runner.room_for_moments():
         engine = _colocated_engine(config, policy, group, listener)
-    episodes = means = None
+    episodes = None
     if config.environment.draws_episodes:
-        episodes, means = build_episodes(
-            config, engine, tokenizer, "trainer", rank, group, listener, tools
-        )
-    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
+        episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
+    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
     return sampler, _colocated_publisher(config, policy, engine)
 
 

@@ -4,65 +4,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.data.types import Sample
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.partial_response import PartialResponse
+from aligner.data.types import Completion
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 
 
-class Scripted:
+class Scripted(GenerationEngine):
     """An engine that returns scripted turns.
 
     `says` maps the number of a turn in its episode, and all tokens of the episode so far, to the
     turn's tokens.
     """
 
+    version = 0
+
     def __init__(self, says: Callable[[int, Tensor], list[int]]) -> None:
-        self._says, self._said = says, Counter[tuple[int, int]]()
-        self._responses: list[PartialResponse] = []
-        self._open: list[int] = []
+        super().__init__(None, None, None)  # type: ignore[arg-type]
+        self._says = says
+        self._turns = Counter[tuple[int, int]]()
+
+    def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
+        """Accept every request."""
 
     @property
-    def done(self) -> bool:
-        return not self._open
+    def has_work(self) -> bool:
+        return bool(self._arrivals)
 
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Scripted:
-        self._options, self._responses = options, []
-        for request in requests:
-            self.add(request)
-        self._open = [place for place, request in enumerate(requests) if not request.waits]
-        return self
+    def step(self) -> None:
+        for request in self._take_arrivals():
+            episode = request.key.prompt_id, request.key.sample_index
+            tokens = self._says(self._turns[episode], request.tokens)
+            self._turns[episode] += 1
+            count = len(tokens)
+            versions = torch.zeros(count, dtype=torch.int64)
+            request.resolve(Completion(torch.tensor(tokens), torch.zeros(count), versions, "stop"))
 
-    def add(self, request: GenerationRequest) -> int:
-        self._responses.append(PartialResponse(request, request.limit(self._options)))
-        self._open.append(len(self._responses) - 1)
-        return self._open[-1]
+    def interrupt(self) -> None:
+        none = torch.empty(0)
+        for request in self._take_arrivals():
+            request.resolve(Completion(none.long(), none, none.long(), "interrupted"))
 
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        self._responses[place].give(tokens)
-        self._open.append(place)
+    def release(self, prompt_id: int, sample_index: int) -> None:
+        """Nothing is resident."""
 
-    def leave(self, place: int) -> None:
-        assert place not in self._open
+    def begin_update(self, version: int) -> Any:
+        raise NotImplementedError
 
-    def step(self) -> list[tuple[int, Sample]]:
-        complete, self._open = self._open, []
-        for place in complete:
-            response = self._responses[place]
-            episode = response.request.prompt.id, response.request.sample_index
-            turn_tokens = self._says(
-                self._said[episode],
-                torch.tensor([*response.request.prompt.tokens.tolist(), *response.tokens]),
-            )
-            self._said[episode] += 1
-            response.tokens += turn_tokens
-            response.logprobs += [0.0] * len(turn_tokens)
-            response.versions += [0] * len(turn_tokens)
-            response.finish_reason = "stop"
-        return [(place, self._responses[place].sample()) for place in complete]
+    def sleep(self) -> None:
+        raise NotImplementedError
 
-    def cancel(self) -> None:
-        self._open.clear()
+    def wake(self) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """There are no processes."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Completion, Prompt, Sample
 from aligner.engines.agent_samples import episode_sample
 from aligner.engines.engine_protocol import GenerationRequest
 from aligner.environments.agent_session import AgentTurn
@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 def turn(read: list[int], generated: list[int], reason: str = "stop") -> AgentTurn:
     logprobs = torch.tensor([-len(read) - 0.5, *(-1000.0 - at for at in range(1, len(generated)))])
     versions = torch.full((len(generated),), 7)
-    response = Sample(3, 2, torch.tensor(generated), 0, logprobs, versions, reason)  # type: ignore[arg-type]
+    response = Completion(torch.tensor(generated), logprobs, versions, reason)  # type: ignore[arg-type]
     return AgentTurn(torch.tensor(read), response, None, (), "")
 
 
@@ -67,7 +67,7 @@ def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
     assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
     parts = sorted(part for each in (sample, *sample.branches) for part in stretches(each))
     expected = [
-        (each.read.tolist(), each.drawn.tolist(), each.response.engine_logprobs.tolist())
+        (each.read.tolist(), each.drawn.tolist(), each.response.logprobs.tolist())
         for each in turns
     ]
     assert parts == sorted(expected)

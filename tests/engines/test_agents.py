@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,10 @@ from transformers import LlamaForCausalLM
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
-from aligner.engines.agents import AgentEngine
+from aligner.engines.agents import AgentEpisodes
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    GenerationRequest,
-    SamplingOptions,
-    advance,
-)
-from aligner.engines.led_engine import LedEngine
+from aligner.engines.engine_loop import FollowsEpisodes, SampleSource, finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.environments.episode_journal import EpisodeJournal
 from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
@@ -75,30 +69,15 @@ def episodes(
         for at, task in enumerate(tasks)
     ]
     episode_journal = None if journal is None else EpisodeJournal(journal)
-    agent_engine = (
-        AgentEngine.begin(engine, tokenizer, chosen, 3, CONTEXT, episode_journal)
-        if rank == 0
-        else None
-    )
-    generator: BeginsGenerations | None = agent_engine
-    if group is not None:
-        generator = LedEngine(
-            engine,
-            group,
-            None if agent_engine is None else lambda leader: replace(agent_engine, engine=leader),
-        )
-    assert generator is not None
+    source: SampleSource = FollowsEpisodes(engine)
+    if rank == 0:
+        source = AgentEpisodes.begin(engine, tokenizer, chosen, 3, CONTEXT, episode_journal)
+    sampling = SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)
     try:
-        if agent_engine is not None:
-            agent_engine.forget(first)
-        found = advance(
-            generator.start(
-                requests, SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)
-            )
-        )
+        source.forget(first)
+        found = finish(source.start(requests, sampling))
     finally:
-        if agent_engine is not None:
-            agent_engine.close()
+        source.close()
     return [found[place] for place in range(len(requests))], tokenizer
 
 
@@ -382,8 +361,8 @@ def test_plain_and_streamed_answers_have_calls_and_logprobs(models, tmp_path):
     assert answers["text"][1] in ("stop", "length") and "".join(answers["text"][2]).startswith(
         answers["text"][0]
     )
-    for text, finish in answers["stopped"]:
-        assert finish == "stop" and "look" not in text
+    for text, reason in answers["stopped"]:
+        assert reason == "stop" and "look" not in text
 
 
 def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):

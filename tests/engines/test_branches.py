@@ -27,8 +27,9 @@ from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.data.tool_calls import format_of
 from aligner.data.types import Prompt, Sample, collate_episodes
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
-from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.engine_loop import finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.episodes import EnvironmentEpisodes
 from aligner.engines.generate import generate, plan_job
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.episode_journal import EpisodeJournal
@@ -135,13 +136,13 @@ class Conversing:
     def episode(self, journal: EpisodeJournal) -> Sample:
         journal.forget(["0/0"])
         policy = Scripted(lambda turn, read: self.says(journal, turn, read))
-        engine = EpisodeEngine(policy, self.environments, self.tokenizer, CONVERSANT, seed=1)  # type: ignore[arg-type]
+        engine = EnvironmentEpisodes(policy, self.environments, self.tokenizer, CONVERSANT, seed=1)  # type: ignore[arg-type]
         ends = self.tokenizer.eos_token_ids
         generation = engine.start(
             [GenerationRequest(self.prompt, 0)], SamplingOptions(20_000, stop_token_ids=ends)
         )
         try:
-            return advance(generation)[0]
+            return finish(generation)[0]
         finally:
             generation.cancel()
 

@@ -17,8 +17,9 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
-from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.engine_loop import finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.episodes import EnvironmentEpisodes
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.models.model_source import directory_shape
 from aligner.rollout.rollout_builder import environment_scores
@@ -88,12 +89,12 @@ def episodes(
         pool = EnvironmentPool.of(chosen)
         try:
             pool.start()
-            episode_engine = EpisodeEngine(
+            episode_engine = EnvironmentEpisodes(
                 engine, pool, tokenizer, chosen, seed=3, by_steps=by_steps
             )
             generation = episode_engine.start([requests[place] for place in places], sampling)
-            found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
-            for at, sample in [] if generation.done else generation.unfinished():
+            found |= {places[at]: sample for at, sample in finish(generation, steps).items()}
+            for at, sample in [] if generation.done else generation.interrupt():
                 begun = sample if len(sample.response) else None
                 requests[places[at]] = replace(requests[places[at]], begun=begun)
             generation.cancel()
@@ -325,7 +326,7 @@ def test_by_steps_completion_does_not_depend_on_timing(
                 48, stop_token_ids=(*tokenizer.eos_token_ids, *range(20, 60))
             )
             generation, steps = (
-                EpisodeEngine(engine, pool, tokenizer, chosen, 3, by_steps=True).start(
+                EnvironmentEpisodes(engine, pool, tokenizer, chosen, 3, by_steps=True).start(
                     requests, sampling
                 ),
                 [],

