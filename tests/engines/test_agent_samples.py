@@ -67,8 +67,7 @@ def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
     assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
     parts = sorted(part for each in (sample, *sample.branches) for part in stretches(each))
     expected = [
-        (each.read.tolist(), each.drawn.tolist(), each.response.logprobs.tolist())
-        for each in turns
+        (each.read.tolist(), each.drawn.tolist(), each.response.logprobs.tolist()) for each in turns
     ]
     assert parts == sorted(expected)
     shuffled.shuffle(turns)

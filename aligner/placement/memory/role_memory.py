@@ -37,7 +37,7 @@ from aligner.schema.derived import (
 )
 
 _PROMPT_TOKENS = 8192
-"""Of prompts that the embedded engine runs in one pass: `engines/embedded/generation.py`."""
+"""Of prompts that the embedded engine runs in one pass: `engines/embedded/scheduler.py`."""
 
 
 @dataclass(frozen=True)
