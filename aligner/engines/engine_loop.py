@@ -46,8 +46,8 @@ class SamplesInFlight(Protocol):
     def done(self) -> bool:
         """Whether every sample is complete and was returned."""
 
-    def step(self) -> list[tuple[int, Sample]]:
-        """Run one engine step.
+    def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
+        """Run `count` engine steps, or as many as there are.
 
         Returns the samples that are complete, each with its index among the requests; the ranks
         other than the replica's first return the indices alone, with samples of no meaning. Raises
@@ -222,11 +222,15 @@ class EngineLoop:
 
     def settle(self) -> None:
         """Run the coroutines until each has returned, or awaits the engine or an answer."""
-        self._loop.run_until_complete(self._run_ready())
+        if self._is_runnable:  # most engine steps complete no request
+            self._loop.run_until_complete(self._run_ready())
+
+    @property
+    def _is_runnable(self) -> bool:
+        return len(self._tasks) > self._generating + len(self._answers)
 
     async def _run_ready(self) -> None:
-        await asyncio.sleep(0)
-        while len(self._tasks) > self._generating + len(self._answers):
+        while self._is_runnable:
             await asyncio.sleep(0)
             ended = [task for task in self._tasks if task.done()]
             for task in sorted(ended, key=lambda each: self._tasks[each]):
@@ -295,9 +299,17 @@ class LoopSamples:
         """See `SamplesInFlight.done`."""
         return self._loop.done
 
-    def step(self) -> list[tuple[int, Sample]]:
+    def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
-        return self._report(self._loop.step)
+        return self._report(lambda: self._run_steps(count))
+
+    def _run_steps(self, count: int | None) -> list[tuple[int, Sample]]:
+        complete: list[tuple[int, Sample]] = []
+        taken = 0
+        while not self._loop.done and (count is None or taken < count):
+            complete += self._loop.step()
+            taken += 1
+        return complete
 
     def interrupt(self) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.interrupt`."""
@@ -331,7 +343,7 @@ class FollowedSamples:
         self._requests = requests
         self.done = False
 
-    def step(self) -> list[tuple[int, Sample]]:
+    def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
         self._engine.follow()
         message = self._engine.end_turn()
@@ -505,9 +517,4 @@ def _joined_support(sample: Sample, support: KeptTokens | None, count: int) -> K
 def finish(samples: SamplesInFlight, steps: int | None = None) -> dict[int, Sample]:
     """Run `steps` engine steps, or until all samples are complete; return the completed samples by
     their index."""
-    complete: dict[int, Sample] = {}
-    taken = 0
-    while not samples.done and (steps is None or taken < steps):
-        complete |= samples.step()
-        taken += 1
-    return complete
+    return {} if samples.done else dict(samples.step(steps))

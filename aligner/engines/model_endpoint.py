@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import queue
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 from starlette.requests import Request
@@ -15,10 +16,8 @@ from torch import Tensor
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.export import Source
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Prompt
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_loop import SingleResponses
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import RequestKey, SamplingOptions
 from aligner.engines.generate import load, require_generating
 from aligner.environments.message_matching import template_messages
 from aligner.environments.openai_protocol import Answer, DrawnToken, ModelChatBody, Refused, parsed
@@ -33,27 +32,20 @@ _CHARACTERS_A_TOKEN = 16
 
 
 @dataclass(frozen=True, eq=False)
-class _Ask:
-    """An answer that is wanted."""
+class _FirstToken:
+    """A request for one token with its most probable alternatives."""
 
     body: ModelChatBody
     read: Tensor
-    """int64 [T]: all that the model is to answer."""
-    most: int
-    """Tokens of the answer."""
-    given: "asyncio.Future[Answer]"
-
-    @property
-    def way(self) -> tuple[float, float, bool]:
-        """How it is drawn; those that are drawn alike are drawn together."""
-        return self.body.temperature, self.body.top_p, bool(self.body.top_logprobs)
+    """int64 [T]: the rendered messages"""
+    answer: "Future[Answer]" = field(default_factory=Future)
 
 
 class ModelEndpoint(OpenAIServer):
-    """Serves `/v1/chat/completions` and `/v1/models`, one batch of answers after another.
+    """Serves `/v1/chat/completions` and `/v1/models`.
 
-    A batch is all that waits when the one before is done, and is drawn alike. Messages are worded
-    by the model's chat template; a model without one reads their texts, a blank line between them.
+    Requests with the same sampling parameters share the engine's batches. The model's chat template
+    renders the messages; a model without one reads their texts, separated by blank lines.
     """
 
     def __init__(self, source: Source, settings: EngineConfig, host: str, port: int) -> None:
@@ -75,7 +67,7 @@ class ModelEndpoint(OpenAIServer):
             shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu"
         )
         load(self._engine, source)
-        self._waiting = queue.SimpleQueue[_Ask]()
+        self._first_tokens = queue.SimpleQueue[_FirstToken]()
         self._ids = itertools.count()
         super().__init__(host, port, _CHARACTERS_A_TOKEN * self._positions, "--host")
 
@@ -87,13 +79,20 @@ class ModelEndpoint(OpenAIServer):
         ]
 
     def work(self) -> None:
-        """Answer what waits, until interrupted."""
+        """Run the engine's steps, until interrupted."""
         while True:
-            asks = [self._waiting.get()]
-            while not self._waiting.empty():
-                asks.append(self._waiting.get())
-            for way in dict.fromkeys(ask.way for ask in asks):
-                self._draw([ask for ask in asks if ask.way == way and not ask.given.done()])
+            self._engine.wake_up.wait()
+            self._engine.wake_up.clear()
+            while self._engine.has_work:
+                self._step()
+            while not self._first_tokens.empty():
+                self._answer_first_token(self._first_tokens.get())
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except AlignerError as error:
+            self._engine.fail_all(error)
 
     async def _models(self, request: Request) -> JSONResponse:
         return models_response(self._name)
@@ -110,12 +109,46 @@ class ModelEndpoint(OpenAIServer):
                 " room for a response",
                 "context_length_exceeded",
             )
-        loop = asyncio.get_running_loop()
         most = min(body.limit or _MOST_TOKENS, room)
-        asks = [_Ask(body, read, most, loop.create_future()) for _ in range(body.n)]
-        for ask in asks:
-            self._waiting.put(ask)
-        return await self.answer(request, body, _all_given(asks))
+        return await self.answer(request, body, self._answers(body, read, most))
+
+    async def _answers(self, body: ModelChatBody, read: Tensor, most: int) -> list[Answer]:
+        """Return `body.n` answers to the tokens `read`, int64 [T]."""
+        tasks = [
+            asyncio.create_task(
+                self._first_token_answer(body, read)
+                if body.top_logprobs
+                else self._whole_answer(body, read, most)
+            )
+            for _ in range(body.n)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except AlignerError as error:
+            raise Refused(500, str(error)) from error
+        finally:
+            for task in tasks:  # after a failure nobody wants the others
+                task.cancel()
+
+    async def _whole_answer(self, body: ModelChatBody, read: Tensor, most: int) -> Answer:
+        sampling = SamplingOptions(
+            most,
+            # the log-probs of temperature 0 are those of temperature 1
+            temperature=body.temperature or 1.0,
+            top_p=body.top_p,
+            greedy=body.temperature == 0,
+            stop_token_ids=self._stops,
+        )
+        key = RequestKey(next(self._ids), 0, len(read))
+        completion = await self._engine.generate(read, sampling, key=key)
+        pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
+        return self._answer(read, [self._token(*pair) for pair in pairs], completion.tokens)
+
+    async def _first_token_answer(self, body: ModelChatBody, read: Tensor) -> Answer:
+        ask = _FirstToken(body, read)
+        self._first_tokens.put(ask)
+        self._engine.wake_up.set()
+        return await asyncio.wrap_future(ask.answer)
 
     def _read(self, body: ModelChatBody) -> Tensor:
         """What the model is to answer, int64 [T]. Raises Refused."""
@@ -129,80 +162,31 @@ class ModelEndpoint(OpenAIServer):
         except AlignerError as error:
             raise Refused(400, str(error)) from error
 
-    def _draw(self, asks: Sequence[_Ask]) -> None:
-        """Draw the answers to some, all alike."""
+    def _answer_first_token(self, ask: "_FirstToken") -> None:
+        """Answer with one token, and with the most probable alternatives to it."""
+        if not ask.answer.set_running_or_notify_cancel():
+            return
+        body = ask.body
         try:
-            if asks and asks[0].body.top_logprobs:
-                self._draw_first(asks)
-            elif asks:
-                self._draw_whole(asks)
+            (logits,) = self._engine.next_logits([ask.read])
         except AlignerError as error:
-            refused = Refused(500, str(error))
-            for ask in asks:
-                self.call(_unless_done(ask.given, ask.given.set_exception), refused)
-
-    def _draw_whole(self, asks: Sequence[_Ask]) -> None:
-        body, most = asks[0].body, max(ask.most for ask in asks)
-        # The engine's zero is the limit, and log-probs have none there: they are those at 1.
-        options = SamplingOptions(
-            most,
-            temperature=body.temperature or 1.0,
-            top_p=body.top_p,
-            greedy=body.temperature == 0,
-            stop_token_ids=self._stops,
-        )
-        requests = [
-            GenerationRequest(Prompt(next(self._ids), "", ask.read), 0, ask.most) for ask in asks
-        ]
-        generation = SingleResponses(self._engine).start(requests, options)
-        try:
-            while not generation.done:
-                for place, sample in generation.step():
-                    drawn = list(
-                        zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True)
-                    )
-                    self._give(asks[place], [self._token(*each) for each in drawn], sample.response)
-        finally:
-            generation.cancel()
-
-    def _draw_first(self, asks: Sequence[_Ask]) -> None:
-        """Answers of one token, with what else that could be."""
-        logits = self._engine.next_logits([ask.read for ask in asks])
-        logprobs = (logits / (asks[0].body.temperature or 1.0)).log_softmax(-1)
-        for ask, each in zip(asks, logprobs, strict=True):
-            best, tokens = each.topk(min(ask.body.top_logprobs or 0, len(each)))
-            token = tokens[:1] if ask.body.temperature == 0 else each.exp().multinomial(1)
-            likeliest = tuple(map(self._token, tokens.tolist(), best.tolist()))
-            shown = self._token(int(token), float(each[token]))
-            self._give(ask, [DrawnToken(shown.text, shown.logprob, likeliest)], token)
+            ask.answer.set_exception(error)
+            return
+        logprobs = (logits / (body.temperature or 1.0)).log_softmax(-1)
+        best, tokens = logprobs.topk(min(body.top_logprobs or 0, len(logprobs)))
+        token = tokens[:1] if body.temperature == 0 else logprobs.exp().multinomial(1)
+        likeliest = tuple(map(self._token, tokens.tolist(), best.tolist()))
+        shown = self._token(int(token), float(logprobs[token]))
+        chosen = DrawnToken(shown.text, shown.logprob, likeliest)
+        ask.answer.set_result(self._answer(ask.read, [chosen], token))
 
     def _token(self, token: int, logprob: float) -> DrawnToken:
         return DrawnToken(self._tokenizer.piece(token), logprob)
 
-    def _give(self, ask: _Ask, tokens: Sequence[DrawnToken], drawn: Tensor) -> None:
-        """Answer with these tokens, int64 [R]."""
-        ended = bool(self._tokenizer.ends(drawn[-1:]))
+    def _answer(self, read: Tensor, tokens: Sequence[DrawnToken], generated: Tensor) -> Answer:
+        """Return the answer that consists of the generated tokens, int64 [R]."""
+        has_ended = bool(self._tokenizer.ends(generated[-1:]))
         text = self._tokenizer.decode_after(
-            ask.read, drawn[:-1] if ended else drawn, skip_special_tokens=False
+            read, generated[:-1] if has_ended else generated, skip_special_tokens=False
         )
-        answer = Answer(text, "stop" if ended else "length", len(ask.read), tuple(tokens))
-        self.call(_unless_done(ask.given, ask.given.set_result), answer)
-
-
-async def _all_given(asks: Sequence[_Ask]) -> list[Answer]:
-    """All answers; where this is cancelled, or one fails, nobody wants the others."""
-    try:
-        return [await ask.given for ask in asks]
-    finally:
-        for ask in asks:
-            ask.given.cancel()
-
-
-def _unless_done(
-    future: "asyncio.Future[Answer]", then: Callable[..., None]
-) -> Callable[..., None]:
-    def give(value: object) -> None:
-        if not future.done():  # its client has gone
-            then(value)
-
-    return give
+        return Answer(text, "stop" if has_ended else "length", len(read), tuple(tokens))

@@ -292,16 +292,24 @@ def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int,
             engine.release(7, 0)
         behind[which] = generate([*read, which])
     behind[3] = generate([*read, 1], repeats=1)
-    in_flight = engine.submit(torch.tensor([5]), options, RequestKey(8, 0, 1, 0))
-    engine.step()
-    too_long = engine.submit(
-        torch.tensor([5, 4]), replace(options, max_new_tokens=LIMIT), RequestKey(7, 0, 2, 0)
-    )
-    engine.step()
-    with pytest.raises(AlignerError, match="needs KV cache for 41 tokens, but the cache has room"):
-        too_long.future.result(timeout=0)
-    assert not in_flight.future.done()
     return behind
+
+
+def test_request_longer_than_rows_waits_for_next_batch(directory):
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=4), 0, seed=2
+    )
+    load_directory(engine, Path(directory))
+    engine.reserve(4, 20)
+    short = engine.submit(torch.tensor([5]), SamplingOptions(4), RequestKey(8, 0, 1))
+    engine.step()
+    long = engine.submit(torch.tensor([5, 4]), SamplingOptions(LIMIT), RequestKey(7, 0, 2))
+    while not short.future.done():
+        engine.step()
+    assert not long.future.done() and engine._machine.cache.size.columns == 19
+    while not long.future.done():
+        engine.step()
+    assert len(long.future.result().tokens) == LIMIT
 
 
 def test_branch_does_not_depend_on_kv_cache_reuse(directory):

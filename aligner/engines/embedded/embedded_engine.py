@@ -105,6 +105,8 @@ class EmbeddedEngine(GenerationEngine):
         self._is_first = rank % tensor == 0
         self._turn_message: Any = None
         self._scheduler = Scheduler(self._machine, seed)
+        self._is_reserved = False
+        """Whether the KV cache has the size that `reserve` asked for."""
         self._released: list[tuple[int, int]] = []
         """Samples whose resident rows the other ranks have not freed yet."""
         self._spare: EngineWeights | None = None
@@ -131,16 +133,16 @@ class EmbeddedEngine(GenerationEngine):
         """Size the KV cache for `sequences` sequences of at most `tokens` tokens, within
         `engine.batch_size` and `engine.kv_cache_mib`."""
         self._command("reserve", sequences=sequences, tokens=tokens)
-        self._resize_cache(sequences, tokens)
+        self._reserve(sequences, tokens)
 
     def step(self) -> None:
         """See `GenerationEngine.step`."""
         arrivals = self._take_arrivals()
         released = self._released
         self._released = []
-        self._command(
-            "step", requests=[_to_json(request) for request in arrivals], released=released
-        )
+        if self._group is not None:
+            requests = [_to_json(request) for request in arrivals]
+            self._command("step", requests=requests, released=released)
         self._check_awake("generate")
         self._execute_step(arrivals)
 
@@ -153,11 +155,23 @@ class EmbeddedEngine(GenerationEngine):
         for request in arrivals:
             request.resolve(DecodedResponse.begin(request, self._seed).completion())
 
+    def fail_all(self, error: Exception) -> None:
+        """Drop all requests in flight; their callers receive the error."""
+        arrivals = self._take_arrivals()
+        self._command("interrupt")
+        in_flight = [response.request for response in self._scheduler.interrupt()]
+        for request in [*in_flight, *arrivals]:
+            request.fail(error)
+
     def release(self, prompt_id: int, sample_index: int) -> None:
         """See `GenerationEngine.release`."""
         self._scheduler.release(prompt_id, sample_index)
         if self._group is not None:
             self._released.append((prompt_id, sample_index))
+
+    def _reserve(self, sequences: int, tokens: int) -> None:
+        self._resize_cache(sequences, tokens)
+        self._is_reserved = True
 
     def follow(self) -> None:
         """Execute the steps of the replica's rank 0; see `GenerationEngine.follow`."""
@@ -182,7 +196,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def _execute(self, command: dict[str, Any]) -> None:
         if command["do"] == "reserve":
-            self._resize_cache(command["sequences"], command["tokens"])
+            self._reserve(command["sequences"], command["tokens"])
         elif command["do"] == "interrupt":
             self._scheduler.interrupt()
         else:
@@ -191,30 +205,33 @@ class EmbeddedEngine(GenerationEngine):
             self._execute_step([_from_json(request) for request in command["requests"]])
 
     def _execute_step(self, arrivals: Sequence[EngineRequest]) -> None:
-        if arrivals:
-            self._make_room(arrivals)
-            self._scheduler.add([each for each in arrivals if not each.future.done()])
+        self._scheduler.queue(arrivals)
+        self._make_room(self._scheduler.next_batch())
+        self._scheduler.join_batch()
         for response in self._scheduler.step():
             response.request.resolve(response.completion())
 
-    def _make_room(self, arrivals: Sequence[EngineRequest]) -> None:
-        """Enlarge the KV cache for requests that nobody reserved it for; while it is in use,
-        requests that do not fit fail."""
-        columns = self._machine.cache.size.columns
-        too_long = [each for each in arrivals if each.total_tokens - 1 > columns]
-        if not too_long:
-            return
-        if self._scheduler.is_idle:
-            self._resize_cache(len(arrivals), max(each.total_tokens for each in arrivals))
-            return
-        for request in too_long:
-            request.fail(
-                AlignerError(
-                    f"prompt {request.key.prompt_id}: the request needs KV cache for"
-                    f" {request.total_tokens - 1} tokens, but the cache has room for {columns}"
-                    " tokens per sequence"
-                )
-            )
+    def _make_room(self, requests: Sequence[EngineRequest]) -> None:
+        """Enlarge the KV cache for the requests of a new batch, if nobody reserved it for them.
+
+        A request that does not fit alone fails.
+        """
+        size = self._machine.cache.size
+        longest = 0
+        count = 0
+        for request in requests:
+            try:
+                self._fitting_size(1, request.total_tokens)
+            except AlignerError as error:
+                self._scheduler.drop(request)
+                request.fail(error)
+                continue
+            longest = max(longest, request.total_tokens - 1)
+            count += 1
+        rows = min(count, self._settings.batch_size)
+        if longest > size.columns or (rows > size.rows and not self._is_reserved):
+            self._resize_cache(max(count, size.rows), max(longest, size.columns) + 1)
+            self._is_reserved = False
 
     def _unsupported(self, request: EngineRequest) -> str | None:
         length = request.total_tokens
@@ -317,13 +334,19 @@ class EmbeddedEngine(GenerationEngine):
         self._machine.decoder.use(weights.tensors)
         return weights
 
+    def _fitting_size(self, sequences: int, tokens: int) -> CacheSize:
+        """Return the size of a KV cache for `sequences` sequences, or as many as the memory holds;
+        the last token of a sequence needs no cache. Raises AlignerError if it holds none."""
+        wanted = min(self._settings.batch_size, sequences)
+        return fit(self._token_bytes, tokens - 1, wanted, self._settings.kv_cache_mib)
+
     def _resize_cache(self, sequences: int, tokens: int) -> None:
-        """Allocate the KV cache; the last token of a sequence needs none."""
-        self._scheduler.clear()
+        """Allocate the KV cache."""
+        self._scheduler.clear_rows()
         longest = tokens - 1
         wanted = min(self._settings.batch_size, sequences)
         budget = self._settings.kv_cache_mib
-        size = fit(self._token_bytes, longest, wanted, budget)
+        size = self._fitting_size(sequences, tokens)
         if self._graphs is not None:
             # Graphs know the cache's shape: a larger one serves as well, and a new one is made for
             # like lengths too.
@@ -338,7 +361,7 @@ class EmbeddedEngine(GenerationEngine):
                 size = rounded
         if self._machine.cache.resize(size):
             self._forget_graphs()
-            self._scheduler.clear()
+            self._scheduler.clear_rows()
 
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights

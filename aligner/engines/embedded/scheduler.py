@@ -59,7 +59,7 @@ class Scheduler:
         self._options: SamplingOptions | None = None
         """Sampling parameters of the batch, except token limits."""
         self._later: deque[EngineRequest] = deque()
-        """Requests with other sampling parameters than the batch's."""
+        """Requests that the batch cannot hold."""
         self._waiting: deque[DecodedResponse] = deque()
         """Requests without a row."""
         self._rows: list[DecodedResponse] = []
@@ -80,16 +80,42 @@ class Scheduler:
         """Whether no request has a row or waits for one."""
         return not (self._waiting or self._rows)
 
-    def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue requests, in this order; requests with the same prompt are grouped."""
+    def queue(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue requests, in this order."""
         self._later.extend(requests)
+
+    def next_batch(self) -> list[EngineRequest]:
+        """Return the queued requests that a new batch may hold; none while a batch is in flight."""
+        if not self.is_idle or not self._later:
+            return []
+        options = self._later[0].sampling
+        return [each for each in self._later if each.sampling.is_batchable_with(options)]
+
+    def drop(self, request: EngineRequest) -> None:
+        """Remove a queued request."""
+        self._later.remove(request)
+
+    def join_batch(self) -> None:
+        """Add the queued requests that fit the batch; requests with the same prompt are grouped.
+
+        Requests with other sampling parameters, or with more tokens than a row of the KV cache
+        holds, wait for the next batch.
+        """
         if self.is_idle and self._later:
             self._start_batch(self._later[0].sampling)
         options = self._options
         if options is None:
             return
-        joining = [each for each in self._later if each.sampling.is_batchable_with(options)]
-        self._later = deque(each for each in self._later if each not in joining)
+
+        columns = self._machine.cache.size.columns
+        joining: list[EngineRequest] = []
+        waiting: deque[EngineRequest] = deque()
+        for request in self._later:
+            fits = request.total_tokens - 1 <= columns
+            is_batchable = request.sampling.is_batchable_with(options)
+            (joining if fits and is_batchable else waiting).append(request)
+        self._later = waiting
+
         responses = [DecodedResponse.begin(request, self._seed) for request in joining]
         first: dict[tuple[int, ...], int] = {}
         for index, response in enumerate(responses):
@@ -118,8 +144,6 @@ class Scheduler:
                 self._advance(admit=True)
         complete = self._complete
         self._complete = []
-        if self.is_idle:
-            self.add([])
         return complete
 
     def interrupt(self) -> list[DecodedResponse]:
@@ -133,9 +157,13 @@ class Scheduler:
         """Forget every request and every resident row."""
         self._waiting.clear()
         self._later.clear()
-        self._resident.clear()
         self._rows = []
         self._complete = []
+        self.clear_rows()
+
+    def clear_rows(self) -> None:
+        """Forget the resident rows, because the KV cache gets another size."""
+        self._resident.clear()
         self._table = RowTable(self._machine.cache.size.rows)
 
     def release(self, prompt_id: int, sample_index: int) -> None:
