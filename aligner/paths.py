@@ -73,7 +73,7 @@ class RunPaths:
         """The critic's updates since its last checkpoint."""
         self.episodes = root / "episodes"
         """What environments said to episodes, a directory a process:
-        `aligner.environments.episode_journal`."""
+        `aligner.agents.episode_journal`."""
         self.judge = root / "judge"
         """What judges have said, which a run that begins anew keeps:
         `aligner.rewards.judge`."""

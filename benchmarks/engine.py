@@ -89,9 +89,9 @@ class Replica:
         serve."""
         import torch
 
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.engines.generate import load
         from aligner.models.weight_slices import weight_table
         from aligner.schema import EngineConfig, SpeculationConfig
 
@@ -209,8 +209,8 @@ class VLLM:
     def __init__(self, directory: str, model: str, batch: int, precision: str) -> None:
         import dataclasses
 
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
-        from aligner.engines.generate import load
         from aligner.engines.vllm.vllm_engine import VLLMEngine
         from aligner.schema import EngineConfig
 

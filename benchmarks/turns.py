@@ -74,14 +74,14 @@ class Ours:
     """The embedded engine, and environments in a worker process."""
 
     def __init__(self, directory: str, precision: str) -> None:
+        from aligner.agents.environment_pool import EnvironmentPool
+        from aligner.agents.episodes import EnvironmentEpisodes
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
         from aligner.data.tokenizer import Tokenizer
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
         from aligner.engines.embedded.token_drawing import Drawing
         from aligner.engines.engine_protocol import GenerationEngine
-        from aligner.engines.episodes import EnvironmentEpisodes
-        from aligner.engines.generate import load
-        from aligner.environments.environment_pool import EnvironmentPool
         from aligner.models.model_source import directory_shape
         from aligner.schema import EngineConfig
         from aligner.schema.environment import EnvironmentConfig

@@ -20,12 +20,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from aligner.agents.generate import Progress as Generated
+from aligner.agents.generate import generate, plan_job
 from aligner.config.compose import compose_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
-from aligner.engines.generate import Progress as Generated
-from aligner.engines.generate import generate, plan_job
 from aligner.errors import ConfigError
 from aligner.extras import lacking
 from aligner.launcher.processes import end_with_launcher
@@ -99,7 +99,7 @@ def serve_model(parsed: argparse.Namespace) -> None:
     """Serve a model, and print where, until interrupted."""
     if lack := lacking("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
-    from aligner.engines.model_endpoint import ModelEndpoint  # what the agents extra brings
+    from aligner.agents.model_endpoint import ModelEndpoint  # what the agents extra brings
 
     endpoint = ModelEndpoint(find_source(parsed.source), _engine(parsed), parsed.host, parsed.port)
     endpoint.start()

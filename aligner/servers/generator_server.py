@@ -12,10 +12,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.agents.episode_source import build_episodes
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import run_tokenizer
 from aligner.data.types import Prompt, Sample, unbegun
-from aligner.engines.build import build_engine, build_episodes
+from aligner.engines.build import build_engine
 from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import (

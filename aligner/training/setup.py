@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from aligner.agents.tool_catalogue import list_tools, tool_schemas
+from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.claim import take_run, write_as
@@ -13,8 +15,6 @@ from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.run_inputs import input_checksums
 from aligner.data.tokenizer import Tokenizer, run_tokenizer
-from aligner.environments.tool_catalogue import list_tools, tool_schemas
-from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import FrozenPolicy, Policy

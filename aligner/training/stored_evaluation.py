@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from aligner.agents import generate as generate
+from aligner.agents.generate import Job, Progress
 from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metrics, perplexity
 from aligner.data.conversations import response_text
 from aligner.data.export import Source
 from aligner.data.prompts import drawn_tokens
 from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
-from aligner.engines import generate
-from aligner.engines.generate import Job, Progress
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory
 from aligner.rewards.judge import JudgeMeter, opened_judge

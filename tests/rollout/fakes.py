@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from aligner.data.types import Completion, Prompt, Sample
-from tests.engines.scripted import Scripted
+from tests.agents.scripted import Scripted
 
 
 class Stream:
