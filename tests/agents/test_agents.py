@@ -85,8 +85,8 @@ def samples_of(model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any
     return episodes(model, tasks, settings)[0]
 
 
-def agent(name: str, module: str = "agents") -> dict[str, Any]:
-    return {"agent": f"tests.engines.{module}:{name}"}
+def agent(name: str, module: str = "openai_agents") -> dict[str, Any]:
+    return {"agent": f"tests.agents.{module}:{name}"}
 
 
 def generated_spans(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
